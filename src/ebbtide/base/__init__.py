@@ -1,0 +1,1 @@
+"""Words everyone shares: errors, units, sites, actions, events."""

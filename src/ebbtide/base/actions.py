@@ -1,0 +1,86 @@
+"""What can be done with a saved tensor, where it was saved, and what a plan is told about it.
+
+[Note: site]
+A *site* names a saved tensor in a way that is stable from step to step: the kind of block, the path of the module in
+that block that was running, the autograd node that made the tensor, and the how-many-th such tensor it is in that
+module call. The plan speaks of sites; the engine asks it once per storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+
+class Action(Enum):
+    """What is done with a storage (KEEP, OFFLOAD, RECOMPUTE) or with a whole block (CHECKPOINT)."""
+
+    KEEP = "keep"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+    CHECKPOINT = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A stable name for a saved tensor. See [Note: site]."""
+
+    block_kind: str
+    module: str
+    node: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        where = self.module or "(block)"
+        return f"{self.block_kind}/{where}/{self.node}#{self.ordinal}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """What a plan is told about one storage when it is first saved.
+
+    Attributes:
+        site: Where it was saved.
+        block: Index of the block in execution order of its stack.
+        bytes_: Size of the storage in bytes.
+        block_input: The storage came into the block from outside.
+        recompute_flops: Multiply-add work of remaking it from what else is saved, in FLOP; ``None`` if it cannot be
+            remade. Zero for element-wise chains.
+        recompute_bytes: Bytes read and written by remaking it.
+    """
+
+    site: Site
+    block: int
+    bytes_: int
+    block_input: bool
+    recompute_flops: float | None
+    recompute_bytes: int
+
+
+class Plan(Protocol):
+    """Chooses the action of every storage and of every block; pure arithmetic, no tensors."""
+
+    @property
+    def name(self) -> str:
+        """Short name for logs and reports."""
+        ...
+
+    def choose(self, candidate: Candidate) -> Action:
+        """Return KEEP, OFFLOAD or RECOMPUTE for a storage."""
+        ...
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        """Return CHECKPOINT to re-run a block whole, KEEP to treat its saved tensors one by one.
+
+        Args:
+            kind: The block's kind.
+            index: Its index.
+            input_bytes: Bytes that came into a block of this kind, as last seen (0 before the first run).
+            stubborn_bytes: Bytes of this kind of block that can be neither remade nor left out, as last seen.
+        """
+        ...
+
+    def explain(self) -> str:
+        """Say in one or two lines what the plan does and why."""
+        ...

@@ -1,0 +1,93 @@
+"""The error tree.
+
+[Note: errors]
+Every message says what was found, what was expected, and after ``hint:`` what to do:
+
+    EbbtideError
+    ├── ConfigError            a value, key, flag or size that cannot be used        (also a ValueError)
+    ├── StrategyError          the model is not wrapped as the strategy says
+    ├── BlocksError            no repeated blocks, or a glob that matches nothing
+    ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
+    ├── TargetError            no such place for offloaded bytes on this machine
+    │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
+    │       └── DiskFullError  the disk holds less than is to be offloaded
+    ├── CapError               the host or disk cap is reached
+    ├── DataError              a data set, model or run folder that cannot be read
+    ├── ModifiedInPlaceError   a saved tensor was changed in place                    (also a RuntimeError)
+    └── RestoreError           ``verify=True`` found restored bytes that differ       (also a RuntimeError)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class EbbtideError(Exception):
+    """Root of every error that ebbtide raises on purpose.
+
+    Args:
+        found: What is there, with its value.
+        expected: What should be there.
+        hint: What the reader can do about it.
+    """
+
+    def __init__(self, found: str, *, expected: str = "", hint: str = "") -> None:
+        self.found, self.expected, self.hint = found, expected, hint
+        super().__init__(found, expected, hint)
+
+    def __str__(self) -> str:
+        text = self.found
+        if self.expected:
+            text += f"; expected {self.expected}"
+        return f"{text}\nhint: {self.hint}" if self.hint else text
+
+
+class ConfigError(EbbtideError, ValueError):
+    """A value, key, flag or size that cannot be used."""
+
+
+class StrategyError(EbbtideError):
+    """The model is not wrapped as the strategy says."""
+
+
+class BlocksError(EbbtideError):
+    """No repeated blocks were found, or a glob matches nothing."""
+
+
+class ConflictError(EbbtideError):
+    """Two offloaders on one model, or offloading inside a checkpointed function."""
+
+
+class TargetError(EbbtideError):
+    """No such place for offloaded bytes on this machine."""
+
+
+class DiskError(TargetError, OSError):
+    """A disk path that cannot serve, or a failed read or write."""
+
+
+class DiskFullError(DiskError):
+    """The disk holds less than is to be offloaded."""
+
+
+class CapError(EbbtideError):
+    """The host or disk cap is reached."""
+
+
+class DataError(EbbtideError):
+    """A data set, model or run folder that cannot be read."""
+
+
+class ModifiedInPlaceError(EbbtideError, RuntimeError):
+    """A saved tensor was changed in place: plain autograd raises RuntimeError here too."""
+
+
+class RestoreError(EbbtideError, RuntimeError):
+    """Restored or recomputed bytes differ from what was saved (``verify=True``)."""
+
+
+def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
+    """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string."""
+    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
+    return f"did you mean {', '.join(repr(c) for c in close)}?" if close else ""

@@ -1,0 +1,100 @@
+"""What the engine asks of a place where offloaded bytes wait.
+
+[Note: a slot's life]
+``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's memory must stay as it is until
+``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it: the engine drops the
+source only then. ``slot.take()`` brings the bytes back, as often as it is called; ``prefetch()`` begins that early.
+``slot.free()`` gives the place back; a copy still running is waited for, withdrawn, or finished before the place is
+used again, so a slot may be freed at any moment.
+
+The same protocol is served by the disk tier (threads are the streams) and by the host tier over a ``Device`` (streams
+and events); a tier knows no autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Slot(Protocol):
+    """One parked storage."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes parked."""
+        ...
+
+    @property
+    def parked(self) -> bool:
+        """Whether the copy-out is done. Raises what the copy raised, if it failed."""
+        ...
+
+    def wait_parked(self) -> float:
+        """Make compute wait for the copy-out; returns the stall in seconds. Raises what the copy raised."""
+        ...
+
+    def cancel(self) -> bool:
+        """Withdraw a copy-out that has not begun. True: it was withdrawn, nothing is parked, the slot is dead."""
+        ...
+
+    def prefetch(self) -> None:
+        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun."""
+        ...
+
+    def take(self) -> tuple[torch.Tensor, float]:
+        """Return the bytes and the stall in seconds.
+
+        The tensor is one-dimensional ``uint8``, on the device it came from, owns its storage whole (offset 0, exactly
+        ``nbytes`` long), and is ordered before whatever compute does next. It belongs to the caller: a later ``take``
+        copies in again. Raises what either copy raised.
+        """
+        ...
+
+    def free(self) -> None:
+        """Give the place back. Harmless when repeated."""
+        ...
+
+
+class Tier(Protocol):
+    """A place with slots, serving the tensors of one kind of device."""
+
+    @property
+    def name(self) -> str:
+        """``"host"`` or ``"disk"``."""
+        ...
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies on the device whose memory is scarce."""
+        ...
+
+    def park(self, source: torch.Tensor) -> Slot:
+        """Begin to copy out ``source``.
+
+        Args:
+            source: One-dimensional contiguous ``uint8`` view of the bytes, on the device; not empty.
+
+        Raises:
+            DiskFullError: The disk cannot hold it.
+            CapError: The cap given by the user is reached.
+        """
+        ...
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of places in use now."""
+        ...
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that could still be parked; ``None`` where that is not known."""
+        ...
+
+    def trim(self) -> None:
+        """Give spare buffers back to the system; called between a backward and the next forward."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and give everything back. Harmless when repeated."""
+        ...
