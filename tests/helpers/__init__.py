@@ -1,0 +1,1 @@
+"""What several tiers need: tiny models, the oracle, the spawn helper."""
