@@ -1,0 +1,206 @@
+"""Direct I/O straight between a tensor's own memory and a file without a name.
+
+[Note: aligned interior]
+Direct I/O moves bytes between memory and disk without the page cache, so that offloading takes no RAM and few cycles;
+it asks that address, length and file offset be multiples of the disk's block. A tensor's memory begins anywhere (glibc
+gives 64 bytes after a page boundary). So only the *interior* between the first and the last aligned address is
+written; head and tail, less than a block each, are kept in RAM. To read straight back, the target begins at the same
+distance from an aligned address as the source did; kernels that treat aligned data differently then do so alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ebbtide.base.errors import DiskError
+from ebbtide.store.extents import PLACE_ALIGN_BYTES, round_up
+
+_LOG = logging.getLogger("ebbtide.store")
+_CHUNK_BYTES = 8 << 20
+_MEMORY_ALIGN_BYTES = 512
+
+
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """Return a writable view of ``nbytes`` at ``address``; whoever calls keeps that memory alive."""
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+
+
+class Buffer:
+    """Fresh page-aligned memory, outside the C heap, that becomes one tensor.
+
+    Args:
+        nbytes: Bytes of the tensor.
+        shift: Distance of its first byte from a page boundary.
+    """
+
+    def __init__(self, nbytes: int, shift: int) -> None:
+        self._memory = mmap.mmap(-1, round_up(shift + nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._nbytes, self._shift = nbytes, shift
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory)) + shift
+
+    def tensor(self) -> torch.Tensor:
+        """Return the memory as a ``uint8`` tensor whose storage is exactly these bytes and keeps them alive."""
+        return torch.frombuffer(self._memory, dtype=torch.uint8, count=self._nbytes, offset=self._shift)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How a source's bytes are divided. See [Note: aligned interior]."""
+
+    head_bytes: int
+    interior_bytes: int
+    tail_bytes: int
+
+    @classmethod
+    def of(cls, address: int, nbytes: int, align_bytes: int) -> Split:
+        """Divide ``nbytes`` at ``address``; small sources are all head."""
+        head = -address % align_bytes
+        interior = max(nbytes - head, 0) // align_bytes * align_bytes
+        if interior == 0:
+            return cls(head_bytes=nbytes, interior_bytes=0, tail_bytes=0)
+        return cls(head_bytes=head, interior_bytes=interior, tail_bytes=nbytes - head - interior)
+
+
+class BackingFile:
+    """A file without a name: gone when its last descriptor is closed, even by ``kill -9``.
+
+    Args:
+        directory: Where its blocks lie.
+
+    Raises:
+        DiskError: No file can be made or written there.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.align_bytes = PLACE_ALIGN_BYTES
+        try:
+            self.fd, self.direct = _open_unnamed(directory)
+            if self.direct:
+                self.direct = self._probe()
+        except OSError as error:
+            raise DiskError(
+                f"cannot make a file in {str(directory)!r}: {error.strerror}",
+                expected="a directory on a local disk",
+                hint="give another directory with disk_path=...",
+            ) from error
+        if not self.direct:
+            _LOG.warning(
+                "direct I/O is refused in %s: offloaded bytes pass through the page cache, which takes RAM and "
+                "cycles from training; give a disk_path on a local ext4 or xfs disk",
+                directory,
+            )
+
+    def _probe(self) -> bool:
+        """Find the memory alignment by trying; returns False, on a buffered descriptor, if direct I/O is refused."""
+        page = Buffer(2 * PLACE_ALIGN_BYTES, 0)
+        for align in (_MEMORY_ALIGN_BYTES, PLACE_ALIGN_BYTES):
+            try:
+                os.pwritev(self.fd, [view_memory(page.address + align, align)], 0)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                continue
+            self.align_bytes = align
+            os.ftruncate(self.fd, 0)
+            return True
+        buffered = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        os.close(self.fd)
+        self.fd = buffered
+        return False
+
+    def grow(self, offset: int, nbytes: int) -> None:
+        """Give the file blocks for ``nbytes`` from ``offset``.
+
+        Raises:
+            OSError: ``ENOSPC``, or what else the file system says.
+        """
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as error:
+            # Not every file system can; there a full disk shows itself only when it is written to.
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+            os.ftruncate(self.fd, offset + nbytes)
+
+    def write(self, address: int, nbytes: int, offset: int, stopped: Callable[[], bool]) -> None:
+        """Write memory to the file, in chunks, until done or ``stopped()``.
+
+        Raises:
+            OSError: The system's own, or ``EIO`` if it stops taking bytes.
+        """
+        view = view_memory(address, nbytes)
+        done = 0
+        while done < nbytes and not stopped():
+            count = os.pwritev(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
+            if self.direct:  # what is left must begin aligned: the odd bytes of a short write are written again
+                count -= count % self.align_bytes
+            if count <= 0:
+                raise OSError(errno.EIO, "the disk takes no more bytes (short write)")
+            done += count
+        self._forget(offset, nbytes)
+
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Fill memory from the file.
+
+        Raises:
+            OSError: The system's own, or ``EIO`` if the file ends early.
+        """
+        view = view_memory(address, nbytes)
+        done = 0
+        while done < nbytes:
+            count = os.preadv(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
+            if self.direct:
+                count -= count % self.align_bytes
+            if count <= 0:
+                raise OSError(errno.EIO, f"short read: {done} of {nbytes} bytes")
+            done += count
+        self._forget(offset, nbytes)
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        if not self.direct:  # else the page cache grows by what was offloaded, which is the RAM to be spared
+            os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def disk_free_bytes(self) -> int:
+        """Bytes that the file system would still give to this user."""
+        found = os.fstatvfs(self.fd)
+        return found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Close the file; its blocks are free then."""
+        os.close(self.fd)
+
+
+def _open_unnamed(directory: Path) -> tuple[int, bool]:
+    """Return a descriptor of a file without a name, and whether it is direct."""
+    o_direct: int = getattr(os, "O_DIRECT", 0)
+    o_tmpfile: int = getattr(os, "O_TMPFILE", 0)
+    if o_tmpfile:
+        for extra in (o_direct, 0):
+            try:
+                return os.open(directory, o_tmpfile | os.O_RDWR | os.O_CLOEXEC | extra, 0o600), bool(extra)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT):
+                    raise
+    fd, name = tempfile.mkstemp(prefix="ebbtide-", dir=directory)
+    try:
+        direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | o_direct)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            os.close(fd)
+            raise
+        return fd, False
+    finally:
+        os.unlink(name)
+    os.close(fd)
+    return direct, bool(o_direct)

@@ -1,0 +1,79 @@
+"""Choosing the directory in which offloaded bytes may lie on disk."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from ebbtide.base.errors import DiskError
+
+_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_MOUNTINFO = Path("/proc/self/mountinfo")
+
+
+def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO) -> str:
+    """Return the type of the file system that holds ``path`` (``"ext4"``, ``"tmpfs"``), or ``""`` if not known."""
+    try:
+        lines = mountinfo.read_text().splitlines()
+    except OSError:
+        return ""
+    real = os.path.realpath(path)
+    best, kind = -1, ""
+    for line in lines:
+        left, separator, right = line.partition(" - ")
+        fields = left.split()
+        if not separator or len(fields) < 5:
+            continue
+        mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
+        # The last of several mounts at one point is the one that is seen.
+        if os.path.commonpath([real, mount]) == mount and len(mount) >= best:
+            best, kind = len(mount), right.split()[0]
+    return kind
+
+
+def check_directory(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` if offloaded bytes may lie there.
+
+    Raises:
+        DiskError: It is missing, not a directory, not writable, or lies in RAM.
+    """
+    directory = Path(path).expanduser()
+    hint = "give a directory on a local disk with disk_path=..."
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise DiskError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise DiskError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)
+    kind = filesystem_of(directory)
+    if kind in _RAM_FILESYSTEMS:
+        raise DiskError(
+            f"disk path {str(directory)!r} lies on {kind}, which is RAM",
+            expected="a file system on a disk",
+            hint=hint,
+        )
+    return directory
+
+
+def default_directory() -> Path:
+    """Return the first of the usual directories that lies on a disk and is writable.
+
+    Raises:
+        DiskError: None of them serves; the message says why for each.
+    """
+    cache = Path("~/.cache/ebbtide").expanduser()
+    reasons: list[str] = []
+    for candidate in (Path(tempfile.gettempdir()), Path("/var/tmp"), cache):
+        try:
+            if candidate == cache:
+                candidate.mkdir(parents=True, exist_ok=True)
+            return check_directory(candidate)
+        except DiskError as error:
+            reasons.append(error.found)
+        except OSError as error:
+            reasons.append(f"disk path {str(candidate)!r}: {error.strerror}")
+    raise DiskError(
+        "no directory for offloaded bytes: " + " · ".join(reasons),
+        expected="a writable directory on a disk",
+        hint="give one with disk_path=...",
+    )
