@@ -1,0 +1,68 @@
+# `make` lists the goals. Every goal that needs the environment makes it first; the second time that is instant.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+
+# Test processes side by side; WORKERS=0 runs the tests in one process (for a debugger).
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
+SOURCES := src tests benchmarks
+
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 3 --packing true
+CPU_SUITES := pareto bound overhead host disk load scale
+GPU_SUITES := pareto bound overhead link host load longest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-all check bench gpu format cli-surface clean
+
+help:  ## List the goals
+	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
+
+setup: $(STAMP)  ## Make .venv with the pinned development environment
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "found Python %d.%d; expected 3.11 or newer\nhint: make setup PYTHON=/path/to/python3.11" % sys.version_info[:2])'
+	@echo "Making $(VENV) (about a minute the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[recipes,dev]' -c constraints.txt
+	@touch $@
+
+demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare
+	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --rounds 3 --out runs/demo
+
+test: setup  ## Run the tests, but for the slow ones
+	$(PYTEST)
+
+test-all: setup  ## Run every test, the slow ones too
+	$(PYTEST) -m ''
+
+check: setup  ## Format, lint, types, floors, contracts
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests/contract
+
+bench: setup  ## Run the benchmark suites of a CPU-only machine
+	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite --device cpu || exit 1; done
+
+gpu: setup  ## Run tests/gpu and the benchmark suites of an accelerator
+	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then \
+	  echo "Nothing run: torch finds no accelerator on this machine"; exit 0; \
+	else \
+	  $(BIN)/pytest tests/gpu || exit 1; \
+	  for suite in $(GPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite --device accelerator || exit 1; done; \
+	fi
+
+format: setup  ## Format and fix what can be fixed by itself
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+cli-surface: setup  ## Write the frozen option names of the command line anew
+	$(BIN)/python -m tests.contract.cli_surface > tests/contract/cli_surface.txt
+
+clean:  ## Remove the environment, caches and runs
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

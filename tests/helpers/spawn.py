@@ -1,0 +1,207 @@
+"""Runs functions on several gloo ranks, with a hard time limit.
+
+[Note: a group's life]
+``run_cases`` starts one process a rank, which costs seconds, and then runs case after case in the same group. Ranks are
+told over pipes which case comes next and answer with a value (pickled: tensors come back by value, never as shared
+memory) or with a traceback. A case that fails on any rank, or is not answered by all ranks in time, leaves the others
+inside a collective, so the whole group is ended, by pid, and the cases still to come get a new one. A hang is a failure
+like any other, said with the ranks that did not answer and the stacks they stand in.
+
+The functions must be importable by name (module level, not lambdas); they run with the process group initialised.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Case = tuple[Callable[..., Any], tuple[Any, ...]]
+STARTUP_SECONDS = 120.0
+
+
+class SpawnError(AssertionError):
+    """A case failed, died or hung on some rank."""
+
+
+@dataclass(kw_only=True)
+class CaseResult:
+    """What one case came to: the value of every rank, or what went wrong."""
+
+    name: str
+    values_: list[Any] = field(default_factory=list)
+    error: str = ""
+
+    def values(self) -> list[Any]:
+        """Return the ranks' values in rank order.
+
+        Raises:
+            SpawnError: The case failed, died or hung on some rank.
+        """
+        if self.error:
+            raise SpawnError(f"case {self.name!r}: {self.error}")
+        return self.values_
+
+
+def spawn(function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+    """Run ``function(*args)`` on every rank and return the values in rank order. See ``run_cases``."""
+    return run_cases({"": (function, args)}, world_size, timeout_seconds=timeout_seconds)[""].values()
+
+
+def run_cases(cases: Mapping[str, Case], world_size: int, *, timeout_seconds: float = 60.0) -> dict[str, CaseResult]:
+    """Run many cases in one group of processes. See [Note: a group's life].
+
+    Args:
+        cases: Name → function and its arguments.
+        world_size: Number of ranks.
+        timeout_seconds: Hard limit of each case; starting the processes has its own.
+
+    Returns:
+        Name → result; a failed case raises only when its ``values()`` are asked for.
+    """
+    results: dict[str, CaseResult] = {}
+    group: _Group | None = None
+    try:
+        for name, (function, args) in cases.items():
+            if group is None:
+                group = _Group(world_size, timeout_seconds)
+                if error := group.collect(STARTUP_SECONDS)[1]:
+                    raise SpawnError(f"starting {world_size} ranks: {error}")
+            group.send((function, args))
+            values, error = group.collect(timeout_seconds)
+            results[name] = CaseResult(name=name, values_=values, error=error)
+            if error:
+                group.end()
+                group = None
+        if group is not None:
+            group.send(None)
+    finally:
+        if group is not None:
+            group.end()
+    return results
+
+
+class _Group:
+    """The parent's side of a group of ranks."""
+
+    def __init__(self, world_size: int, timeout_seconds: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="ebbtide-spawn-")
+        self._pipes: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_rank_main, args=(rank, world_size, self._folder.name, theirs, timeout_seconds), daemon=True
+            )
+            process.start()
+            theirs.close()  # so that a rank's death is an end-of-file here
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def send(self, message: Case | None) -> None:
+        for pipe in self._pipes:
+            with suppress(BrokenPipeError):  # a dead rank is found when its answer is awaited
+                pipe.send(message)
+
+    def collect(self, timeout_seconds: float) -> tuple[list[Any], str]:
+        """Wait for an answer of every rank; return the values, or what went wrong with the first that failed."""
+        deadline = time.monotonic() + timeout_seconds
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        values: list[Any] = [None] * len(self._pipes)
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return [], self._hang(timeout_seconds, sorted(waiting.values()))
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    good, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(5)
+                    return [], f"rank {rank} died with exit code {self._processes[rank].exitcode}"
+                if not good:
+                    return [], f"rank {rank} raised\n{payload}"
+                values[rank] = payload
+        return values, ""
+
+    def _hang(self, timeout_seconds: float, ranks: Sequence[int]) -> str:
+        stacks: list[str] = []
+        for rank in ranks:
+            process = self._processes[rank]
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes the stacks
+        for rank in ranks:
+            file = Path(self._folder.name, f"stacks{rank}")
+            deadline = time.monotonic() + 2
+            while time.monotonic() < deadline and not (file.exists() and "most recent" in file.read_text()):
+                wait([self._processes[rank].sentinel], timeout=0.05)
+            stacks.append(f"rank {rank}:\n{file.read_text() if file.exists() else '(no stack)'}")
+        return f"hangs: no answer of ranks {list(ranks)} within {timeout_seconds:g} s\n" + "\n".join(stacks)
+
+    def end(self) -> None:
+        """End what still runs, by pid, and wait for it: no process outlives its test."""
+        for process in self._processes:
+            process.join(0 if process.exitcode is not None else 3)
+            if process.exitcode is None:
+                process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+        self._folder.cleanup()
+
+
+def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection, timeout_seconds: float) -> None:
+    """One rank: initialise, say so, then answer case after case until told to stop."""
+    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    answer = _run(_initialise, (rank, world_size, folder, timeout_seconds))
+    pipe.send_bytes(answer)
+    while (message := pipe.recv()) is not None:
+        function, args = message
+        torch.manual_seed(0)
+        pipe.send_bytes(_run(function, args))
+    torch.distributed.destroy_process_group()
+
+
+def _initialise(rank: int, world_size: int, folder: str, timeout_seconds: float) -> None:
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds * 2),  # ours is the limit; this one only ends orphans
+    )
+
+
+def _run(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Call and pickle the value, or the traceback of what went wrong."""
+    try:
+        return _by_value((True, function(*args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _by_value(value: Any) -> bytes:
+    """Pickle with plain pickle: multiprocessing's own would send tensors as shared memory."""
+    buffer = io.BytesIO()
+    pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return buffer.getvalue()
