@@ -141,7 +141,15 @@ _VISION: dict[str, Any] = {
 _BERT = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | {"vocab_size": VOCABULARY}
 _MIXTRAL = _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2}
 _QWEN3_MOE = _LLAMA_LIKE | _HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-_T5 = {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": WIDTH,
+    "d_kv": 12,
+    "d_ff": 80,
+    "num_layers": 2,
+    "num_heads": 4,
+    "decoder_start_token_id": 0,
+}
 _MAMBA = {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8, "time_step_rank": 4}
 
 

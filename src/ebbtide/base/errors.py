@@ -20,7 +20,8 @@ Every message says what was found, what was expected, and after ``hint:`` what t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 
 class EbbtideError(Exception):
@@ -34,7 +35,11 @@ class EbbtideError(Exception):
 
     def __init__(self, found: str, *, expected: str = "", hint: str = "") -> None:
         self.found, self.expected, self.hint = found, expected, hint
-        super().__init__(found, expected, hint)
+        super().__init__(found)  # one argument: of three, OSError would make errno, strerror and filename
+
+    def __reduce__(self) -> tuple[Callable[..., EbbtideError], tuple[str]]:
+        # Errors cross process borders (ranks, fresh processes of a comparison).
+        return partial(type(self), expected=self.expected, hint=self.hint), (self.found,)
 
     def __str__(self) -> str:
         text = self.found

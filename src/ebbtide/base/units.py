@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from ebbtide.base.errors import ConfigError
 
@@ -28,7 +29,7 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
     """
     match = _SIZE.fullmatch(str(text))
     factor = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None or (size := int(float(match.group(1)) * factor)) <= 0:
+    if match is None or factor is None or (size := int(Fraction(match.group(1)) * factor)) <= 0:
         raise ConfigError(
             f"{name} is {text!r}",
             expected="a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes",
