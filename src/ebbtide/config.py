@@ -1,0 +1,142 @@
+"""Policies and options: small frozen values, checked once, free of torch.
+
+[Note: policies]
+A *policy* is what the user asks for; a *plan* (``ebbtide.planner``) is what follows from it for every site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.base.units import parse_size
+
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "fsdp2")
+TARGETS = ("auto", "host", "disk")
+
+MIN_BYTES = 64 * 1024
+"""Smaller storages stay: a quarter of the saved tensors, under 1 % of their bytes, most of the per-tensor cost."""
+
+WINDOW = 256 * 1024**2
+"""Bytes allowed in flight each way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Everything stays on the device. Counts bytes; saves nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload:
+    """Every storage worth moving is offloaded once; nothing is recomputed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Only what comes into a block from outside is offloaded; the rest stays."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Minimal:
+    """The memory of activation checkpointing: all that can be remade is, the rest is offloaded.
+
+    Blocks that the recompute rules cover badly are re-run whole (CHECKPOINT).
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """Let ebbtide choose.
+
+    Until the planner measures the machine, ``Auto`` remakes what is cheap (element-wise chains, casts, norms, views)
+    and offloads the rest; ``handle.plan.explain()`` says so.
+
+    Args:
+        memory_budget: The fastest plan whose peak fits, such as ``"40GiB"``. Needs the measuring planner: refused until
+            it is there.
+        max_slowdown: The smallest peak whose step is at most this much slower; 0.05 is 5 %.
+    """
+
+    memory_budget: str | int | None = None
+    max_slowdown: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.memory_budget is not None:
+            parse_size(self.memory_budget, name="memory_budget")
+            raise ConfigError(
+                f"memory_budget is {self.memory_budget!r}",
+                expected="no budget: the planner that measures the machine is not part of this release",
+                hint="use Minimal() for the least memory, Auto() for cheap recompute and offload",
+            )
+        if not 0 <= self.max_slowdown <= 10:
+            raise ConfigError(
+                f"max_slowdown is {self.max_slowdown!r}",
+                expected="a fraction between 0 and 10",
+                hint="0.05 allows a step that is 5 % slower",
+            )
+
+
+Policy = Keep | Offload | Inputs | Minimal | Auto
+
+POLICIES: dict[str, type[Policy]] = {
+    "keep": Keep,
+    "offload": Offload,
+    "inputs": Inputs,
+    "minimal": Minimal,
+    "auto": Auto,
+}
+
+
+def policy_named(name: str) -> Policy:
+    """Return the policy a user names, such as ``"minimal"``.
+
+    Raises:
+        ConfigError: There is no such policy.
+    """
+    kind = POLICIES.get(name.lower())
+    if kind is None:
+        raise ConfigError(
+            f"policy is {name!r}", expected="one of " + ", ".join(POLICIES), hint=nearest(name, POLICIES) or "try 'auto'"
+        )
+    return kind()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How offloading is done, apart from what is chosen for which tensor.
+
+    Args:
+        target: Where offloaded bytes wait: ``"host"``, ``"disk"``, or ``"auto"`` (host with an accelerator, disk
+            without).
+        min_bytes: Storages below this size stay, in bytes.
+        window_bytes: Bytes allowed in flight each way.
+        host_budget_bytes: Most host memory to use, in bytes; ``None``: a fair share of what the machine has.
+        disk_path: Directory for the disk tier's file (which never has a name there).
+        verify: Compare every restored and every remade tensor with what was saved. Slow.
+    """
+
+    target: Literal["auto", "host", "disk"] = "auto"
+    min_bytes: int = MIN_BYTES
+    window_bytes: int = WINDOW
+    host_budget_bytes: int | None = None
+    disk_path: str | None = None
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        if self.target not in TARGETS:
+            raise ConfigError(
+                f"target is {self.target!r}",
+                expected="one of " + ", ".join(TARGETS),
+                hint=nearest(str(self.target), TARGETS) or "'auto' takes host memory with an accelerator, disk without",
+            )
+        if self.min_bytes < 0:
+            raise ConfigError(
+                f"min_bytes is {self.min_bytes}",
+                expected="0 or more",
+                hint="0 moves everything, 65536 is a good size",
+            )
+        if self.window_bytes <= 0:
+            raise ConfigError(
+                f"window is {self.window_bytes}", expected="more than 0 bytes", hint="such as window='256MiB'"
+            )

@@ -1,0 +1,176 @@
+"""Building a recipe from what autograd knows when a tensor is saved.
+
+[Note: operand sources]
+The pack hook is handed a tensor with its ``grad_fn``, and that node names what the tensor was made from. An operand is
+looked for, in this order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the
+node's own saved slot, whose packed object is a ticket and is read without unpacking; a weight (the node behind is
+``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. What came into the
+block from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its
+later in-place change is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
+from ebbtide.engine.tickets import LightTicket, Ticket
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+Rule = Callable[["NodeView"], "Expr | None"]
+
+_WRAP = 1 << 63
+"""Node attributes print negative dimensions as unsigned 64-bit numbers."""
+
+
+class NodeView:
+    """What a rule sees of an autograd node: its constants and its operands.
+
+    Args:
+        node: The autograd node of the operator that made the value.
+        output_nr: Which output of the operator the value is.
+        builder: Finds operands.
+    """
+
+    __slots__ = ("_builder", "node", "output_nr")
+
+    def __init__(self, node: Node, output_nr: int, builder: Builder) -> None:
+        self.node, self.output_nr, self._builder = node, output_nr, builder
+
+    def constant(self, name: str) -> Any:
+        """Return the saved attribute ``name`` that is not a tensor (``"dim"``, ``"alpha"``)."""
+        return _signed(getattr(self.node, "_saved_" + name))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the value."""
+        return tuple(self.node._input_metadata[self.output_nr].shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of the value."""
+        return self.node._input_metadata[self.output_nr].dtype
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The leaf module whose output this value is, if it left a record in this block's forward."""
+        return self._builder.records.get((id(self.node), self.output_nr))
+
+    def slot(self, name: str) -> Operand | None:
+        """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
+        return self._builder.slot(self.node, name)
+
+    def input(self, index: int) -> Operand | None:
+        """Return the operator's input ``index`` as an operand, by where it came from."""
+        functions = self.node.next_functions
+        return self._builder.value(*functions[index]) if index < len(functions) else None
+
+    def operand(self, name: str, index: int) -> Operand | None:
+        """Return input ``index``, by its saved slot ``name`` or by where it came from."""
+        found = self.slot(name) if name else None
+        return found if found is not None else self.input(index)
+
+    def weight(self, tensor: torch.Tensor | None) -> Operand | None:
+        """Return a weight of a recorded module as an operand."""
+        return self._builder.weight(tensor) if tensor is not None else None
+
+
+class Builder:
+    """Builds recipes during one block's forward, and forgets all it knows when that ends.
+
+    Args:
+        rules: Node name to rule.
+        usable_weight: Whether a weight will have its bytes when the block's backward runs.
+        outside: Values that came into the block, as ``(id(node), output_nr)``.
+    """
+
+    def __init__(
+        self,
+        rules: dict[str, Rule],
+        usable_weight: Callable[[torch.Tensor], bool],
+        outside: set[tuple[int, int]],
+    ) -> None:
+        self.rules, self.usable_weight, self.outside = rules, usable_weight, outside
+        self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
+        self.records: dict[tuple[int, int], torch.nn.Module] = {}
+        self._known: dict[tuple[int, int], Expr | None] = {}
+        self._alive: list[Node] = []  # an id names a node only while the node lives
+
+    def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
+        """Remember the ticket of a value."""
+        self._alive.append(node)
+        self.tickets.setdefault((id(node), output_nr), ticket)
+
+    def note_module(self, module: torch.nn.Module, output: torch.Tensor) -> None:
+        """Remember which leaf module made a value."""
+        node = output.grad_fn
+        if node is not None:
+            self._alive.append(node)
+            self.records[(id(node), output.output_nr)] = module
+            if node.name() in ("ViewBackward0", "UnsafeViewBackward0"):  # a linear layer over more than two dimensions
+                inner, number = node.next_functions[0]
+                self._alive.append(inner)
+                self.records[(id(inner), number)] = module
+
+    def recipe(self, node: Node, output_nr: int) -> Expr | None:
+        """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""
+        key = (id(node), output_nr)
+        if key in self._known:
+            return self._known[key]
+        self._alive.append(node)
+        self._known[key] = None  # a value cannot be its own operand
+        rule = self.rules.get(node.name())
+        expr = rule(NodeView(node, output_nr, self)) if rule is not None else None
+        if expr is not None and expr.depth > MAX_DEPTH:
+            expr = None
+        self._known[key] = expr
+        return expr
+
+    def value(self, node: Node | None, output_nr: int) -> Operand | None:
+        """Return a value as an operand. See [Note: operand sources]."""
+        if node is None:
+            return None
+        ticket = self.tickets.get((id(node), output_nr))
+        if ticket is not None:
+            return self._usable(ticket)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return self.weight(variable)
+        if (id(node), output_nr) in self.outside:
+            return None
+        return self.recipe(node, output_nr)
+
+    def slot(self, node: Node, name: str) -> Operand | None:
+        """Return a node's saved tensor as an operand, without unpacking it."""
+        saved = getattr(node, "_raw_saved_" + name, None)
+        if saved is None:
+            return None
+        packed = saved.data
+        if isinstance(packed, (Ticket, LightTicket)):
+            return self._usable(packed)
+        if isinstance(packed, torch.Tensor) and packed.ndim == 0:  # a Python number: hooks do not see it
+            number = packed.item()
+            return Expr(lambda: number, (), key=("number", number))  # type: ignore[arg-type, return-value]
+        return None
+
+    def weight(self, tensor: torch.Tensor) -> Operand | None:
+        """Return a parameter or buffer as an operand, if its bytes will be there in backward."""
+        return LightTicket(tensor, weight=True) if self.usable_weight(tensor) else None
+
+    def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
+        if isinstance(ticket, LightTicket) and ticket.weight and not self.usable_weight(ticket.alias):
+            return None
+        return ticket
+
+
+def _signed(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value - 2 * _WRAP if value >= _WRAP else value
+    if isinstance(value, tuple):
+        return tuple(_signed(v) for v in value)
+    return value

@@ -1,0 +1,384 @@
+"""The engine: finds entries, reads them back, and counts.
+
+[Note: identity]
+One entry per storage and version. A storage is known by its ``UntypedStorage`` object, through a weak reference whose
+callback removes the key: it lives as long as the storage does, wherever the storage is held. Addresses are reused
+within one forward; keyed by address, gradients are silently wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ebbtide.base.actions import Action, Plan
+from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from ebbtide.base.events import Bus
+from ebbtide.config import Options
+from ebbtide.engine.build import Rule
+from ebbtide.engine.flow import CopyIn, CopyOut
+from ebbtide.engine.layout import byte_view, checksum, storage_bytes
+from ebbtide.engine.recipe import Expr, evaluate
+from ebbtide.engine.rules import rule_table
+from ebbtide.engine.run import Block, BlockRun, Pass
+from ebbtide.engine.stats import Stats, Tally
+from ebbtide.engine.tickets import Entry, LightTicket, Ticket
+from ebbtide.engine.trust import Trust
+from ebbtide.store.protocol import Tier
+
+logger = logging.getLogger("ebbtide.engine")
+
+TensorFilter = Callable[[torch.Tensor], bool]
+
+
+class _Backward:
+    """What is remembered during one backward, and dropped at its end."""
+
+    def __init__(self) -> None:
+        self.flows: dict[int, CopyIn] = {}
+        self.restored: list[weakref.ref[Entry]] = []
+        self.run: BlockRun | None = None
+
+
+class Engine:
+    """Carries out a plan on what autograd saves.
+
+    Args:
+        plan: Chooses the action of every storage.
+        tier: Where offloaded bytes wait.
+        options: Sizes and switches.
+        bus: Told of blocks, stalls and passes.
+        tensor_filter: False for a tensor that is never moved (it may be remade).
+        keep_filter: False for a tensor that is neither moved nor remade.
+        model_weights: All parameters and buffers of the model, asked for at the start of each pass.
+        weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        tier: Tier,
+        options: Options,
+        bus: Bus,
+        *,
+        tensor_filter: TensorFilter | None = None,
+        keep_filter: TensorFilter | None = None,
+        model_weights: Callable[[], Iterable[torch.Tensor]] = tuple,
+        weights_move: bool = False,
+        rules: dict[str, Rule] | None = None,
+    ) -> None:
+        self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
+        self.weights_move = weights_move
+        self.checks_weights = not weights_move
+        self.rules = rules if rules is not None else rule_table()
+        self.lock = threading.RLock()
+        self.live_tickets: set[int] = set()
+        self.live_entries: set[int] = set()
+        self.orders: dict[str, tuple[int, ...]] = {}
+        self.trust = Trust(bus)
+        self.last_tally = Tally()
+        self.last_pass = Pass()
+        self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
+        self._model_weights = model_weights
+        self._weight_keys: set[int] = set()
+        self._pass = Pass()
+        self._copy_out = CopyOut(options.window_bytes)
+        self._index: dict[int, tuple[_StorageRef, list[weakref.ref[Entry]]]] = {}
+        self._empties: dict[torch.device, torch.Tensor] = {}
+        self._backwards: dict[int, _Backward] = {}
+        self._copy_in_stall = 0.0
+        self._recomputes, self._recompute_seconds = 0, 0.0
+
+    # Passes and blocks
+
+    def begin_pass(self) -> None:
+        """A forward of the model begins: a new graph."""
+        with self.lock:
+            if torch._C._current_graph_task_id() == -1:
+                for task in list(self._backwards):  # left by a backward that raised
+                    self._end_backward(task)
+            self._pass = Pass()
+            self._weight_keys = self.storage_keys(self._model_weights())
+
+    def end_pass(self) -> None:
+        """The forward is over: count, and tell."""
+        done = self._pass
+        self.last_tally, self.last_pass = done.tally, done
+        self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
+
+    def begin_block(self, block: Block, inputs: list[torch.Tensor]) -> BlockRun:
+        """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
+        return BlockRun(self, block, self._pass, inputs)
+
+    def end_block(self, run: BlockRun, *, checkpointed: bool = False) -> None:
+        """A block's forward is over, or was left by an exception."""
+        run.close()
+        run.pass_.tally.add_all(run.tally)
+        run.pass_.checkpointed += checkpointed
+        with self.lock:
+            stall = self._copy_out.retire()
+        if not self.bus.active:
+            return
+        block = run.block
+        if stall > 0:
+            self.bus.emit("stall", where="forward", block=block.name, seconds=stall, bytes=None)
+        action = "checkpoint" if checkpointed else "mixed"
+        self.bus.emit(
+            "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
+            **run.tally.fields(),
+        )  # fmt: skip
+
+    # Identity
+
+    def find(self, storage: torch.UntypedStorage, version: int, first: int, last: int) -> Entry | None:
+        """Return the entry that stands for these bytes of a storage at this version. See [Note: identity]."""
+        known = self._index.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return None
+        for reference in known[1]:
+            entry = reference()
+            if entry is not None and entry.version == version and entry.first <= first and last <= entry.last:
+                return entry
+        return None
+
+    def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """Let ``find`` find an entry while its storage lives."""
+        known = self._index.get(id(storage))
+        if known is None or known[0]() is not storage:
+            known = self._index[id(storage)] = (_StorageRef(storage, self._index), [])
+        known[1][:] = [r for r in known[1] if r() is not None]
+        known[1].append(weakref.ref(entry))
+        if entry.storage_ref is None:
+            entry.storage_ref = known[0]
+
+    @staticmethod
+    def storage_key(storage: torch.UntypedStorage) -> int:
+        """Return a number that names a storage while it lives: for weights, which the model holds."""
+        return storage._cdata
+
+    def storage_keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the keys of the storages that have bytes now."""
+        keys: set[int] = set()
+        for tensor in tensors:
+            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own storage is the global one
+            if local.layout == torch.strided and (storage := local.untyped_storage()).nbytes():
+                keys.add(self.storage_key(storage))
+        return keys
+
+    def is_weight(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is one of the model's parameters or buffers."""
+        return self.storage_key(storage) in self._weight_keys
+
+    # What a block asks while it packs
+
+    def may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be offloaded."""
+        return (self._tensor_filter is None or self._tensor_filter(tensor)) and self.may_remake(tensor)
+
+    def may_remake(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be dropped and made again."""
+        return self._keep_filter is None or self._keep_filter(tensor)
+
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of no bytes on the same device."""
+        found = self._empties.get(tensor.device)
+        if found is None:
+            found = self._empties[tensor.device] = torch.empty(0, device=tensor.device)
+        return found
+
+    def park(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Begin to offload an entry's bytes."""
+        self.hold(entry, tensor)
+        if entry.source is not None:
+            entry.slot = self.tier.park(entry.source)
+            self._copy_out.add(entry)
+            self._copy_out.retire()
+
+    def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Keep an entry's bytes on the device."""
+        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last)
+
+    def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
+        """Whether a recipe gives the tensor that is there, bit by bit."""
+        with _exact(base.device.type):
+            return self.trust.holds(entry, recipe, base, lambda expr: evaluate(expr, self._content, None))
+
+    def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Remember what the bytes of an entry are, for ``verify=True``."""
+        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last))
+
+    # Reading
+
+    def unpack(self, ticket: Ticket | LightTicket) -> torch.Tensor:
+        """Return the saved tensor of a ticket: the unpack hook."""
+        if isinstance(ticket, LightTicket):
+            return ticket.read()
+        try:
+            ticket.check()
+            with self.lock:
+                task = torch._C._current_graph_task_id()
+                if task != -1 and ticket.run.task != task:
+                    self._begin_block_backward(ticket.run, task)
+                return ticket.layout.over(self._read(ticket.entry, ticket.run, task), ticket.entry.first)
+        except ModifiedInPlaceError:
+            raise
+        except BaseException as error:
+            error.add_note(f"while restoring {ticket.entry.site} of block {ticket.run.block.name!r} "
+                           f"({ticket.entry.action.value})")  # fmt: skip
+            raise
+
+    def _read(self, entry: Entry, run: BlockRun, task: int) -> torch.Tensor:
+        backward = self._backwards.get(task)
+        content = self._content(entry, backward, run)
+        if content is None:
+            began = time.perf_counter()
+            keep = None if backward is None else lambda e, c: self._keep(backward, e, c)
+            with _exact(entry.base_layout_device(self._empties)):
+                content = evaluate(entry, lambda e: self._content(e, backward, run), keep)
+            self._recomputes += 1
+            self._recompute_seconds += time.perf_counter() - began
+        if entry.checksum is not None and checksum(storage_bytes(content)) != entry.checksum:
+            raise RestoreError(
+                f"the bytes of {entry.site} came back different ({entry.action.value})",
+                expected="what was saved",
+                hint="please report this with the output of `ebbtide env`; keep_filter can leave the tensor out",
+            )
+        return content
+
+    def _content(self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None) -> Any:
+        """Return an entry's bytes if they need no recompute, else None."""
+        if entry.source is not None:
+            if entry.changed:
+                entry.tainted = True
+            else:
+                return entry.source
+        if entry.restored is not None:
+            return entry.restored
+        storage = entry.storage_ref() if entry.storage_ref is not None else None
+        if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
+            return byte_view(storage, entry.first, entry.last)
+        if entry.tainted:
+            raise _tainted(entry)
+        if entry.slot is None:
+            return None if entry.recipe is not None else _raise(_tainted(entry))
+        content, stall = entry.slot.take()
+        self._copy_in_stall += stall
+        if backward is not None and run is not None:
+            self._keep(backward, entry, content)
+            flow = backward.flows.get(id(run.pass_))
+            if flow is not None:
+                flow.has_read(entry)
+            if run.block.kind not in self.orders:
+                run.reads.append(weakref.ref(entry))
+            if stall > 1e-4:
+                self.bus.emit("stall", where="backward", block=run.block.name, seconds=stall, bytes=entry.nbytes)
+        return content
+
+    # Backward
+
+    def _begin_block_backward(self, run: BlockRun, task: int) -> None:
+        run.task = task
+        backward = self._backwards.get(task)
+        if backward is None:
+            backward = self._backwards[task] = _Backward()
+            self._copy_out.withdraw()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+        if backward.run is not None and backward.run.reads:
+            backward.run.record_order()
+        backward.run = run
+        flow = backward.flows.get(id(run.pass_))
+        if flow is None:
+            flow = backward.flows[id(run.pass_)] = CopyIn(run, self.options.window_bytes)
+        self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
+        flow.advance()
+
+    def _end_backward(self, task: int) -> None:
+        with self.lock:
+            backward = self._backwards.pop(task, None)
+            if backward is None:
+                return
+            for reference in backward.restored:
+                entry = reference()
+                if entry is not None:
+                    entry.restored = None
+            self.tier.trim()
+
+    @staticmethod
+    def _keep(backward: _Backward, entry: Entry, content: torch.Tensor) -> None:
+        entry.restored = content
+        backward.restored.append(weakref.ref(entry))
+
+    # Counting
+
+    def stats(self) -> Stats:
+        """Return what was saved, moved and remade. See ``Stats``."""
+        tally, counters = self.last_tally, getattr(self.tier, "counters", None)
+        saved = tally.unique - tally.kept
+        out_seconds = counters.out_seconds if counters else 0.0
+        in_seconds = counters.in_seconds if counters else 0.0
+        return Stats(
+            packs=tally.packs,
+            memory_saved_bytes=saved,
+            memory_saved_percent=100.0 * saved / tally.unique if tally.unique else None,
+            checkpointed_blocks=self.last_pass.checkpointed,
+            total_stall_seconds=self._copy_out.stall_seconds + self._copy_in_stall,
+            total_copy_out_bytes=counters.out_bytes if counters else 0,
+            total_copy_in_bytes=counters.in_bytes if counters else 0,
+            copy_out_bytes_per_second=counters.out_bytes / out_seconds if counters and out_seconds else None,
+            copy_in_bytes_per_second=counters.in_bytes / in_seconds if counters and in_seconds else None,
+            total_recomputes=self._recomputes,
+            total_recompute_seconds=self._recompute_seconds,
+            demoted_sites=tuple(sorted(self.trust.demoted)),
+            live_tickets=len(self.live_tickets),
+            store_bytes=self.tier.used_bytes,
+            **tally.fields(),
+        )
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A weak reference to a storage that removes itself from the index when the storage dies."""
+
+    __slots__ = ("_index", "_key")
+
+    def __new__(cls, storage: torch.UntypedStorage, index: dict[int, Any]) -> _StorageRef:
+        return super().__new__(cls, storage, cls._gone)
+
+    def __init__(self, storage: torch.UntypedStorage, index: dict[int, Any]) -> None:
+        super().__init__(storage, self._gone)
+        self._key, self._index = id(storage), index
+
+    @staticmethod
+    def _gone(reference: _StorageRef) -> None:
+        known = reference._index.get(reference._key)
+        if known is not None and known[0] is reference:
+            del reference._index[reference._key]
+
+
+@contextmanager
+def _exact(device_type: str) -> Iterator[None]:
+    """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe)."""
+    with torch.no_grad():
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                yield
+        else:
+            yield
+
+
+def _tainted(entry: Entry) -> ModifiedInPlaceError:
+    return ModifiedInPlaceError(
+        f"{entry.site} is needed to remake another tensor and was changed in place after it was saved",
+        expected="saved tensors that stay as they are until their backward",
+        hint="pass keep_filter=... to keep such tensors, or policy=Offload()",
+    )
+
+
+def _raise(error: Exception) -> None:
+    raise error

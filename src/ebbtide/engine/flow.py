@@ -1,0 +1,121 @@
+"""The schedule: when copies begin, when sources are dropped, how far copy-in runs ahead.
+
+[Note: window]
+Copy-out: a source stays until its copy is done. When the bytes still waiting exceed the window, compute waits for the
+oldest copy; that is a stall, and is counted. Copy-in: from the first sign of backward in a block on, what comes next is
+brought in, never more ahead of its reader than the window.
+
+[Note: turn-around]
+When backward begins, the sources of the last blocks are usually still there. Copies that have not begun are withdrawn,
+and the bytes are served from the source.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ebbtide.engine.tickets import Entry
+
+if TYPE_CHECKING:
+    from ebbtide.engine.run import BlockRun
+
+
+class CopyOut:
+    """Copies under way from the device to the store, oldest first."""
+
+    def __init__(self, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.in_flight_bytes = 0
+        self.stall_seconds = 0.0
+        self._queue: deque[tuple[weakref.ref[Entry], int]] = deque()
+
+    def add(self, entry: Entry) -> None:
+        """Watch a copy that has just begun."""
+        self._queue.append((weakref.ref(entry), entry.nbytes))
+        self.in_flight_bytes += entry.nbytes
+
+    def retire(self) -> float:
+        """Drop the sources of finished copies; wait while more than the window is in flight. Returns the stall."""
+        stall = 0.0
+        while self._queue:
+            entry = self._queue[0][0]()
+            if entry is not None and entry.source is not None and entry.slot is not None:
+                if not entry.slot.parked:
+                    if self.in_flight_bytes <= self.window_bytes:
+                        break
+                    stall += entry.slot.wait_parked()
+                drop_source(entry)
+            del entry
+            self.in_flight_bytes -= self._queue.popleft()[1]
+        self.stall_seconds += stall
+        return stall
+
+    def withdraw(self) -> None:
+        """Cancel copies that have not begun. See [Note: turn-around]."""
+        remaining: deque[tuple[weakref.ref[Entry], int]] = deque()
+        while self._queue:
+            reference, nbytes = self._queue.popleft()
+            entry = reference()
+            if entry is None or entry.slot is None or entry.slot.cancel():
+                if entry is not None:
+                    entry.slot = None
+                self.in_flight_bytes -= nbytes
+            else:
+                remaining.append((reference, nbytes))
+        self._queue = remaining
+
+
+def drop_source(entry: Entry) -> None:
+    """Let go of the device memory of an entry whose copy-out is done."""
+    entry.tainted = entry.changed
+    entry.source = None
+
+
+class CopyIn:
+    """Brings entries in ahead of their readers, in one backward.
+
+    Args:
+        run: The block in which the backward showed first.
+        window_bytes: Bytes brought in and not yet read, at most.
+    """
+
+    def __init__(self, run: BlockRun, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
+        self.ahead_bytes = 0
+        self._asked: dict[weakref.ref[Entry], int] = {}
+        self._next: weakref.ref[Entry] | None = None
+        self._upcoming = _walk(run)
+
+    def advance(self) -> None:
+        """Begin as many copies as the window allows."""
+        while (reference := self._next or next(self._upcoming, None)) is not None:
+            self._next = None
+            entry = reference()
+            if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
+                continue
+            if reference in self._asked:
+                continue
+            if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window_bytes:
+                self._next = reference
+                return
+            entry.slot.prefetch()
+            self._asked[weakref.ref(entry, self._gone)] = entry.nbytes
+            self.ahead_bytes += entry.nbytes
+
+    def has_read(self, entry: Entry) -> None:
+        """An entry was read: its bytes no longer count as ahead."""
+        self._gone(weakref.ref(entry))
+        self.advance()
+
+    def _gone(self, reference: weakref.ref[Entry]) -> None:
+        self.ahead_bytes -= self._asked.pop(reference, 0)
+
+
+def _walk(run: BlockRun | None) -> Iterator[weakref.ref[Entry]]:
+    # Yields references: a suspended generator would keep an entry, and with it a slot, alive.
+    while run is not None:
+        yield from run.backward_order()
+        run = run.previous

@@ -1,0 +1,82 @@
+"""Where a tensor lies in its storage, and how the same view is made again over other bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Size, stride, offset (in elements) and dtype of a tensor in its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        """Return the layout of ``tensor``."""
+        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+
+    @property
+    def logical_bytes(self) -> int:
+        """Elements times element size: what a copy without aliases would hold."""
+        count = 1
+        for n in self.size:
+            count *= n
+        return count * self.dtype.itemsize
+
+    def extent(self) -> tuple[int, int]:
+        """Return the first byte and the byte after the last that the view can reach in its storage."""
+        last = self.offset
+        for n, step in zip(self.size, self.stride, strict=True):
+            if n == 0:
+                return self.offset * self.dtype.itemsize, self.offset * self.dtype.itemsize
+            last += (n - 1) * step
+        return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+    def whole(self, storage_bytes: int) -> bool:
+        """Whether the view is dense and is exactly its storage of ``storage_bytes`` bytes."""
+        if self.offset or self.logical_bytes != storage_bytes:
+            return False
+        expected = 1
+        for step, n in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1):
+            if step != expected:
+                return False
+            expected *= n
+        return True
+
+    def over(self, content: torch.Tensor, first_byte: int) -> torch.Tensor:
+        """Return this view over ``content``'s storage, whose byte 0 is byte ``first_byte`` of the old storage."""
+        view = torch.empty(0, dtype=self.dtype, device=content.device)
+        offset = self.offset - first_byte // self.dtype.itemsize
+        return view.set_(content.untyped_storage(), offset, self.size, self.stride)
+
+
+def byte_view(storage: torch.UntypedStorage, first: int, last: int) -> torch.Tensor:
+    """Return bytes ``first`` to ``last`` of a storage as a one-dimensional ``uint8`` tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
+
+
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole storage of ``tensor`` as a one-dimensional ``uint8`` tensor."""
+    storage = tensor.untyped_storage()
+    return byte_view(storage, 0, storage.nbytes())
+
+
+def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return ``value`` in a storage of its own that ``layout`` covers whole; no copy where it lies so already."""
+    if value.stride() == layout.stride and value.untyped_storage().nbytes() == layout.logical_bytes:
+        return value
+    fresh = torch.empty_strided(layout.size, layout.stride, dtype=layout.dtype, device=value.device)
+    return fresh.copy_(value)
+
+
+def checksum(data: torch.Tensor) -> tuple[int, int]:
+    """Return two sums over a ``uint8`` tensor's bytes, one of them weighted by position; for ``verify=True``."""
+    values = data.to(torch.int64)
+    weights = torch.arange(values.numel(), device=values.device) % 65_521 + 1
+    return int(values.sum()), int((values * weights).sum())

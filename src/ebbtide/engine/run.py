@@ -1,0 +1,274 @@
+"""One executed block: what its forward saves, and in which order its backward wants it."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.build import Builder
+from ebbtide.engine.layout import Layout
+from ebbtide.engine.recipe import Expr
+from ebbtide.engine.stats import Tally
+from ebbtide.engine.tickets import Entry, LightTicket, Ticket
+
+if TYPE_CHECKING:
+    from ebbtide.engine.engine import Engine
+
+NARROWER = {
+    torch.float32: (torch.bfloat16, torch.float16),
+    torch.float64: (torch.bfloat16, torch.float16, torch.float32),
+}
+"""Types whose values a wider type holds exactly: a tensor cast up from one is stored as it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A block as the engine knows it.
+
+    Args:
+        name: Path of the module in the model.
+        kind: Name of its class; blocks of one kind share sites.
+        index: Place in its stack.
+        weights: The block's parameters and buffers whose bytes are there in its forward and in its backward.
+    """
+
+    name: str
+    kind: str
+    index: int
+    weights: Callable[[], Iterable[torch.Tensor]]
+
+
+class Pass:
+    """The state of one forward's graph; several may be alive at once."""
+
+    def __init__(self) -> None:
+        self.latest: BlockRun | None = None
+        self.tally = Tally()
+        self.checkpointed = 0
+        self.sites: dict[Site, tuple[int, int, Action]] = {}
+
+    def add_site(self, site: Site, nbytes: int, action: Action) -> None:
+        """Count a storage at its site without the ordinal of its block."""
+        count, total, _ = self.sites.get(site, (0, 0, action))
+        self.sites[site] = (count + 1, total + nbytes, action)
+
+
+class BlockRun:
+    """The forward of one block, open while the block runs; afterwards the order of what it saved.
+
+    Tickets hold the run; the run holds only weak references to entries, so it frees nothing late.
+    """
+
+    def __init__(self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor]) -> None:
+        self.engine, self.block, self.pass_ = engine, block, pass_
+        self.previous, pass_.latest = pass_.latest, self
+        self.tally = Tally()
+        self.entries: list[weakref.ref[Entry]] = []
+        self.task = -1  # the backward in which this block showed last
+        self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
+        self._seen: set[int] = set()
+        self.modules: list[str] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._weights = engine.storage_keys(block.weights())
+        self._inputs = inputs  # hold the tensors while the block runs: ids of their storages and nodes stay valid
+        self._input_storages = {id(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
+        outside = {(id(n), t.output_nr) for t in inputs if (n := t.grad_fn) is not None}
+        self._nodes = [t.grad_fn for t in inputs]
+        self.builder: Builder | None = Builder(engine.rules, self._usable_weight, outside)
+
+    # Forward
+
+    def pack(self, tensor: torch.Tensor) -> Ticket | LightTicket:
+        """Return the ticket of a saved tensor: the pack hook."""
+        engine = self.engine
+        light = self._light(tensor)
+        if light is not None:
+            self._note(tensor, light)
+            return light
+        storage = tensor.untyped_storage()
+        layout = Layout.of(tensor)
+        first, last = layout.extent()
+        with engine.lock:
+            entry = engine.find(storage, tensor._version, first, last)
+            if entry is None:
+                entry = self._known_value(tensor) or self._admit(tensor, layout, storage)
+                engine.remember(storage, entry)
+            ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
+            self._list(entry)
+        self.tally.add_saved(layout.logical_bytes)
+        self._note(tensor, ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Forget what only the block's forward needed."""
+        self.builder = None
+        self._inputs, self._nodes = [], []
+        self.modules.clear()
+        self._input_storages.clear()
+        self._seen.clear()
+
+    def _list(self, entry: Entry) -> None:
+        if id(entry) not in self._seen:
+            self._seen.add(id(entry))
+            self.entries.append(weakref.ref(entry))
+
+    def _light(self, tensor: torch.Tensor) -> LightTicket | None:
+        engine = self.engine
+        base = tensor._base
+        if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter):
+            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not engine.tier.owns(tensor):
+            return LightTicket(tensor)
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        if engine.storage_key(storage) in self._weights or engine.is_weight(storage):
+            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
+        if nbytes < max(engine.options.min_bytes, 1) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            self.tally.add_small(nbytes)
+            return LightTicket(tensor)
+        return None
+
+    def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:
+        builder = self.builder
+        if builder is not None and (node := tensor.grad_fn) is not None:
+            builder.note_ticket(node, tensor.output_nr, ticket)
+
+    def _usable_weight(self, tensor: torch.Tensor) -> bool:
+        return not self.engine.weights_move or self.engine.storage_key(tensor.untyped_storage()) in self._weights
+
+    def _site(self, node_name: str) -> Site:
+        module = self.modules[-1] if self.modules else ""
+        self._counts[module, node_name] += 1
+        return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
+
+    def _known_value(self, tensor: torch.Tensor) -> Entry | None:
+        """Return the entry of the same value under another storage: what was narrowed is saved again later."""
+        node = tensor.grad_fn
+        if self.builder is None or node is None or tensor._is_view() or tensor._version:
+            return None
+        ticket = self.builder.tickets.get((id(node), tensor.output_nr))
+        same = isinstance(ticket, Ticket) and ticket.layout == Layout.of(tensor)
+        return ticket.entry if same else None
+
+    def _admit(self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage) -> Entry:
+        """Make the entry of a storage and carry out the action chosen for it."""
+        engine = self.engine
+        base = tensor._base if tensor._base is not None else tensor
+        base_layout, nbytes = Layout.of(base), storage.nbytes()
+        whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
+        is_input = id(storage) in self._input_storages
+        node = base.grad_fn
+        site = self._site("input" if is_input else node.name() if node is not None else "leaf")
+        recipe = None
+        if whole and not is_input and node is not None and self.builder is not None and engine.may_remake(tensor):
+            recipe = self.builder.recipe(node, base.output_nr)
+        first, last = (0, nbytes) if recipe is not None else _region(layout, nbytes)
+        entry = Entry(
+            site=site, first=first, last=last, version=tensor._version, base_layout=base_layout, live=engine.live_entries
+        )
+        candidate = Candidate(
+            site=site,
+            block=self.block.index,
+            bytes_=nbytes,
+            block_input=is_input,
+            recompute_flops=None if recipe is None else recipe.flops,
+            recompute_bytes=nbytes,
+        )
+        action = engine.plan.choose(candidate)
+        if recipe is not None and _casts_a_weight(recipe) and action is not Action.KEEP:
+            action = Action.RECOMPUTE  # autocast's copy of a weight: a parameter never crosses the link
+        self._carry_out(action, entry, tensor, base, recipe)
+        self.pass_.add_site(site, entry.nbytes, entry.action)
+        self.tally.add(entry.action, entry.nbytes, block_input=is_input, stubborn=recipe is None and not is_input)
+        return entry
+
+    def _carry_out(
+        self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
+    ) -> None:
+        engine = self.engine
+        if engine.options.verify:
+            engine.take_checksum(entry, tensor)
+        if action is Action.RECOMPUTE and recipe is not None and engine.trusts(entry, recipe, base):
+            entry.action, entry.recipe = Action.RECOMPUTE, recipe
+            return
+        if action is not Action.KEEP and engine.may_move(tensor):
+            narrow = self._narrowed(entry, base)
+            if narrow is not None:
+                entry.action, entry.recipe = Action.RECOMPUTE, narrow
+                return
+            entry.action = Action.OFFLOAD
+            engine.park(entry, tensor)
+            return
+        entry.action = Action.KEEP
+        engine.hold(entry, tensor)
+
+    def _narrowed(self, entry: Entry, base: torch.Tensor) -> Expr | None:
+        """Store a tensor that was cast up in the type it came from; return how to cast it up again."""
+        node, builder = base.grad_fn, self.builder
+        if builder is None or node is None or node.name() != "ToCopyBackward0" or base._version:
+            return None
+        if not entry.base_layout.whole(entry.nbytes):
+            return None
+        source, number = node.next_functions[0]
+        if source is None or getattr(source, "variable", None) is not None:
+            return None
+        dtype, wide = source._input_metadata[number].dtype, base.dtype
+        if dtype not in NARROWER.get(wide, ()):
+            return None
+        with torch.no_grad():
+            small = base.detach().to(dtype)
+        layout = Layout.of(small)
+        inner = Entry(
+            site=entry.site,
+            first=0,
+            last=small.untyped_storage().nbytes(),
+            version=small._version,
+            base_layout=layout,
+            live=self.engine.live_entries,
+        )
+        inner.action = Action.OFFLOAD
+        self.engine.park(inner, small)
+        self.tally.add_narrowed(inner.nbytes)
+        ticket = Ticket(small, inner, layout, self, self.engine.empty(small))
+        self._list(inner)
+        builder.note_ticket(source, number, ticket)
+        return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
+
+    # Backward
+
+    def backward_order(self) -> Iterator[weakref.ref[Entry]]:
+        """Yield the entries in the order in which the backward is expected to ask for them.
+
+        The order that another run of this kind of block recorded, when it saved as many tensors; else the reverse of
+        the forward's.
+        """
+        order = self.engine.orders.get(self.block.kind)
+        if order is None or len(order) != len(self.entries):
+            return reversed(self.entries)
+        return (self.entries[i] for i in order)
+
+    def record_order(self) -> None:
+        """Keep the order in which a backward read this run's entries, for the next runs of this kind of block."""
+        places = {reference: i for i, reference in enumerate(self.entries)}
+        read = list(dict.fromkeys(places[r] for r in self.reads if r in places))
+        unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
+        self.engine.orders[self.block.kind] = tuple(read + unread)
+        self.reads = []
+
+
+def _region(layout: Layout, storage_bytes: int) -> tuple[int, int]:
+    """Return the bytes to move for a view: the storage, or only the view's extent where that is under half of it."""
+    first, last = layout.extent()
+    aligned = first % 16 == 0
+    return (first, last) if aligned and 2 * (last - first) < storage_bytes else (0, storage_bytes)
+
+
+def _casts_a_weight(recipe: Expr) -> bool:
+    operands = recipe.operands
+    return len(operands) == 1 and isinstance(operands[0], LightTicket) and operands[0].weight

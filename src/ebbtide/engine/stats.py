@@ -1,0 +1,113 @@
+"""What was saved and what was done with it, counted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebbtide.base.actions import Action
+
+
+class Tally:
+    """Bytes of one block's forward, or of one pass."""
+
+    __slots__ = ("input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "stubborn", "unique")
+
+    def __init__(self) -> None:
+        self.packs = self.saved = self.unique = 0
+        self.kept = self.offloaded = self.recomputed = 0
+        self.input_bytes = self.stubborn = 0
+
+    def add_saved(self, nbytes: int) -> None:
+        """A tensor of ``nbytes`` was saved."""
+        self.packs += 1
+        self.saved += nbytes
+
+    def add_small(self, nbytes: int) -> None:
+        """A tensor stayed because it is small or of a kind that is not moved."""
+        self.add_saved(nbytes)
+
+    def add(self, action: Action, nbytes: int, *, block_input: bool, stubborn: bool) -> None:
+        """A storage was met for the first time."""
+        self.unique += nbytes
+        if action is Action.KEEP:
+            self.kept += nbytes
+        elif action is Action.OFFLOAD:
+            self.offloaded += nbytes
+        else:
+            self.recomputed += nbytes
+        if block_input:
+            self.input_bytes += nbytes
+        if stubborn and action is not Action.RECOMPUTE:
+            self.stubborn += nbytes
+
+    def add_narrowed(self, nbytes: int) -> None:
+        """Of a storage that is to be cast up again, ``nbytes`` were offloaded in the narrower type."""
+        self.offloaded += nbytes
+        self.recomputed -= nbytes
+
+    def add_all(self, other: Tally) -> None:
+        """Add another tally to this one."""
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def fields(self) -> dict[str, int]:
+        """Return the bytes as event fields."""
+        return {
+            "saved_bytes": self.saved,
+            "unique_bytes": self.unique,
+            "kept_bytes": self.kept,
+            "offloaded_bytes": self.offloaded,
+            "recomputed_bytes": self.recomputed,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a handle has seen. Bytes are those of the latest complete pass, except the totals.
+
+    Attributes:
+        packs: Saved tensors, weights left out.
+        saved_bytes: Their bytes, aliases counted again: what autograd was handed.
+        unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: what plain training holds.
+        kept_bytes: Bytes that stayed on the device.
+        offloaded_bytes: Bytes moved to the store.
+        recomputed_bytes: Bytes dropped, to be made again.
+        memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
+        memory_saved_percent: The same in percent of ``unique_bytes``; None before the first pass.
+        checkpointed_blocks: Blocks re-run whole.
+        total_stall_seconds: Time compute waited for copies since the handle was made.
+        total_copy_out_bytes: Bytes copied out since then.
+        total_copy_in_bytes: Bytes copied in since then.
+        copy_out_bytes_per_second: Rate while copying; None if unknown.
+        copy_in_bytes_per_second: Rate while copying; None if unknown.
+        total_recomputes: Tensors made again since then.
+        total_recompute_seconds: Time spent on that, on the host's clock.
+        demoted_sites: Sites whose first remake differed, or failed, and that are offloaded instead.
+        live_tickets: Tickets alive now.
+        store_bytes: Bytes of store in use now.
+    """
+
+    packs: int = 0
+    saved_bytes: int = 0
+    unique_bytes: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    recomputed_bytes: int = 0
+    memory_saved_bytes: int = 0
+    memory_saved_percent: float | None = None
+    checkpointed_blocks: int = 0
+    total_stall_seconds: float = 0.0
+    total_copy_out_bytes: int = 0
+    total_copy_in_bytes: int = 0
+    copy_out_bytes_per_second: float | None = None
+    copy_in_bytes_per_second: float | None = None
+    total_recomputes: int = 0
+    total_recompute_seconds: float = 0.0
+    demoted_sites: tuple[str, ...] = ()
+    live_tickets: int = 0
+    store_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a dictionary."""
+        return asdict(self)

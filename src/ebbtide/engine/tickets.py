@@ -1,0 +1,132 @@
+"""Tickets and entries.
+
+[Note: a ticket's life]
+The pack hook returns a ticket; autograd holds it and hands it to the unpack hook. A ticket lives exactly as long as
+somebody holds it: autograd (one ticket a saved tensor), or a recipe (its operands). A ``Ticket`` holds an ``Entry``,
+one per storage and version; when the last ticket of an entry dies, the entry dies and gives its slot back. There are
+no counters, no first-call flags and nothing to clear: a dropped graph, a retained graph and a second backward are the
+same case as the textbook step.
+
+[Note: version probe]
+Any saved-tensor hook switches off autograd's own check that a saved tensor was not changed in place. So each ticket
+carries a *probe*: a detached alias whose data was replaced by nothing. It shares the version counter of the saved
+tensor and none of its memory, so the read can compare versions even after the source is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.base.actions import Action, Site
+from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.engine.layout import Layout
+from ebbtide.store.protocol import Slot
+
+if TYPE_CHECKING:
+    from ebbtide.engine.recipe import Expr
+    from ebbtide.engine.run import BlockRun
+
+UNCHECKED = -1
+"""Version of a light ticket whose storage FSDP rewrites between forward and backward: no comparison."""
+
+
+class LightTicket:
+    """A saved tensor that stays: a detached alias and the version it had. Never the tensor itself: an operator that
+    saves its own output would then keep itself alive for ever."""
+
+    __slots__ = ("__weakref__", "alias", "version", "weight")
+
+    def __init__(self, tensor: torch.Tensor, *, weight: bool = False, checked: bool = True) -> None:
+        self.alias = tensor.detach()
+        self.version = UNCHECKED if not checked or tensor.is_inference() else tensor._version
+        self.weight = weight
+
+    def read(self) -> torch.Tensor:
+        """Return the alias. Raises ModifiedInPlaceError when the tensor was changed in place since."""
+        if self.version != UNCHECKED and self.alias._version != self.version:
+            raise modified_error(self.alias.dtype, tuple(self.alias.shape), self.alias._version, self.version, "")
+        return self.alias
+
+
+class Entry:
+    """One storage at one version: where its bytes are now and how to have them again."""
+
+    __slots__ = (
+        "__weakref__", "action", "base_layout", "checksum", "first", "last", "live", "probe", "recipe", "restored",
+        "site", "slot", "source", "storage_ref", "tainted", "version",
+    )  # fmt: skip
+
+    def __init__(
+        self, *, site: Site, first: int, last: int, version: int, base_layout: Layout, live: set[int]
+    ) -> None:
+        self.site = site
+        self.first, self.last, self.version = first, last, version
+        self.base_layout = base_layout
+        self.action = Action.KEEP
+        self.source: torch.Tensor | None = None
+        self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
+        self.slot: Slot | None = None
+        self.recipe: Expr | None = None
+        self.restored: torch.Tensor | None = None
+        self.checksum: tuple[int, int] | None = None
+        self.probe: torch.Tensor | None = None
+        self.tainted = False
+        self.live = live
+        live.add(id(self))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region of the storage that this entry stands for."""
+        return self.last - self.first
+
+    @property
+    def changed(self) -> bool:
+        """Whether the storage was changed in place since it was saved."""
+        return self.probe is not None and self.probe._version != self.version
+
+    def __del__(self) -> None:
+        self.live.discard(id(self))
+        if self.slot is not None:
+            self.slot.free()
+
+
+class Ticket:
+    """A saved tensor whose storage has an entry."""
+
+    __slots__ = ("__weakref__", "entry", "layout", "live", "probe", "run", "version")
+
+    def __init__(self, tensor: torch.Tensor, entry: Entry, layout: Layout, run: BlockRun, empty: torch.Tensor) -> None:
+        self.entry, self.layout, self.run = entry, layout, run
+        self.version = tensor._version
+        self.probe = tensor.detach()
+        self.probe.data = empty  # [Note: version probe]
+        if entry.probe is None and entry.version == self.version:
+            entry.probe = self.probe
+        self.live = run.engine.live_tickets
+        self.live.add(id(self))
+
+    def __del__(self) -> None:
+        self.live.discard(id(self))
+
+    def check(self) -> None:
+        """Raise ModifiedInPlaceError when the saved tensor was changed in place since it was saved."""
+        if self.probe._version != self.version:
+            raise modified_error(
+                self.layout.dtype, self.layout.size, self.probe._version, self.version, str(self.entry.site)
+            )
+
+
+def modified_error(
+    dtype: torch.dtype, size: tuple[int, ...], found: int, expected: int, where: str
+) -> ModifiedInPlaceError:
+    """Return the error that plain autograd's in-place check would have raised, in its words."""
+    kind = str(dtype).removeprefix("torch.")
+    saved_at = f" saved at {where}" if where else ""
+    return ModifiedInPlaceError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{kind} {list(size)}]{saved_at} is at version {found}; expected version {expected} instead",
+        hint="the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation",
+    )

@@ -1,0 +1,83 @@
+"""Plans that follow from a policy alone, before anything is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
+
+
+CHECKPOINT_ABOVE = 3.0
+"""A block whose stubborn bytes exceed this many times its inputs is re-run whole under ``Minimal``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PolicyPlan:
+    policy: Policy
+    name: str
+    text: str
+
+    def explain(self) -> str:
+        return self.text
+
+    def choose(self, candidate: Candidate) -> Action:
+        raise NotImplementedError
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        return Action.KEEP
+
+
+class _KeepPlan(_PolicyPlan):
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.KEEP
+
+
+class _OffloadPlan(_PolicyPlan):
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.OFFLOAD
+
+
+class _InputsPlan(_PolicyPlan):
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.OFFLOAD if candidate.block_input else Action.KEEP
+
+
+class _AutoPlan(_PolicyPlan):
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.RECOMPUTE if candidate.recompute_flops == 0 else Action.OFFLOAD
+
+
+class _MinimalPlan(_PolicyPlan):
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.OFFLOAD if candidate.recompute_flops is None else Action.RECOMPUTE
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        too_much = input_bytes > 0 and stubborn_bytes > CHECKPOINT_ABOVE * input_bytes
+        return Action.CHECKPOINT if too_much else Action.KEEP
+
+
+def plan_for(policy: Policy) -> Plan:
+    """Return the plan that follows from ``policy`` alone."""
+    match policy:
+        case Keep():
+            return _KeepPlan(policy, "keep", "keep: everything stays on the device; bytes are counted, nothing is saved")
+        case Offload():
+            return _OffloadPlan(policy, "offload", "offload: every storage worth moving leaves once; nothing is remade")
+        case Inputs():
+            return _InputsPlan(policy, "inputs", "inputs: what comes into a block is offloaded; the rest stays")
+        case Minimal():
+            return _MinimalPlan(
+                policy,
+                "minimal",
+                "minimal: all that can be remade is, matrix products too; block inputs, attention outputs and what no "
+                "rule covers are offloaded; blocks that the rules cover badly are re-run whole",
+            )
+        case Auto():
+            return _AutoPlan(
+                policy,
+                "auto",
+                "auto, by rule: what is cheap is remade (element-wise chains, casts, norms, views: ~0 FLOP), the rest "
+                f"is offloaded. The planner that measures the machine is not part of this release, so max_slowdown="
+                f"{policy.max_slowdown:g} is a wish, not a bound",
+            )
