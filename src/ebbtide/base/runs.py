@@ -1,0 +1,72 @@
+"""The files of a run folder, and how their lines are read.
+
+``track`` writes them, ``report`` reads them, and neither knows the other: what both must agree on stands here. The
+lines themselves are listed in ``docs/reference/run-file.md``.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.errors import DataError
+
+EVENTS_FILE = "run.jsonl"
+OUTSIDE_FILE = "outside.jsonl"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+SCHEMA = 1
+
+Event = dict[str, Any]
+
+
+def read_events(path: Path) -> list[Event]:
+    """Read a file of events, in the order of their time.
+
+    Threads write side by side, so neighbouring lines may be out of order. A process that was killed may leave half a
+    line at the end; that one is left out. A broken line anywhere else means that the file is not what it should be.
+
+    Args:
+        path: ``run.jsonl`` or ``outside.jsonl``.
+
+    Returns:
+        The events; each has at least ``t`` (monotonic seconds) and ``event``.
+
+    Raises:
+        DataError: No such file, or a line before the last is not an event.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})",
+            expected=f"a run folder with {EVENTS_FILE}",
+            hint="give the folder that a run wrote (--output_dir, or the argument of track_memory)",
+        ) from error
+    events: list[Event] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        event = _parse(line)
+        if event is not None:
+            events.append(event)
+        elif number < len(lines):
+            raise DataError(
+                f"line {number} of {path} is {line[:60]!r}",
+                expected="one JSON object a line, with 't' and 'event'",
+                hint="the file was edited or damaged; only its last line may be incomplete",
+            )
+    return sorted(events, key=lambda event: event["t"])
+
+
+def _parse(line: bytes) -> Event | None:
+    try:
+        value: object = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    event = cast("Event", value)
+    known = isinstance(event.get("t"), (int, float)) and isinstance(event.get("event"), str)
+    return event if known else None

@@ -1,0 +1,199 @@
+"""Writes a run's events to one file.
+
+[Note: record, then report]
+Training emits events; this listener writes them as they come and nothing else. Every number and picture is made
+afterwards from the files, so a report can be made again, compared and doubted without the run.
+
+Each event is one ``write`` of one whole line to a file opened for appending: threads do not mix their lines, and a
+process that is killed leaves a file that reads up to its last event.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, cast
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.events import BUS, Bus
+from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.track.sampler import MemoryReader, Sampler
+from ebbtide.track.summary import write_summary
+
+logger = logging.getLogger("ebbtide.track")
+
+Phase = Literal["forward", "backward", "optimizer"]
+
+
+class RunFile:
+    """Records a run into a folder while it is open.
+
+    On exit it writes ``run_end`` (``ok``, ``interrupted`` or ``error``) and then ``summary.json``. With several
+    processes, open it in one of them.
+
+    Args:
+        folder: Made if it is not there.
+        bus: Where events come from.
+        sample_seconds: Time between two memory samples; memory is also read at the edges of phases and passes.
+        overwrite: Replace the files of an earlier run in the same folder.
+        **run_begin_fields: Fields of ``run_begin``: ``model``, ``mode``, ``config``, ``world_size``, ...
+
+    Raises:
+        DataError: The folder already holds a run, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        bus: Bus = BUS,
+        sample_seconds: float = 0.05,
+        overwrite: bool = False,
+        **run_begin_fields: Any,
+    ) -> None:
+        self.folder = Path(folder)
+        self._bus, self._sample_seconds, self._overwrite = bus, sample_seconds, overwrite
+        self._fields = run_begin_fields
+        # Reentrant: an event may be emitted by a finaliser that the collector runs while this thread is writing.
+        self._lock = threading.RLock()
+        self._file: int | None = None
+        self._remove: Callable[[], None] | None = None
+
+    def __enter__(self) -> RunFile:
+        self._open()
+        self._reader = MemoryReader(device=True)
+        self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
+        self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
+        self._sampler.start()
+        self._remove = self._bus.subscribe(self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._remove is not None:
+            self._remove()
+        self._sampler.stop()
+        self._write("run_end", {**_ending(error), **self._reader.peaks()})
+        self._close()
+        write_summary(self.folder)
+
+    @contextmanager
+    def phase(self, name: Phase, *, step: int) -> Generator[None, None, None]:
+        """Mark a phase of a step, for loops that do so by hand."""
+        self._bus.emit("phase", name=name, edge="begin", step=step)
+        try:
+            yield
+        finally:
+            self._bus.emit("phase", name=name, edge="end", step=step)
+
+    def step(self, step: int, *, seconds: float, loss: float | None = None, tokens: int | None = None) -> None:
+        """Mark the end of a step, for loops that do so by hand."""
+        self._bus.emit("step", step=step, loss=loss, seconds=seconds, tokens=tokens)
+
+    def _open(self) -> None:
+        path = self.folder / EVENTS_FILE
+        if path.exists() and not self._overwrite:
+            raise DataError(
+                f"{self.folder} already holds a run ({EVENTS_FILE})",
+                expected="a folder without one",
+                hint="name another folder, or pass overwrite=True to replace that run",
+            )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name in (EVENTS_FILE, SUMMARY_FILE, REPORT_FILE):
+                (self.folder / name).unlink(missing_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o666)
+        except OSError as error:
+            raise DataError(
+                f"{self.folder} cannot be written ({error.strerror})",
+                expected="a folder for the run's files",
+                hint="name a folder that you may write to",
+            ) from error
+
+    def _close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def _hear(self, kind: str, fields: dict[str, Any]) -> None:
+        self._write(kind, fields)
+        if kind == "phase" or kind == "pass_end":
+            # The edges are where memory is compared; a sample of the thread may be up to sample_seconds away.
+            self._reader.follow_thread_device()
+            rss = self._reader.rss_bytes()
+            if rss is not None:
+                self._memory(rss, self._reader.device_bytes())
+
+    def _memory(self, rss_bytes: int, device_bytes: int | None) -> None:
+        self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
+
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                os.write(self._file, line.encode())
+            except OSError as error:
+                # A full disk must not end a training run; the record ends here and says so.
+                logger.warning("The run file in %s is no longer written: %s", self.folder, error.strerror)
+                self._close()
+
+
+def _plain(value: Any) -> Any:
+    """Make a value fit for strict JSON: numbers that are not finite become text, unknown objects their ``str``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (Sequence, set, frozenset)):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    return str(value)
+
+
+def _run_begin() -> dict[str, Any]:
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return {
+        "schema": SCHEMA,
+        "unix_time": time.time(),
+        "pid": os.getpid(),
+        "ebbtide": _version("ebbtide"),
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "device": "cpu" if accelerator is None else accelerator.type,
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "model": None,
+        "mode": None,
+        "config": {},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ending(error: BaseException | None) -> dict[str, str | None]:
+    if error is None or (isinstance(error, SystemExit) and not error.code):
+        return {"status": "ok", "error": None}
+    if isinstance(error, KeyboardInterrupt):
+        return {"status": "interrupted", "error": None}
+    return {"status": "error", "error": f"{type(error).__name__}: {error}"}

@@ -1,0 +1,157 @@
+"""Reads resident and device memory: once, or again and again in a thread.
+
+The same reader serves a run that samples itself and ``compare``, which samples its children from outside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ebbtide.base.errors import EbbtideError
+
+# Listing a process's descendants reads the whole process table; their number changes only when workers start.
+_CHILDREN_SECONDS = 0.25
+
+
+def require(module: str) -> ModuleType:
+    """Import a package of the extra ``track``.
+
+    Raises:
+        EbbtideError: It is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise EbbtideError(
+            f"{module} is not installed",
+            expected=f"{module}, which memory tracking and reports use",
+            hint="pip install 'ebbtide[track]'",
+        ) from error
+
+
+class MemoryReader:
+    """Reads the memory of one process, alone or with its descendants.
+
+    Args:
+        pid: The process; this one if ``None``.
+        children: Add its descendants' resident bytes. Pages that they share count once for each.
+        device: Read the accelerator's allocated bytes too (this process only).
+
+    Raises:
+        EbbtideError: psutil is needed and not installed.
+    """
+
+    def __init__(self, pid: int | None = None, *, children: bool = False, device: bool = False) -> None:
+        self._pid = os.getpid() if pid is None else pid
+        self._children = children
+        self._statm = Path(f"/proc/{self._pid}/statm")
+        self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._statm.exists() else 0
+        if children or not self._page_bytes:
+            self._psutil: ModuleType | None = require("psutil")
+        else:
+            self._psutil = None
+        self._accelerator = _accelerator() if device and self._pid == os.getpid() else None
+        self._device_index: int | None = None
+        self._family: list[MemoryReader] = []
+        self._family_read_at = float("-inf")
+
+    def rss_bytes(self) -> int | None:
+        """Return the resident bytes, or ``None`` when the process is gone."""
+        own = self._own_bytes()
+        if own is None or not self._children:
+            return own
+        now = time.monotonic()
+        if now - self._family_read_at >= _CHILDREN_SECONDS:
+            self._family, self._family_read_at = self._descendants(), now
+        return own + sum(child._own_bytes() or 0 for child in self._family)
+
+    def device_bytes(self) -> int | None:
+        """Return the accelerator's allocated bytes, or ``None`` without one."""
+        return None if self._accelerator is None else int(self._accelerator.memory_allocated(self._device_index))
+
+    def follow_thread_device(self) -> None:
+        """Read from now on the device that is current in the calling thread.
+
+        The current device belongs to a thread, and a sampling thread would otherwise read device 0 for ever.
+        """
+        if self._accelerator is not None:
+            self._device_index = self._accelerator.current_device_index()
+
+    def peaks(self) -> dict[str, int | None]:
+        """Return the peaks that the system keeps since the process began, ``None`` where it keeps none."""
+        device = None if self._accelerator is None else int(self._accelerator.max_memory_allocated(self._device_index))
+        return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
+
+    def _own_bytes(self) -> int | None:
+        if self._page_bytes:
+            try:
+                return int(self._statm.read_bytes().split()[1]) * self._page_bytes
+            except (OSError, IndexError):
+                return None
+        psutil = require("psutil")
+        try:
+            return int(psutil.Process(self._pid).memory_info().rss)
+        except psutil.Error:
+            return None
+
+    def _descendants(self) -> list[MemoryReader]:
+        psutil = require("psutil")
+        try:
+            return [MemoryReader(child.pid) for child in psutil.Process(self._pid).children(recursive=True)]
+        except psutil.Error:
+            return []
+
+    def _peak_rss_bytes(self) -> int | None:
+        try:
+            status = Path(f"/proc/{self._pid}/status").read_text()
+        except OSError:
+            return None
+        lines = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+        return int(lines[0].split()[1]) * 1024 if lines else None
+
+
+def _accelerator() -> Any | None:
+    import torch
+
+    return torch.accelerator if torch.accelerator.is_available() else None
+
+
+class Sampler:
+    """A thread that reads memory at an even pace and hands it on.
+
+    Args:
+        reader: What to read.
+        sink: Called with ``rss_bytes`` and ``device_bytes``, in the sampler's thread.
+        seconds: Time between two samples.
+    """
+
+    def __init__(self, reader: MemoryReader, sink: Callable[[int, int | None], None], *, seconds: float) -> None:
+        self._reader, self._sink, self._seconds = reader, sink, seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="ebbtide-memory", daemon=True)
+
+    def start(self) -> None:
+        """Begin; the first sample is taken at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait until the thread is gone. Harmless when repeated."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _loop(self) -> None:
+        while True:
+            rss = self._reader.rss_bytes()
+            if rss is None:
+                return
+            self._sink(rss, self._reader.device_bytes())
+            if self._stop.wait(self._seconds):
+                return

@@ -1,0 +1,184 @@
+"""Makes ``summary.json`` of a run folder's events: arithmetic on what was recorded, nothing measured here.
+
+[Note: steady steps]
+The first step warms allocators and caches and, with a plan that measures, is not yet the planned one. Times, rates and
+memory are taken from the steps after it; with a single step, from that one, except the outside view, which then is
+unknown. What is not known is ``None``, never 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, read_events
+
+_ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
+
+
+def summarise(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Summarise a run folder.
+
+    Args:
+        folder: Holds ``run.jsonl``, and ``outside.jsonl`` if another process sampled this one's memory.
+
+    Returns:
+        ``summary.json`` of schema 1 as values. A run without ``run_end`` has the status ``"killed"``.
+
+    Raises:
+        DataError: There is no run file, or it is damaged before its last line.
+    """
+    folder = Path(folder)
+    events = read_events(folder / EVENTS_FILE)
+    begin = _last(events, "run_begin") or {}
+    end = _last(events, "run_end")
+    outside = folder / OUTSIDE_FILE
+    host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
+    return {
+        "schema": SCHEMA,
+        **{key: begin.get(key) for key in ("ebbtide", "torch", "device", "world_size", "model", "mode")},
+        **_pace(events),
+        "peak_device_bytes": host if begin.get("device") == "cpu" else device,
+        "peak_host_bytes": host,
+        **_activations(events),
+        **_copies(events),
+        "plan": _plan(events),
+        "status": end["status"] if end else "killed",
+        "outside": _outside(events, read_events(outside)) if events and outside.exists() else None,
+    }
+
+
+def write_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Summarise a run folder and write its ``summary.json``, whole or not at all.
+
+    Raises:
+        DataError: As ``summarise``.
+    """
+    summary = summarise(folder)
+    path = Path(folder) / SUMMARY_FILE
+    draft = path.with_suffix(".json.part")
+    draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+    return summary
+
+
+def _all(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _last(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event["event"] == kind), None)
+
+
+def _pace(events: Sequence[Event]) -> dict[str, Any]:
+    steps = _all(events, "step")
+    steady = steps[1:] or steps
+    seconds = [step["seconds"] for step in steady if step.get("seconds") is not None]
+    tokens = [step["tokens"] for step in steady if step.get("tokens") is not None]
+    known = len(seconds) == len(tokens) == len(steady) and sum(seconds) > 0
+    return {
+        "steps": len(steps),
+        "step_seconds_median": median(seconds) if seconds else None,
+        "tokens_per_second": sum(tokens) / sum(seconds) if known else None,
+        "loss": [step.get("loss") for step in steps],
+    }
+
+
+def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:
+    """Return the highest sample, or the system's own peak where that rose during the run and so belongs to it."""
+    sampled = [event[field] for event in _all(events, "memory") if event.get(field) is not None]
+    kept = "peak_" + field
+    before, after = begin.get(kept), end.get(kept) if end else None
+    if before is not None and after is not None and after > before:
+        sampled.append(after)
+    return max(sampled, default=None)
+
+
+def _activations(events: Sequence[Event]) -> dict[str, Any]:
+    """Take the bytes of the largest pass: all five from one pass, so that they belong together."""
+    passes = _all(events, "pass_end")
+    steps = _all(events, "step")
+    steady = [p for p in passes if steps and p["t"] > steps[0]["t"]] or passes
+    # max() keeps the first of equals; the last pass is the one that the final plan made.
+    largest = max(reversed(steady), key=lambda p: p.get("unique_bytes") or 0, default=None)
+    bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
+    unique, kept = bytes_["unique"], bytes_["kept"]
+    saved = unique - kept if unique is not None and kept is not None else None
+    return {
+        "activation_bytes": bytes_,
+        "baseline_activation_bytes": unique,
+        "memory_saved_bytes": saved,
+        "memory_saved_percent": 100 * saved / unique if saved is not None and unique else None,
+    }
+
+
+def _copies(events: Sequence[Event]) -> dict[str, Any]:
+    engine_ran = any(event["event"] == "pass_end" for event in events)
+    stats = _last(events, "stats") or {}
+    return {
+        "stall_seconds": sum(e["seconds"] for e in _all(events, "stall")) if engine_ran else None,
+        "copy_out_bytes_per_second": stats.get("copy_out_bytes_per_second"),
+        "copy_in_bytes_per_second": stats.get("copy_in_bytes_per_second"),
+    }
+
+
+def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
+    plan = _last(events, "plan")
+    return {"name": plan.get("name"), "text": plan.get("text")} if plan else None
+
+
+def _outside(events: Sequence[Event], samples: Sequence[Event]) -> dict[str, Any]:
+    """Read the steady steps off an outside sampler's curve.
+
+    The floor of a forward is the last sample before it begins. Its activation memory is the sample nearest to its end
+    (the loss is there, backward has not begun) less the floor: the same two instants exist in every mode, with the
+    engine or without it.
+    """
+    forwards = _forwards(events)
+    first = forwards[0][2] if forwards else None
+    steady = [(begin, end) for begin, end, step in forwards if step != first]
+    # A folder that was overwritten may still hold the samples of the run before.
+    samples = [sample for sample in samples if sample["t"] >= events[0]["t"]]
+    times = [sample["t"] for sample in samples]
+    rss = [sample["rss_bytes"] for sample in samples]
+    floors: list[int] = []
+    activations: list[int] = []
+    for begin, end in steady:
+        before = bisect_left(times, begin) - 1
+        if before >= 0:
+            floors.append(rss[before])
+            activations.append(rss[_nearest(times, end)] - rss[before])
+    last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
+    during = [r for t, r in zip(times, rss, strict=True) if steady and steady[0][0] <= t <= last]
+    return {
+        "peak_bytes": max(during, default=None),
+        "floor_bytes": median(floors) if floors else None,
+        "activation_bytes": median(activations) if activations else None,
+        "samples": len(samples),
+    }
+
+
+def _forwards(events: Sequence[Event]) -> list[tuple[float, float, Any]]:
+    """Return begin, end and step of every finished forward phase."""
+    found: list[tuple[float, float, Any]] = []
+    begun: Event | None = None
+    for event in _all(events, "phase"):
+        if event.get("name") != "forward":
+            continue
+        if event.get("edge") == "begin":
+            begun = event
+        elif begun is not None:
+            found.append((begun["t"], event["t"], begun.get("step")))
+            begun = None
+    return found
+
+
+def _nearest(times: Sequence[float], instant: float) -> int:
+    after = bisect_left(times, instant)
+    around = [i for i in (after - 1, after) if 0 <= i < len(times)]
+    return min(around, key=lambda i: abs(times[i] - instant))

@@ -1,0 +1,202 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import pytest
+
+from ebbtide.base.errors import DataError, EbbtideError
+from ebbtide.base.events import Bus
+from ebbtide.base.runs import read_events
+from ebbtide.track import MemoryReader, RunFile, Sampler, sampler, summarise, track_memory
+
+
+def kinds(folder):
+    return [e["event"] for e in read_events(folder / "run.jsonl") if e["event"] != "memory"]
+
+
+def last(folder, kind):
+    return [e for e in read_events(folder / "run.jsonl") if e["event"] == kind][-1]
+
+
+def test_events_become_lines_and_a_summary(tmp_path):
+    bus = Bus()
+    with RunFile(tmp_path / "deep" / "run", bus=bus, model="tiny", mode="plain", config={"lr": 0.1}) as run:
+        assert bus.active
+        with run.phase("forward", step=1):
+            pass
+        run.step(1, seconds=2.0, loss=0.5, tokens=8)
+    assert not bus.active
+    folder = tmp_path / "deep" / "run"
+    assert kinds(folder) == ["run_begin", "phase", "phase", "step", "run_end"]
+    began = last(folder, "run_begin")
+    assert (began["schema"], began["pid"], began["config"]) == (1, os.getpid(), {"lr": 0.1})
+    assert began["torch"] is not None and began["device"] is not None
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["model"], summary["loss"]) == ("ok", "tiny", [0.5])
+    assert summary["peak_host_bytes"] > 10 * 2**20
+
+
+def test_memory_is_read_at_every_edge(tmp_path):
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        with run.phase("forward", step=1):
+            bus.emit("pass_end", unique_bytes=1)
+        bus.emit("block", index=0)
+    order = [e["event"] for e in read_events(tmp_path / "run.jsonl")]
+    at_edges = [b for a, b in zip(order, order[1:], strict=False) if a in ("phase", "pass_end")]
+    assert at_edges == ["memory"] * 3
+    assert order.count("memory") in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (KeyboardInterrupt(), "interrupted", None),
+        (ValueError("odd"), "error", "ValueError: odd"),
+        (SystemExit(3), "error", "SystemExit: 3"),
+        (SystemExit(0), "ok", None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_how_a_run_ended_is_written(tmp_path, error, status, text):
+    bus = Bus()
+    with pytest.raises(type(error)), RunFile(tmp_path, bus=bus):
+        raise error
+    ended = last(tmp_path, "run_end")
+    assert (ended["status"], ended["error"]) == (status, text)
+    assert summarise(tmp_path)["status"] == status
+    assert not bus.active
+
+
+def test_a_second_run_in_the_same_folder_is_refused_unless_asked_for(tmp_path):
+    with RunFile(tmp_path, bus=Bus(), mode="first"):
+        pass
+    with (
+        pytest.raises(DataError, match="(?s)already holds a run.*hint: name another"),
+        RunFile(tmp_path, bus=Bus()),
+    ):
+        pass
+    assert last(tmp_path, "run_begin")["mode"] == "first"
+    with RunFile(tmp_path, bus=Bus(), mode="second", overwrite=True):
+        pass
+    assert kinds(tmp_path) == ["run_begin", "run_end"]
+    assert last(tmp_path, "run_begin")["mode"] == "second"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"), RunFile(tmp_path / "file" / "run", bus=Bus()):
+        pass
+
+
+def test_any_value_becomes_strict_json(tmp_path):
+    with RunFile(tmp_path, bus=(bus := Bus())):
+        bus.emit("step", step=1, loss=float("nan"), seconds=1.0, where=tmp_path, grid=(1, [float("-inf")], {2: None}))
+    step = last(tmp_path, "step")
+    assert (step["loss"], step["where"], step["grid"]) == ("nan", str(tmp_path), [1, ["-inf"], {"2": None}])
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+
+
+def test_threads_do_not_mix_their_lines(tmp_path):
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=0.001):
+        gate = threading.Barrier(4)
+
+        def emit(who):
+            gate.wait()
+            for i in range(200):
+                bus.emit("message", level="info", code=f"{who}-{i}", text="x" * 500)
+
+        threads = [threading.Thread(target=emit, args=(who,)) for who in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    codes = {e["code"] for e in read_events(tmp_path / "run.jsonl") if e["event"] == "message"}
+    assert codes == {f"{who}-{i}" for who in range(4) for i in range(200)}
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caplog):
+    with RunFile(tmp_path, bus=(bus := Bus()), sample_seconds=1000) as run:
+        run._sampler.stop()
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("ebbtide.track.runfile.os.write", full)
+            bus.emit("step", step=1, seconds=1.0)
+        bus.emit("step", step=2, seconds=1.0)
+    assert [r.getMessage() for r in caplog.records].count(
+        f"The run file in {tmp_path} is no longer written: No space left on device"
+    ) == 1
+    assert summarise(tmp_path)["status"] == "killed"
+    assert "step" not in kinds(tmp_path)
+
+
+def test_a_killed_process_leaves_a_readable_file(tmp_path):
+    script = textwrap.dedent("""
+        import os, signal, sys
+        from ebbtide.base.events import BUS
+        from ebbtide.track import RunFile
+        with RunFile(sys.argv[1], mode="plain"):
+            BUS.emit("step", step=1, loss=1.0, seconds=1.0, tokens=1)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], env={**os.environ}, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    summary = summarise(tmp_path)
+    assert (summary["status"], summary["loss"]) == ("killed", [1.0])
+
+
+def test_track_memory_passes_its_fields_on(tmp_path):
+    with track_memory(tmp_path, sample_seconds=1000, model="m") as run:
+        run.step(1, seconds=1.0)
+    assert (last(tmp_path, "run_begin")["model"], last(tmp_path, "step")["step"]) == ("m", 1)
+
+
+def test_the_reader_sees_this_process_grow():
+    reader = MemoryReader(device=True)
+    before = reader.rss_bytes()
+    block = bytearray(b"\1" * (64 * 2**20))
+    assert reader.rss_bytes() - before > 0.9 * len(block)
+    assert reader.peaks()["peak_rss_bytes"] >= before
+
+
+def test_the_reader_adds_descendants_and_ends_with_its_process():
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; b = bytearray(b'1' * (1 << 26)); print(1, flush=True); sys.stdin.read()",
+    ]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        child.stdout.readline()
+        alone, family = MemoryReader(), MemoryReader(children=True)
+        assert family.rss_bytes() - alone.rss_bytes() > 0.9 * (1 << 26)
+        of_child = MemoryReader(child.pid, children=True)
+        assert of_child.rss_bytes() > 1 << 26
+        child.communicate(b"")
+    assert of_child.rss_bytes() is None
+
+
+def test_the_sampler_ends_when_its_process_is_gone():
+    seen = threading.Event()
+
+    class Gone(MemoryReader):
+        def rss_bytes(self):
+            seen.set()
+            return None
+
+    thread = Sampler(Gone(), pytest.fail, seconds=1000)
+    thread.start()
+    assert seen.wait(60)
+    thread.stop()
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(EbbtideError, match=r"(?s)psutil is not installed.*hint: pip install 'ebbtide\[track\]'"):
+        MemoryReader(children=True)
+    assert sampler.MemoryReader().rss_bytes() > 0

@@ -1,0 +1,167 @@
+import json
+
+import pytest
+
+from ebbtide.base.errors import DataError
+from ebbtide.track import summarise, write_summary
+from tests.unit.track.events import begin, event, pass_end, phases, write_events
+
+MIB = 1024**2
+UNKNOWN = [
+    "step_seconds_median",
+    "tokens_per_second",
+    "peak_device_bytes",
+    "peak_host_bytes",
+    "baseline_activation_bytes",
+    "memory_saved_bytes",
+    "memory_saved_percent",
+    "stall_seconds",
+    "copy_out_bytes_per_second",
+    "copy_in_bytes_per_second",
+    "plan",
+    "outside",
+    "model",
+    "ebbtide",
+]
+
+
+def run(tmp_path, events, outside=None):
+    write_events(tmp_path / "run.jsonl", events)
+    if outside is not None:
+        write_events(tmp_path / "outside.jsonl", outside)
+    return summarise(tmp_path)
+
+
+def memory(t, rss, device=None):
+    return event(t, "memory", rss_bytes=rss, device_bytes=device)
+
+
+def test_the_first_step_counts_for_no_time_or_rate(tmp_path):
+    slow = [{**e, "seconds": 100.0} if e["event"] == "step" else e for e in phases(1, 1.0)]
+    summary = run(tmp_path, [begin(), *slow, *phases(2, 10.0), *phases(3, 20.0, backward=4.0)])
+    assert summary["steps"] == 3
+    assert summary["step_seconds_median"] == (3.5 + 5.5) / 2
+    assert summary["tokens_per_second"] == 140 / 9.0
+    assert summary["loss"] == [3.0, 2.0, 1.0]
+
+
+def test_what_is_not_known_is_null(tmp_path):
+    summary = run(tmp_path, [begin(model=None)])
+    for key in UNKNOWN:
+        assert summary[key] is None, key
+    assert set(summary["activation_bytes"].values()) == {None}
+    assert (summary["steps"], summary["loss"]) == (0, [])
+
+
+def test_tokens_missing_in_one_step_make_the_rate_unknown(tmp_path):
+    steps = [event(t, "step", step=t, loss=1.0, seconds=1.0, tokens=None if t == 3 else 5) for t in (1, 2, 3)]
+    assert run(tmp_path, [begin(), *steps])["tokens_per_second"] is None
+
+
+def test_activations_come_from_the_largest_steady_pass_and_the_later_of_equals(tmp_path):
+    events = [
+        begin(),
+        pass_end(1.5, unique=9000, kept=9000),
+        *phases(1, 1.0),
+        pass_end(11, unique=1000, kept=400, recomputed=600),
+        *phases(2, 10.5),
+        pass_end(21, unique=1000, kept=250, offloaded=500, recomputed=250),
+        *phases(3, 20.5),
+        pass_end(31, unique=10, kept=10),
+    ]
+    summary = run(tmp_path, events)
+    assert summary["activation_bytes"] == {
+        "saved": 2000,
+        "unique": 1000,
+        "kept": 250,
+        "offloaded": 500,
+        "recomputed": 250,
+    }
+    assert (summary["baseline_activation_bytes"], summary["memory_saved_bytes"]) == (1000, 750)
+    assert summary["memory_saved_percent"] == 75.0
+
+
+def test_stalls_are_added_up_and_none_is_zero_once_the_engine_ran(tmp_path):
+    stalls = [event(t, "stall", where="backward", block=t, seconds=0.25, bytes=8) for t in (2, 3)]
+    assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1), *stalls])["stall_seconds"] == 0.5
+    assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1)])["stall_seconds"] == 0
+
+
+def test_on_a_cpu_the_device_peak_is_the_resident_peak(tmp_path):
+    assert run(tmp_path, [begin(), memory(1, 5), memory(2, 9)])["peak_device_bytes"] == 9
+    summary = run(tmp_path, [begin(device="cuda"), memory(1, 50, 7), memory(2, 90, 3)])
+    assert (summary["peak_device_bytes"], summary["peak_host_bytes"]) == (7, 90)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "peak"), [(100, 120, 120), (500, 500, 9)], ids=["rose in the run", "was reached before it"]
+)
+def test_the_systems_own_peak_counts_only_if_it_rose_in_the_run(tmp_path, before, after, peak):
+    end = event(3, "run_end", status="ok", error=None, peak_rss_bytes=after)
+    assert run(tmp_path, [begin(peak_rss_bytes=before), memory(2, 9), end])["peak_host_bytes"] == peak
+
+
+def test_outside_takes_floor_before_and_activations_at_the_forwards_end(tmp_path):
+    events = [begin(), *phases(1, 10.0), *phases(2, 20.0), *phases(3, 30.0)]
+    samples = [
+        memory(9.9, 5000 * MIB),
+        memory(19.0, 90 * MIB),
+        memory(19.9, 100 * MIB),
+        memory(20.001, 110 * MIB),
+        memory(20.6, 300 * MIB),
+        memory(20.99, 400 * MIB),
+        memory(21.5, 700 * MIB),
+        memory(29.9, 104 * MIB),
+        memory(30.8, 1 * MIB),
+        memory(31.01, 604 * MIB),
+        memory(40.0, 9000 * MIB),
+    ]
+    assert run(tmp_path, events, samples)["outside"] == {
+        "peak_bytes": 700 * MIB,
+        "floor_bytes": 102 * MIB,
+        "activation_bytes": 400 * MIB,
+        "samples": 11,
+    }
+
+
+def test_outside_of_a_single_step_is_unknown(tmp_path):
+    outside = run(tmp_path, [begin(), *phases(1, 10.0)], [memory(9, 1), memory(11, 2)])["outside"]
+    assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 2}
+
+
+def test_outside_samples_of_an_earlier_run_do_not_count(tmp_path):
+    events = [begin(15.0), *phases(2, 20.0), *phases(3, 30.0)]
+    outside = run(tmp_path, events, [memory(t, 10**9) for t in (1, 2, 14.9)])["outside"]
+    assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 0}
+
+
+def test_a_killed_run_is_read_up_to_its_last_whole_line(tmp_path):
+    write_events(tmp_path / "run.jsonl", [begin(), *phases(1, 1.0)])
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write('{"t": 9.0, "event": "st')
+    summary = summarise(tmp_path)
+    assert (summary["status"], summary["steps"]) == ("killed", 1)
+
+
+@pytest.mark.parametrize("line", ["not json", "[]", '{"event": "x"}', '{"t": 1}'])
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path, line):
+    (tmp_path / "run.jsonl").write_text(f'{json.dumps(begin())}\n{line}\n{{"t": 2, "event": "step"}}\n')
+    with pytest.raises(DataError, match="line 2 of .*; expected one JSON object a line"):
+        summarise(tmp_path)
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        summarise(tmp_path)
+
+
+def test_events_of_several_threads_are_put_in_order(tmp_path):
+    events = [begin(), *phases(1, 10.0), *phases(2, 20.0)]
+    assert run(tmp_path / "a", events) == run(tmp_path / "b", [events[0], *reversed(events[1:])])
+
+
+def test_write_summary_writes_what_it_returns_and_leaves_no_draft(tmp_path):
+    write_events(tmp_path / "run.jsonl", [begin(), *phases(1, 1.0)])
+    summary = write_summary(tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.jsonl", "summary.json"]
