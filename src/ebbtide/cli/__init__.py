@@ -1,0 +1,113 @@
+"""The command line: ``ebbtide VERB``.
+
+[Note: a light start]
+``ebbtide --help`` and ``ebbtide VERB --help`` import neither torch nor transformers: a verb is a name and the path of a
+function, imported only when the verb is called, and the configs that flags are read into are plain dataclasses.
+Recipes stand above this package, so they too are reached by path and never imported by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TextIO
+
+from ebbtide.base.errors import (
+    CapError,
+    ConfigError,
+    DiskFullError,
+    EbbtideError,
+    ModifiedInPlaceError,
+    RestoreError,
+    nearest,
+)
+
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+
+_RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError)
+"""Errors that a correct command can meet while it runs; every other one is bad input."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verb:
+    """One verb of the command line.
+
+    Args:
+        function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
+        does: What it does, in one line.
+    """
+
+    function: str
+    does: str
+
+
+VERBS: dict[str, Verb] = {
+    "sft": Verb(function="ebbtide.cli.sft:run", does="supervised fine-tuning of a language model (full or LoRA)"),
+    "compare": Verb(
+        function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
+    ),
+    "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
+    "env": Verb(function="ebbtide.cli.env:run", does="versions, for bug reports"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: The arguments after the program's name; ``None`` takes the process's own.
+
+    Returns:
+        The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _overview(sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else EXIT_BAD_INPUT
+    if arguments[0] == "--version":
+        print(_version())
+        return 0
+    try:
+        return _function(arguments[0])(arguments[1:])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except EbbtideError as error:
+        if logging.getLogger("ebbtide").isEnabledFor(logging.DEBUG):
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
+
+
+def _function(name: str) -> Callable[[Sequence[str]], int]:
+    """Import and return the function behind a verb."""
+    verb = VERBS.get(name)
+    if verb is None:
+        raise ConfigError(
+            f"there is no verb {name!r}",
+            expected="one of " + ", ".join(VERBS),
+            hint=nearest(name, VERBS) or "ebbtide --help",
+        )
+    module, _, attribute = verb.function.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _overview(stream: TextIO) -> None:
+    """Print what ``ebbtide --help`` shows."""
+    lines = ["usage: ebbtide VERB [file.yaml] [--flag value ...]", "", "verbs:"]
+    lines += [f"  {name:<9}{verb.does}" for name, verb in VERBS.items()]
+    lines += ["", "`ebbtide VERB --help` lists the flags of a verb; `ebbtide --version` says which ebbtide this is."]
+    print("\n".join(lines), file=stream)
+
+
+def _version() -> str:
+    """Return the installed version, or say that there is none."""
+    try:
+        return version("ebbtide")
+    except PackageNotFoundError:
+        return "unknown (not installed)"

@@ -1,0 +1,1 @@
+"""Supervised fine-tuning of a language model on transformers, TRL, PEFT and accelerate."""

@@ -1,0 +1,78 @@
+"""Lines for people: to the terminal, and into ``training.log``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+LOG_FILE = "training.log"
+
+
+def interactive() -> bool:
+    """Whether somebody watches: a progress bar in a file or in CI is noise."""
+    return sys.stderr.isatty() and not os.environ.get("CI")
+
+
+@contextmanager
+def logging_to(folder: Path, level: str) -> Generator[None, None, None]:
+    """Send the lines of the ``ebbtide.*`` loggers to standard error and to ``training.log``.
+
+    Only the ``ebbtide`` logger is touched, and it is as it was afterwards.
+
+    Args:
+        folder: Where ``training.log`` goes; must be there. An earlier file is replaced.
+        level: The lowest level shown, such as ``"info"``.
+    """
+    logger = logging.getLogger("ebbtide")
+    before = logger.level
+    file = logging.FileHandler(folder / LOG_FILE, mode="w", encoding="utf-8")
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers: list[logging.Handler] = [file, _terminal()]
+    logger.setLevel(level.upper())
+    for handler in handlers:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(before)
+
+
+def _terminal() -> logging.Handler:
+    """Return a handler for standard error; on a terminal, rich keeps its lines above the progress bar."""
+    if not interactive():
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+        return handler
+    from rich.logging import RichHandler
+
+    from ebbtide_recipes.sft.progress import console
+
+    return RichHandler(console=console(), show_path=False, show_time=False)
+
+
+@contextmanager
+def quiet_hosts() -> Generator[None, None, None]:
+    """Hide the progress bars of datasets and transformers where nobody watches."""
+    if interactive():
+        yield
+        return
+    import datasets
+    from transformers.utils import logging as transformers_logging
+
+    bars = datasets.are_progress_bars_disabled(), transformers_logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if not bars[0]:
+            datasets.enable_progress_bars()
+        if bars[1]:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,138 @@
+"""The recipe: data, model and trainer from a config; a run folder and a trained model from training."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.events import BUS
+from ebbtide.base.runs import EVENTS_FILE
+from ebbtide_recipes.sft.config import SftConfig, refuse_several_processes
+from ebbtide_recipes.sft.logging import LOG_FILE, logging_to, quiet_hosts
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ebbtide_recipes.sft.trainer import RecipeTrainer
+
+LOGGER = logging.getLogger("ebbtide.sft")
+
+
+def main(config: SftConfig) -> None:
+    """Fine-tune a model.
+
+    Args:
+        config: What to train, on what, and how.
+
+    Raises:
+        EbbtideError: The config, the data, the model or the machine cannot serve the run.
+        KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
+    """
+    refuse_several_processes()
+    folder = _claimed(config)
+    with logging_to(folder, config.log_level), quiet_hosts():
+        for name in config.without_effect():
+            LOGGER.warning(
+                "--%s has no effect here: the mode is %s, train_type %s", name, config.mode, config.train_type
+            )
+        _train(config, _prepared(config), folder)
+
+
+def _claimed(config: SftConfig) -> Path:
+    """Make the output folder; refuse one that holds an earlier run."""
+    folder = Path(config.output_dir).expanduser()
+    if (folder / EVENTS_FILE).exists() and not config.overwrite_output_dir:
+        raise DataError(
+            f"{folder} holds an earlier run ({EVENTS_FILE})",
+            expected="a folder without one",
+            hint="name another --output_dir, or give --overwrite_output_dir true",
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / LOG_FILE).touch()
+    except OSError as error:
+        raise DataError(
+            f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
+            hint="name a folder that you may write to",
+        ) from error
+    return folder
+
+
+def _prepared(config: SftConfig) -> RecipeTrainer:
+    """Load model and data, and make the trainer."""
+    from ebbtide_recipes.sft import data, models, trainer
+
+    model, tokenizer = models.load(config)
+    dataset = data.load(config.dataset, chat=tokenizer.chat_template is not None, seed=config.seed)
+    LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
+    adapters = models.lora_config(config, model) if config.train_type == "lora" else None
+    return trainer.build(config, model, tokenizer, dataset, adapters)
+
+
+def _train(config: SftConfig, trainer: RecipeTrainer, folder: Path) -> None:
+    """Train, record, save, and say what came of it."""
+    from ebbtide.track.runfile import RunFile
+    from ebbtide_recipes.sft.callback import StepRecorder
+    from ebbtide_recipes.sft.models import dtype_name
+    from ebbtide_recipes.sft.progress import StepBar
+    from ebbtide_recipes.sft.trainer import save
+
+    fields = {"model": config.model, "mode": config.mode, "recipe": "sft", "dtype": dtype_name(config.torch_dtype)}
+    with _offloading(config, trainer.model) as handle:
+        begin = RunFile(folder, overwrite=config.overwrite_output_dir, config=dataclasses.asdict(config), **fields)
+        with begin, StepBar() as bar:
+            trainer.record_with(StepRecorder(handle, bar))
+            _tell_plan(handle)
+            trainer.train()
+            _tell_plan(handle)
+        if config.save:
+            save(trainer, folder)
+        _sum_up(handle, trainer, folder)
+
+
+@contextmanager
+def _offloading(config: SftConfig, model: nn.Module) -> Generator[Any | None, None, None]:
+    """Turn ebbtide on as the flags say; off again at the end, whatever happens."""
+    if config.mode != "ebbtide":
+        yield None
+        return
+    import ebbtide
+
+    handle = ebbtide.enable_activation_offloading(
+        model,
+        enable_ckpt=config.gradient_checkpointing,
+        policy=None if config.gradient_checkpointing else config.chosen_policy(),
+        target=config.offload_target,
+        disk_path=config.disk_path,
+        verify=config.verify,
+    )
+    try:
+        yield handle
+    finally:
+        handle.close()
+
+
+def _tell_plan(handle: Any | None) -> None:
+    """Emit the plan: before the first step what is intended, after the last what became of it."""
+    if handle is not None:
+        BUS.emit("plan", name=handle.plan.name, text=handle.explain())
+
+
+def _sum_up(handle: Any | None, trainer: RecipeTrainer, folder: Path) -> None:
+    """Say what was saved and where the record is."""
+    if handle is not None:
+        stats = handle.stats()
+        LOGGER.info(
+            "Memory saved: %.2f GB (%.0f%% reduction)", stats.memory_saved_bytes / 1e9, stats.memory_saved_percent
+        )
+    LOGGER.info(
+        "%d steps done; the record is in %s: `ebbtide report %s` makes report.html",
+        trainer.state.global_step,
+        folder,
+        folder,
+    )

@@ -1,0 +1,60 @@
+"""The progress bar: loss, memory, saved bytes and speed."""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ebbtide_recipes.sft.logging import interactive
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+GIB = 1024**3
+
+
+@functools.cache
+def console() -> Console:
+    """Return the one console that the bar and the log lines share, so that they do not write over each other."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+class StepBar:
+    """A progress bar over the steps; nothing at all where nobody watches."""
+
+    def __init__(self) -> None:
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> StepBar:
+        if interactive():
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            text = TextColumn("{task.fields[said]}")
+            self._progress = Progress(
+                BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), console=console(), transient=True
+            )
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def update(
+        self, step: int, steps: int, *, loss: float, memory_bytes: int, saved_bytes: int | None, seconds: float
+    ) -> None:
+        """Show a finished step."""
+        if self._progress is None:
+            return
+        saved = f"  saved {saved_bytes / GIB:.2f} GiB" if saved_bytes is not None else ""
+        said = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
+        if self._task is None:
+            self._task = self._progress.add_task("", total=steps, said=said)
+        self._progress.update(self._task, completed=step, total=steps, said=said)
