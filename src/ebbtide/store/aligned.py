@@ -10,47 +10,21 @@ distance from an aligned address as the source did; kernels that treat aligned d
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
-import mmap
 import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ebbtide.base.errors import DiskError
-from ebbtide.store.extents import PLACE_ALIGN_BYTES, round_up
+from ebbtide.store.buffers import Buffer, view_memory
+from ebbtide.store.extents import PLACE_ALIGN_BYTES
 
 _LOG = logging.getLogger("ebbtide.store")
 _CHUNK_BYTES = 8 << 20
 _MEMORY_ALIGN_BYTES = 512
-
-
-def view_memory(address: int, nbytes: int) -> memoryview:
-    """Return a writable view of ``nbytes`` at ``address``; whoever calls keeps that memory alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
-
-
-class Buffer:
-    """Fresh page-aligned memory, outside the C heap, that becomes one tensor.
-
-    Args:
-        nbytes: Bytes of the tensor.
-        shift: Distance of its first byte from a page boundary.
-    """
-
-    def __init__(self, nbytes: int, shift: int) -> None:
-        self._memory = mmap.mmap(-1, round_up(shift + nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._nbytes, self._shift = nbytes, shift
-        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory)) + shift
-
-    def tensor(self) -> torch.Tensor:
-        """Return the memory as a ``uint8`` tensor whose storage is exactly these bytes and keeps them alive."""
-        return torch.frombuffer(self._memory, dtype=torch.uint8, count=self._nbytes, offset=self._shift)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +58,12 @@ class BackingFile:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.align_bytes = PLACE_ALIGN_BYTES
+        self.fd, self.direct = -1, False
         try:
             self.fd, self.direct = _open_unnamed(directory)
-            if self.direct:
-                self.direct = self._probe()
+            self.direct = self.direct and self._probe()
         except OSError as error:
+            self.close()
             raise DiskError(
                 f"cannot make a file in {str(directory)!r}: {error.strerror}",
                 expected="a directory on a local disk",
@@ -177,8 +152,10 @@ class BackingFile:
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Close the file; its blocks are free then."""
-        os.close(self.fd)
+        """Close the file; its blocks are free then. Harmless when repeated."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:

@@ -1,0 +1,397 @@
+"""The two threads of the disk tier, and the queues before them.
+
+[Note: who may hold the lock]
+One lock guards the queues. ``free()`` is called by dying tickets: in any thread, and through the garbage collector even
+in a thread that holds the lock already. So it never waits: it leaves the parcel in ``_dead`` and settles only if the
+lock is free; whoever takes the lock next settles first. For the same reason nothing is dropped under the lock whose
+death could run foreign code: sources and targets go to ``_trash``, which is emptied after the lock is released.
+
+[Note: users of a place]
+A place returns to the free list when its parcel was freed and ``users`` is zero: the write that has not ended counts
+one, and so does each read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ebbtide.base.errors import DiskError
+from ebbtide.base.units import format_size
+from ebbtide.store.aligned import BackingFile
+from ebbtide.store.buffers import Buffer, BufferPool
+from ebbtide.store.counters import TierCounters
+from ebbtide.store.extents import PLACE_ALIGN_BYTES
+from ebbtide.store.faults import Fault
+from ebbtide.store.parcel import Parcel, Read, State
+from ebbtide.store.room import Room
+
+_WAKE_SECONDS = 5.0
+"""How often a waiting thread looks whether the other side is still alive."""
+
+
+class DiskWork:
+    """Queues, threads and their lock.
+
+    Args:
+        file: Where bytes go; closed by the last thread that leaves.
+        room: The places in it.
+        window_bytes: Most bytes queued to be written before ``park`` waits, and most bytes read ahead.
+        counters: Where to count.
+    """
+
+    def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
+        self._file, self._room, self._window_bytes, self._counters = file, room, window_bytes, counters
+        self.pool = BufferPool(window_bytes // 4)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._writes: deque[Parcel] = deque()
+        self._reads: deque[Read] = deque()
+        self._dead: deque[Parcel] = deque()
+        self._trash: deque[Any] = deque()
+        self._out_bytes = self._ahead_bytes = 0
+        self._closed = False
+        self._broken: Fault | None = None
+        self._running = 2
+        self._threads = [
+            threading.Thread(target=self._run, args=(loop,), name=f"ebbtide-disk-{name}", daemon=True)
+            for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # What callers ask; each takes the lock itself.
+
+    @property
+    def usable(self) -> bool:
+        """Whether this process may still use the tier; a dead ticket in a forked child asks before it touches it."""
+        return not self._closed and os.getpid() == self._pid
+
+    def check_usable(self) -> None:
+        """Raise if nothing can be asked any more.
+
+        Raises:
+            DiskError: Forked, closed, or a thread has died.
+        """
+        if os.getpid() != self._pid:
+            raise DiskError(
+                f"a disk tier of process {self._pid} is used in its forked child {os.getpid()}",
+                expected="a tier for each process: threads do not survive a fork",
+                hint="open the tier after the fork, or start workers with the 'spawn' method",
+            )
+        if self._closed:
+            raise DiskError("the disk tier is closed", hint="keep it open until the last backward is done")
+        if self._broken is not None:
+            raise self._broken.error()
+
+    def check(self, parcel: Parcel) -> None:
+        """Raise if the parcel's bytes cannot come back.
+
+        Raises:
+            DiskError: Its write failed, it was freed, or the tier cannot be used.
+        """
+        self.check_usable()
+        if parcel.fault is not None:
+            raise parcel.fault.error()
+        if parcel.state is State.DEAD:
+            raise DiskError("a slot is used after it was freed or withdrawn", hint="keep its ticket alive")
+
+    def measure(self) -> tuple[int, int]:
+        """Return bytes of places in use, and bytes that could still be parked."""
+        with self._lock:
+            self._settle()
+            found = self._room.used_bytes, self._room.free_bytes
+        self._trash.clear()
+        return found
+
+    def park(self, parcel: Parcel) -> None:
+        """Queue a write; waits first if the window is full.
+
+        Raises:
+            DiskFullError: Budget or disk cannot hold it.
+            DiskError: The tier cannot be used.
+        """
+        need = parcel.split.interior_bytes
+        started = time.perf_counter()
+        with self._lock:
+            self._settle()
+            if self._out_bytes and self._out_bytes + need > self._window_bytes:
+                self._wait_until(lambda: not self._out_bytes or self._out_bytes + need <= self._window_bytes)
+                self._counters.stall_seconds += time.perf_counter() - started
+            place = self._room.reserve(need)
+            parcel.place, parcel.users = place, 1
+            self._out_bytes += need
+            self._writes.append(parcel)
+            self._changed.notify_all()
+        self._trash.clear()
+
+    def wait_parked(self, parcel: Parcel) -> float:
+        """Wait until the write has ended; returns the stall in seconds."""
+        if parcel.state is State.PARKED:
+            return 0.0
+        started = time.perf_counter()
+        with self._lock:
+            self._settle()
+            self._hasten(parcel)
+            self._wait_until(lambda: parcel.state not in (State.QUEUED, State.WRITING))
+            stall = time.perf_counter() - started
+            self._counters.stall_seconds += stall
+        self._trash.clear()
+        return stall
+
+    def cancel(self, parcel: Parcel) -> bool:
+        """Withdraw a write that has not begun and that no ``take`` waits for; True if it was withdrawn."""
+        with self._lock:
+            self._settle()
+            withdrawn = parcel.state is State.QUEUED and parcel.users == 1 + (parcel.read is not None)
+            if withdrawn:
+                self._bury(parcel)
+        self._trash.clear()
+        return withdrawn
+
+    def prefetch(self, parcel: Parcel) -> None:
+        """Queue a read, unless one is queued."""
+        with self._lock:
+            self._settle()
+            if parcel.read is None and parcel.state not in (State.FAILED, State.DEAD):
+                parcel.read = self._ask(parcel)
+        self._trash.clear()
+
+    def take(self, parcel: Parcel) -> tuple[torch.Tensor | None, float]:
+        """Wait for a read; returns the tensor (None: freed meanwhile) and the stall in seconds."""
+        started = time.perf_counter()
+        with self._lock:
+            self._settle()
+            read, parcel.read = parcel.read or self._ask(parcel), None
+            try:
+                read.urgent = True
+                self._hasten(parcel)
+                self._changed.notify_all()
+                self._wait_until(lambda: read.done)
+            except BaseException:
+                # An interrupt, or a dead worker: leave the read where free() and the next take() find it.
+                parcel.read = parcel.read or read
+                raise
+            self._claim(read)
+            stall = time.perf_counter() - started
+            self._counters.stall_seconds += stall
+        self._trash.clear()
+        if read.fault is not None:
+            raise read.fault.error()
+        return read.tensor, stall
+
+    def free(self, parcel: Parcel) -> None:
+        """Give the place back once no thread uses it. See [Note: who may hold the lock]."""
+        if parcel.state is State.DEAD or not self.usable:
+            return
+        self._dead.append(parcel)
+        self._settle_if_free()
+
+    def close(self, *, join: bool) -> None:
+        """Let the threads go after what they do now; what has not begun is dropped.
+
+        Args:
+            join: Wait for them. False where waiting could deadlock: in a finaliser.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        if self._lock.acquire(blocking=join):
+            try:
+                self._changed.notify_all()
+            finally:
+                self._lock.release()
+        if join:
+            for thread in self._threads:
+                thread.join()
+
+    # Bookkeeping; the lock is held.
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
+        while not happened():
+            self.check_usable()
+            if not self._changed.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
+                raise DiskError("a worker thread of the disk tier is gone", hint="open a new tier in this process")
+            self._settle()
+
+    def _ask(self, parcel: Parcel) -> Read:
+        read = Read(parcel)
+        parcel.users += 1
+        self._reads.append(read)
+        self._changed.notify_all()
+        return read
+
+    def _hasten(self, parcel: Parcel) -> None:
+        if parcel.state is State.QUEUED and self._writes[0] is not parcel:
+            self._writes.remove(parcel)
+            self._writes.appendleft(parcel)
+
+    def _claim(self, read: Read) -> None:
+        if read.ahead:
+            read.ahead = False
+            self._ahead_bytes -= read.parcel.nbytes
+            self._changed.notify_all()
+
+    def _settle(self) -> None:
+        while self._dead:
+            parcel = self._dead.popleft()
+            if parcel.state is not State.DEAD:
+                self._bury(parcel)
+
+    def _settle_if_free(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+            self._trash.clear()
+
+    def _bury(self, parcel: Parcel) -> None:
+        if parcel.state is State.QUEUED:
+            self._writes.remove(parcel)
+            self._written(parcel)
+        parcel.state = State.DEAD
+        read, parcel.read = parcel.read, None
+        if read is not None:
+            if not read.begun:
+                self._reads.remove(read)
+                read.begun = read.done = True
+                parcel.users -= 1
+            self._claim(read)
+            self._trash.append(read)
+        self._release_if_unused(parcel)
+        self._changed.notify_all()
+
+    def _written(self, parcel: Parcel) -> None:
+        self._out_bytes -= parcel.split.interior_bytes
+        parcel.users -= 1
+        self._trash.append(parcel.source)
+        parcel.source = None
+
+    def _release_if_unused(self, parcel: Parcel) -> None:
+        if parcel.state is State.DEAD and parcel.users == 0 and parcel.place >= 0:
+            place, parcel.place = parcel.place, -1
+            self._room.release(place, parcel.split.interior_bytes)
+
+    # The two threads.
+
+    def _run(self, loop: Callable[[], None]) -> None:
+        broken: Fault | None = None
+        try:
+            loop()
+        except BaseException as error:  # whatever it was, those who wait must hear of it
+            broken = Fault("a worker thread of the disk tier", error)
+        with self._lock:
+            self._broken = self._broken or broken
+            self._running -= 1
+            if self._running == 0:
+                for parcel in self._writes:
+                    self._trash.append(parcel.source)
+                    parcel.source = None
+                self._trash.extend((*self._writes, *self._reads))
+                self._writes.clear()
+                self._reads.clear()
+                self._file.close()
+                self.pool.trim(limit_bytes=0)
+            self._changed.notify_all()
+        self._trash.clear()
+
+    def _write_loop(self) -> None:
+        while True:
+            with self._lock:
+                self._settle()
+                while not self._writes and not self._closed:
+                    self._changed.wait(_WAKE_SECONDS)
+                    self._settle()
+                if self._closed:
+                    return
+                parcel = self._writes.popleft()
+                parcel.state = State.WRITING
+            self._trash.clear()
+            self._write(parcel)
+            del parcel
+
+    def _write(self, parcel: Parcel) -> None:
+        split, fault = parcel.split, None
+        started = time.perf_counter()
+        try:
+            start = parcel.address + split.head_bytes
+            self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is State.DEAD)
+        except BaseException as error:
+            fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
+        with self._lock:
+            self._counters.out_seconds += time.perf_counter() - started
+            self._counters.out_bytes += 0 if fault else parcel.nbytes
+            parcel.fault = fault
+            if parcel.state is State.WRITING:
+                parcel.state = State.FAILED if fault else State.PARKED
+            self._written(parcel)
+            self._release_if_unused(parcel)
+            self._changed.notify_all()
+        self._trash.clear()
+
+    def _read_loop(self) -> None:
+        while True:
+            with self._lock:
+                self._settle()
+                while (read := self._next_read()) is None and not self._closed:
+                    self._changed.wait(_WAKE_SECONDS)
+                    self._settle()
+                if read is None or self._closed:
+                    return
+            self._trash.clear()
+            self._fetch(read)
+            del read
+
+    def _next_read(self) -> Read | None:
+        chosen: Read | None = None
+        for read in self._reads:
+            if read.parcel.state in (State.QUEUED, State.WRITING):
+                continue
+            if read.urgent:
+                chosen = read
+                break
+            room = not self._ahead_bytes or self._ahead_bytes + read.parcel.nbytes <= self._window_bytes
+            if chosen is None and room:
+                chosen = read
+        if chosen is not None:
+            self._reads.remove(chosen)
+            chosen.begun = True
+            if not chosen.urgent:
+                chosen.ahead = True
+                self._ahead_bytes += chosen.parcel.nbytes
+        return chosen
+
+    def _fetch(self, read: Read) -> None:
+        parcel, tensor = read.parcel, None
+        split, fault = parcel.split, parcel.fault
+        started = time.perf_counter()
+        if fault is None and parcel.state is not State.DEAD:
+            try:
+                buffer = Buffer(parcel.nbytes, parcel.address % PLACE_ALIGN_BYTES, self.pool)
+                interior = buffer.address + split.head_bytes
+                ctypes.memmove(buffer.address, parcel.head, split.head_bytes)
+                ctypes.memmove(interior + split.interior_bytes, parcel.tail, split.tail_bytes)
+                if split.interior_bytes:
+                    self._file.read(interior, split.interior_bytes, parcel.place)
+                tensor = buffer.tensor()
+                del buffer
+            except BaseException as error:
+                fault = Fault(f"reading {format_size(parcel.nbytes)} from {self._file.directory}", error)
+        with self._lock:
+            if tensor is not None:
+                self._counters.in_bytes += parcel.nbytes
+                self._counters.in_seconds += time.perf_counter() - started
+            read.tensor, read.fault, read.done = tensor, fault, True
+            parcel.users -= 1
+            self._release_if_unused(parcel)
+            self._changed.notify_all()
+        self._trash.clear()
