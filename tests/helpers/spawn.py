@@ -90,6 +90,8 @@ def run_cases(cases: Mapping[str, Case], world_size: int, *, timeout_seconds: fl
                 group = None
         if group is not None:
             group.send(None)
+            group.end(grace_seconds=10)
+            group = None
     finally:
         if group is not None:
             group.end()
@@ -136,9 +138,17 @@ class _Group:
                     self._processes[rank].join(5)
                     return [], f"rank {rank} died with exit code {self._processes[rank].exitcode}"
                 if not good:
-                    return [], f"rank {rank} raised\n{payload}"
+                    return [], self._death(rank) or f"rank {rank} raised\n{payload}"
                 values[rank] = payload
         return values, ""
+
+    def _death(self, raised: int) -> str:
+        """Name the rank that died, if one did: the error of its neighbour, whose connection broke, is a consequence."""
+        dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=1.0)
+        for rank, process in enumerate(self._processes):
+            if process.sentinel in dead:
+                return f"rank {rank} died with exit code {process.exitcode}"
+        return ""
 
     def _hang(self, timeout_seconds: float, ranks: Sequence[int]) -> str:
         stacks: list[str] = []
@@ -154,10 +164,11 @@ class _Group:
             stacks.append(f"rank {rank}:\n{file.read_text() if file.exists() else '(no stack)'}")
         return f"hangs: no answer of ranks {list(ranks)} within {timeout_seconds:g} s\n" + "\n".join(stacks)
 
-    def end(self) -> None:
-        """End what still runs, by pid, and wait for it: no process outlives its test."""
+    def end(self, *, grace_seconds: float = 0.0) -> None:
+        """Let the ranks end by themselves for a while, then end them by pid: no process outlives its test."""
+        deadline = time.monotonic() + grace_seconds
         for process in self._processes:
-            process.join(0 if process.exitcode is not None else 3)
+            process.join(max(0.0, deadline - time.monotonic()))
             if process.exitcode is None:
                 process.kill()
         for process, pipe in zip(self._processes, self._pipes, strict=True):

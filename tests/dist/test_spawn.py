@@ -1,0 +1,106 @@
+"""The spawn helper itself: values, failures, deaths and hangs, and that nothing outlives a test."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.spawn import CaseResult, SpawnError, run_cases
+
+HANG_SECONDS = 3.0
+
+
+def add_ranks(offset: int) -> tuple[int, torch.Tensor, int]:
+    total = torch.tensor([float(dist.get_rank() + offset)])
+    dist.all_reduce(total)
+    return dist.get_rank(), total, os.getpid()
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 cannot")
+    dist.barrier()  # never answered: ended by the parent
+
+
+def die_on_rank_0() -> None:
+    if dist.get_rank() == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def hang_on_rank_1() -> int:
+    if dist.get_rank() == 1:
+        dist.recv(torch.zeros(1), src=0)  # nobody sends
+    return dist.get_rank()
+
+
+def random_number() -> float:
+    return torch.rand(()).item()
+
+
+def unpicklable() -> object:
+    return lambda: None
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, CaseResult]:
+    cases = {
+        "sum": (add_ranks, (10,)),
+        "again": (add_ranks, (20,)),
+        "random": (random_number, ()),
+        "raises": (fail_on_rank_1, ()),
+        "after raising": (add_ranks, (0,)),
+        "hangs": (hang_on_rank_1, ()),
+        "dies": (die_on_rank_0, ()),
+        "unpicklable": (unpicklable, ()),
+    }
+    return run_cases(cases, 2, timeout_seconds=HANG_SECONDS)
+
+
+def test_values_come_back_by_value_in_rank_order(results: dict[str, CaseResult]) -> None:
+    ranks, totals, _ = zip(*results["sum"].values(), strict=True)
+    assert ranks == (0, 1)
+    assert [t.item() for t in totals] == [21.0, 21.0]
+    assert not any(t.is_shared() for t in totals)
+
+
+def test_many_cases_share_one_group(results: dict[str, CaseResult]) -> None:
+    pids = [[pid for *_, pid in results[name].values()] for name in ("sum", "again", "after raising")]
+    assert pids[0] == pids[1]
+    assert set(pids[0]).isdisjoint(pids[2])  # a failed case takes its group with it
+
+
+def test_every_case_starts_from_the_same_seed_on_every_rank(results: dict[str, CaseResult]) -> None:
+    torch.manual_seed(0)
+    assert results["random"].values() == [torch.rand(()).item()] * 2
+
+
+def test_an_exception_is_told_with_its_rank_and_traceback(results: dict[str, CaseResult]) -> None:
+    with pytest.raises(SpawnError, match=r"(?s)case 'raises': rank 1 raised.*fail_on_rank_1.*rank 1 cannot"):
+        results["raises"].values()
+
+
+def test_a_hang_is_a_failure_with_the_stack_of_who_hangs(results: dict[str, CaseResult]) -> None:
+    with pytest.raises(SpawnError, match=r"(?s)no answer of ranks \[1\] within 3 s.*in hang_on_rank_1"):
+        results["hangs"].values()
+
+
+def test_a_death_is_told_with_its_exit_code(results: dict[str, CaseResult]) -> None:
+    with pytest.raises(SpawnError, match="rank 0 died with exit code 7"):
+        results["dies"].values()
+
+
+def test_a_value_that_cannot_be_pickled_is_a_failure(results: dict[str, CaseResult]) -> None:
+    with pytest.raises(SpawnError, match="[Pp]ickle"):
+        results["unpicklable"].values()
+
+
+def test_no_process_is_left(results: dict[str, CaseResult]) -> None:
+    assert multiprocessing.active_children() == []
+    for *_, pid in (*results["sum"].values(), *results["after raising"].values()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
