@@ -1,0 +1,78 @@
+"""The texts of the errors, word for word: people search for them, and they must say found, expected and hint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
+from ebbtide.base.runs import read_events
+from ebbtide.base.units import parse_size
+from ebbtide.cli.arguments import read_arguments
+
+Raises = Callable[[Path], Any]
+
+
+def _sft(*arguments: str) -> Any:
+    from ebbtide_recipes.sft.config import SftConfig
+
+    return read_arguments(SftConfig, arguments, prog="ebbtide sft")
+
+
+def _events(folder: Path, text: str) -> Any:
+    (folder / "run.jsonl").write_text(text)
+    return read_events(folder / "run.jsonl")
+
+
+CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
+    "no size": (
+        lambda folder: parse_size("40 giga", name="host_budget"),
+        ConfigError,
+        "host_budget is '40 giga'; expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
+        "hint: KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s",
+    ),
+    "no run folder": (
+        lambda folder: read_events(folder / "run.jsonl"),
+        DataError,
+        "FOLDER/run.jsonl cannot be read (No such file or directory); expected a run folder with run.jsonl\n"
+        "hint: give the folder that a run wrote (--output_dir, or the argument of track_memory)",
+    ),
+    "broken run file": (
+        lambda folder: _events(folder, '{"t": 1, "event": "x"}\nbroken\n{"t": 2, "event": "y"}\n'),
+        DataError,
+        "line 2 of FOLDER/run.jsonl is b'broken'; expected one JSON object a line, with 't' and 'event'\n"
+        "hint: the file was edited or damaged; only its last line may be incomplete",
+    ),
+    "unknown flag": (
+        lambda folder: _sft("--modle", "x"),
+        ConfigError,
+        "unknown flag 'modle'\nhint: did you mean 'model'?",
+    ),
+    "no such file": (
+        lambda folder: _sft(str(folder / "sft.yaml")),
+        DataError,
+        "there is no file 'FOLDER/sft.yaml'\nhint: give a YAML file",
+    ),
+    "file after flags": (
+        lambda folder: _sft("--model", "x", "sft.yaml"),
+        ConfigError,
+        "'sft.yaml' stands alone; expected ebbtide sft [file.yaml] [--flag value ...]\nhint: the file comes first",
+    ),
+    "no number": (
+        lambda folder: _sft("--model", "x", "--dataset", "y", "--max_steps", "many"),
+        ConfigError,
+        "--max_steps is 'many'; expected an integer\nhint: `ebbtide sft --help` says what it takes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_says_exactly_this(name: str, tmp_path: Path) -> None:
+    raises, kind, text = CASES[name]
+    with pytest.raises(EbbtideError) as caught:
+        raises(tmp_path)
+    assert type(caught.value) is kind
+    assert str(caught.value).replace(str(tmp_path), "FOLDER") == text

@@ -1,0 +1,92 @@
+"""The house rules that a machine can check in the source itself; each check is shown what it must find."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base import errors
+
+ROOT = Path(__file__).parents[2]
+MODULES = sorted((ROOT / "src").rglob("*.py"))
+MODULE_LINES, FUNCTION_LINES = 400, 60
+ERRORS = {n for n, x in vars(errors).items() if isinstance(x, type) and issubclass(x, errors.EbbtideError)}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def findings(source: str) -> list[str]:
+    """Return what breaks a house rule in one module's source."""
+    found: list[str] = []
+    if (lines := len(source.splitlines())) > MODULE_LINES:
+        found.append(f"the module has {lines} lines; at most {MODULE_LINES}")
+    tree = ast.parse(source)
+    if tree.body and not ast.get_docstring(tree):
+        found.append("the module has no docstring")
+    for node in ast.walk(tree):
+        found += [f"line {getattr(node, 'lineno', 0)}: {finding}" for finding in _of_node(node)]
+    return found
+
+
+def _of_node(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Assert):
+        yield "assert vanishes under -O; raise"
+    elif isinstance(node, ast.Global):
+        yield f"global {', '.join(node.names)}"
+    elif isinstance(node, ast.ExceptHandler) and node.type is None:
+        yield "bare except"
+    elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+        name = getattr(node.exc.func, "id", getattr(node.exc.func, "attr", ""))
+        if name in ERRORS and not {"expected", "hint", None} & {k.arg for k in node.exc.keywords}:
+            yield f"{name} says neither what was expected nor what to do"
+    elif isinstance(node, Function):
+        if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES:
+            yield f"{node.name} has {lines} lines; at most {FUNCTION_LINES}"
+        if names := _unannotated(node):
+            yield f"{node.name} has no annotation of {', '.join(names)}"
+
+
+def _unannotated(node: Function) -> list[str]:
+    arguments = node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    named += [a for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    names = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
+    return names if node.returns is not None else [*names, "what it returns"]
+
+
+def test_there_is_source() -> None:
+    assert len(MODULES) > 10
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_module_keeps_the_house_rules(path: Path) -> None:
+    assert findings(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "finding"),
+    [
+        ("def f(x: int) -> None:\n    assert x", "line 2: assert vanishes under -O; raise"),
+        ("def f() -> None:\n    global x, y", "line 2: global x, y"),
+        ("try:\n    pass\nexcept:\n    pass", "line 3: bare except"),
+        ("def f(x) -> None: ...", "line 1: f has no annotation of x"),
+        ("def f(*a, k, **b): ...", "line 1: f has no annotation of k, a, b, what it returns"),
+        ("class C:\n    async def m(self, x) -> int: ...", "line 2: m has no annotation of x"),
+        ("def f() -> None:\n" + "    pass\n" * 60, "line 1: f has 61 lines; at most 60"),
+        ("x = 1\n" * 401, "the module has 401 lines; at most 400"),
+        ("raise ConfigError('no')", "line 1: ConfigError says neither what was expected nor what to do"),
+        ("x = 1", "the module has no docstring"),
+    ],
+)
+def test_what_breaks_a_rule_is_found(source: str, finding: str) -> None:
+    assert finding in findings(source)
+
+
+def test_what_keeps_the_rules_is_left_alone() -> None:
+    body = "    pass\n" * 59
+    source = f'"""Doc."""\n\ndef f(x: int, *a: int, **k: int) -> None:\n{body}\nraise ConfigError("x", hint="y")\n'
+    assert findings(source) == []
+    assert findings("") == []

@@ -1,0 +1,52 @@
+"""The public names: adding one is a decision, taking one away breaks somebody."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from pathlib import Path
+
+import ebbtide
+
+PUBLIC = {
+    "Auto",
+    "EbbtideError",
+    "Handle",
+    "Inputs",
+    "Keep",
+    "Minimal",
+    "Offload",
+    "Stats",
+    "__version__",
+    "enable_activation_offloading",
+    "offload_saved_tensors",
+    "register_recompute",
+    "track_memory",
+}
+ENABLE_PARAMETERS = ("model", "strategy", "enable_ckpt")
+
+
+def test_public_names_are_these() -> None:
+    assert set(ebbtide.__all__) == PUBLIC
+    assert len(ebbtide.__all__) == len(PUBLIC)
+
+
+def test_public_names_are_there_and_documented() -> None:
+    for name in sorted(PUBLIC - {"__version__"}):
+        assert inspect.getdoc(getattr(ebbtide, name)), f"{name} has no docstring"
+
+
+def test_enable_begins_with_the_parameters_that_other_frameworks_call() -> None:
+    # verl and ms-swift call theirs with these three by position: only the import line changes for their users.
+    parameters = inspect.signature(ebbtide.enable_activation_offloading).parameters
+    assert tuple(parameters)[:3] == ENABLE_PARAMETERS
+    assert parameters["strategy"].default == "auto"
+    assert parameters["enable_ckpt"].default is False
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in list(parameters.values())[3:])
+
+
+def test_version_is_that_of_the_project() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert ebbtide.__version__ == project["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ebbtide.__version__)
