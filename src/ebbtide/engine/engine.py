@@ -104,12 +104,15 @@ class Engine:
             if torch._C._current_graph_task_id() == -1:
                 for task in list(self._backwards):  # left by a backward that raised
                     self._end_backward(task)
+            if self._pass.latest is not None:  # blocks ran without the model's own forward
+                self.end_pass()
             self._pass = Pass()
             self._weight_keys = self.storage_keys(self._model_weights())
 
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
         done = self._pass
+        done.latest = None
         self.last_tally, self.last_pass = done.tally, done
         self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
 
@@ -240,7 +243,7 @@ class Engine:
         if content is None:
             began = time.perf_counter()
             keep = None if backward is None else lambda e, c: self._keep(backward, e, c)
-            with _exact(entry.base_layout_device(self._empties)):
+            with _exact(entry.device_type):
                 content = evaluate(entry, lambda e: self._content(e, backward, run), keep)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began

@@ -94,13 +94,18 @@ class BlockRun:
         storage = tensor.untyped_storage()
         layout = Layout.of(tensor)
         first, last = layout.extent()
-        with engine.lock:
-            entry = engine.find(storage, tensor._version, first, last)
-            if entry is None:
-                entry = self._known_value(tensor) or self._admit(tensor, layout, storage)
-                engine.remember(storage, entry)
-            ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
-            self._list(entry)
+        try:
+            with engine.lock:
+                entry = engine.find(storage, tensor._version, first, last)
+                if entry is None:
+                    entry = self._known_value(tensor) or self._admit(tensor, layout, storage)
+                    engine.remember(storage, entry)
+                ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
+                self._list(entry)
+        except BaseException as error:
+            where = self.modules[-1] if self.modules else "(block)"
+            error.add_note(f"while saving a {list(tensor.shape)} tensor in {where} of block {self.block.name!r}")
+            raise
         self.tally.add_saved(layout.logical_bytes)
         self._note(tensor, ticket)
         return ticket
@@ -168,10 +173,8 @@ class BlockRun:
         recipe = None
         if whole and not is_input and node is not None and self.builder is not None and engine.may_remake(tensor):
             recipe = self.builder.recipe(node, base.output_nr)
-        first, last = (0, nbytes) if recipe is not None else _region(layout, nbytes)
-        entry = Entry(
-            site=site, first=first, last=last, version=tensor._version, base_layout=base_layout, live=engine.live_entries
-        )
+        region = (0, nbytes) if recipe is not None else _region(layout, nbytes)
+        entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
         candidate = Candidate(
             site=site,
             block=self.block.index,
@@ -224,14 +227,8 @@ class BlockRun:
         with torch.no_grad():
             small = base.detach().to(dtype)
         layout = Layout.of(small)
-        inner = Entry(
-            site=entry.site,
-            first=0,
-            last=small.untyped_storage().nbytes(),
-            version=small._version,
-            base_layout=layout,
-            live=self.engine.live_entries,
-        )
+        region = (0, small.untyped_storage().nbytes())
+        inner = Entry(small, site=entry.site, region=region, base_layout=layout, live=self.engine.live_entries)
         inner.action = Action.OFFLOAD
         self.engine.park(inner, small)
         self.tally.add_narrowed(inner.nbytes)

@@ -55,15 +55,23 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "base_layout", "checksum", "first", "last", "live", "probe", "recipe", "restored",
+        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "probe", "recipe", "restored",
         "site", "slot", "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
-        self, *, site: Site, first: int, last: int, version: int, base_layout: Layout, live: set[int]
+        self,
+        tensor: torch.Tensor,
+        *,
+        site: Site,
+        region: tuple[int, int],
+        base_layout: Layout,
+        live: set[int],
     ) -> None:
         self.site = site
-        self.first, self.last, self.version = first, last, version
+        self.device_type = tensor.device.type
+        self.first, self.last = region
+        self.version = tensor._version
         self.base_layout = base_layout
         self.action = Action.KEEP
         self.source: torch.Tensor | None = None

@@ -1,0 +1,271 @@
+"""The public functions: they join the floors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.base.actions import Plan
+from ebbtide.base.errors import ConfigError
+from ebbtide.base.events import BUS
+from ebbtide.base.units import format_size, parse_size
+from ebbtide.config import MIN_BYTES, WINDOW, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
+from ebbtide.engine import Block, Engine, Rule, Stats
+from ebbtide.engine.rules import rule_table
+from ebbtide.planner import plan_for
+from ebbtide.store import open_tier
+from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
+from ebbtide.wrap.attach import offloading
+
+logger = logging.getLogger("ebbtide")
+
+_custom_rules: dict[str, Rule] = {}
+
+STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"}
+
+
+class Handle:
+    """Activation offloading on one model; returned by ``enable_activation_offloading``.
+
+    May be switched off and on at any step, and used as a context manager that closes.
+    """
+
+    def __init__(self, engine: Engine, attachment: Attachment) -> None:
+        self._engine, self._attachment = engine, attachment
+        self._closed = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that is carried out."""
+        return self._engine.plan
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the next forward is offloaded."""
+        return self._attachment.enabled and not self._closed
+
+    def stats(self) -> Stats:
+        """Return what was saved, moved and remade: see ``Stats``."""
+        return self._engine.stats()
+
+    def explain(self) -> str:
+        """Return one line per site kind of the latest pass: bytes, action, storages; the plan's own words first."""
+        lines = [self.plan.explain()]
+        sites = sorted(self._engine.last_pass.sites.items(), key=lambda item: -item[1][1])
+        for site, (count, nbytes, action) in sites:
+            lines.append(f"{format_size(nbytes):>10}  {action.value:<9}  x{count:<3} {site}")
+        lines += [f"not recomputed: {site}: {reason}" for site, reason in self._engine.trust.demoted.items()]
+        return "\n".join(lines)
+
+    def report(self, folder: str | PathLike[str]) -> None:
+        """Write what is known now into ``folder``: ``stats.json`` and ``explain.txt``.
+
+        A timeline needs a run file: put ``with ebbtide.track_memory(folder):`` around the training loop.
+        """
+        import json
+        from pathlib import Path
+
+        out = Path(folder)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "stats.json").write_text(json.dumps(self.stats().as_dict(), indent=2) + "\n")
+        (out / "explain.txt").write_text(self.explain() + "\n")
+
+    def disable(self) -> None:
+        """Leave the next forwards alone. Graphs that are alive still restore what they saved."""
+        self._attachment.enabled = False
+
+    def enable(self) -> None:
+        """Offload again from the next forward on.
+
+        Raises:
+            ConfigError: The handle was closed.
+        """
+        if self._closed:
+            raise ConfigError(
+                "this handle is closed", expected="an open handle", hint="call enable_activation_offloading again"
+            )
+        self._attachment.enabled = True
+
+    def close(self) -> None:
+        """Take the hooks away and, once no graph needs it, the store. Harmless when repeated."""
+        if not self._closed:
+            self._closed = True
+            self._attachment.remove()
+            if not self._engine.live_entries:
+                self._engine.tier.close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def enable_activation_offloading(
+    model: nn.Module,
+    strategy: str = "auto",
+    enable_ckpt: bool = False,
+    *,
+    policy: Policy | str | None = None,
+    target: str = "auto",
+    blocks: Sequence[str] | None = None,
+    tensor_filter: Callable[[torch.Tensor], bool] | None = None,
+    keep_filter: Callable[[torch.Tensor], bool] | None = None,
+    min_bytes: int | str = MIN_BYTES,
+    host_budget: int | str | None = None,
+    window: int | str = WINDOW,
+    disk_path: str | PathLike[str] | None = None,
+    verify: bool = False,
+) -> Handle:
+    """Keep, offload or recompute what autograd saves in the model's blocks. Gradients stay the same, bit by bit.
+
+    Args:
+        model: Any module, before or after FSDP, DDP or compilation of its blocks.
+        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"`` or ``"fsdp2"``: checked against the model.
+        enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
+        policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, or its name.
+        target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
+        blocks: Paths of blocks, with ``*``; default: found by structure.
+        tensor_filter: False for a saved tensor that is never moved; it may be remade.
+        keep_filter: False for a saved tensor that is neither moved nor remade.
+        min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
+        host_budget: Most host memory for offloaded bytes.
+        window: Bytes allowed in flight each way.
+        disk_path: Directory for the disk tier.
+        verify: Compare every restored and every remade tensor with what was saved; slow.
+
+    Returns:
+        A handle: ``stats() explain() report() disable() enable() close()``.
+
+    Raises:
+        ConfigError: A value cannot be used.
+        StrategyError: The model is not wrapped as ``strategy`` says.
+        BlocksError: No blocks, or a glob that matches nothing.
+        TargetError: No such target on this machine; DiskError: the path cannot serve.
+        ConflictError: The model is already offloaded.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}", expected="a torch.nn.Module", hint="pass the model itself")
+    if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
+        raise ConfigError(
+            f"enable_ckpt=True and policy={policy!r}", expected="one of the two", hint="enable_ckpt means policy=Minimal()"
+        )
+    chosen = Minimal() if enable_ckpt else policy_of(policy)
+    found = check_strategy(model, strategy)
+    options = Options(
+        target=target,  # pyright: ignore[reportArgumentType]
+        min_bytes=int(min_bytes) if str(min_bytes).lstrip("-").isdigit() else parse_size(min_bytes, name="min_bytes"),
+        window_bytes=parse_size(window, name="window"),
+        host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
+        disk_path=None if disk_path is None else str(disk_path),
+        verify=verify,
+    )
+    pairs = find_blocks(model, blocks)
+    engine = _open_engine(
+        chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, model=model,
+        weights_move=weights_move(model),
+    )  # fmt: skip
+    try:
+        attachment = Attachment(model, pairs, engine)
+    except BaseException:
+        engine.tier.close()
+        raise
+    logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
+    logger.info("%d blocks, to %s; %s", len(pairs), engine.tier.name, engine.plan.explain())
+    BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
+    return Handle(engine, attachment)
+
+
+@contextmanager
+def offload_saved_tensors(
+    *,
+    policy: Policy | str | None = None,
+    target: str = "auto",
+    min_bytes: int = MIN_BYTES,
+    window: int | str = WINDOW,
+    disk_path: str | PathLike[str] | None = None,
+    verify: bool = False,
+) -> Iterator[None]:
+    """Offload what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
+
+    Knows no blocks and no model, so weights are told by being parameters. Default policy: ``Offload()``.
+
+    Raises:
+        ConfigError: A value cannot be used.
+        TargetError: No such target on this machine.
+    """
+    options = Options(
+        target=target,  # pyright: ignore[reportArgumentType]
+        min_bytes=min_bytes,
+        window_bytes=parse_size(window, name="window"),
+        disk_path=None if disk_path is None else str(disk_path),
+        verify=verify,
+    )
+    engine = _open_engine(policy_of(policy) if policy is not None else Offload(), options)
+    engine.begin_pass()
+    try:
+        with offloading(engine, Block(name="context", kind="context", index=0, weights=tuple), []):
+            yield
+    finally:
+        engine.end_pass()
+
+
+def register_recompute(name: str, rule: Rule) -> None:
+    """Tell how the output of an autograd node is made again.
+
+    Args:
+        name: The node's name, such as ``"MyFunctionBackward"`` (``tensor.grad_fn.name()``).
+        rule: Given an ``ebbtide.engine.NodeView``, returns an ``ebbtide.engine.Expr`` or None. Trusted only after its
+            first result was equal, bit by bit, to the tensor that was there.
+
+    Raises:
+        ConfigError: The rule cannot be called.
+    """
+    if not callable(rule):
+        raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint="see docs")
+    _custom_rules[name] = rule
+
+
+def policy_of(policy: Policy | str | None) -> Policy:
+    """Return the policy meant by a policy, its name, or None (``Auto()``).
+
+    Raises:
+        ConfigError: It is none of these.
+    """
+    if policy is None:
+        return Auto()
+    if isinstance(policy, str):
+        return policy_named(policy)
+    if not isinstance(policy, Policy):
+        raise ConfigError(
+            f"policy is a {type(policy).__name__}",
+            expected="Auto(...), Offload(), Inputs(), Minimal(), Keep() or a name",
+            hint="call the class: Minimal(), not Minimal",
+        )
+    return policy
+
+
+def _open_engine(
+    policy: Policy, options: Options, *, model: nn.Module | None = None, weights_move: bool = False, **filters: Any
+) -> Engine:
+    tier = open_tier(
+        options.target if not isinstance(policy, Keep) else "auto",
+        disk_path=options.disk_path,
+        host_budget_bytes=options.host_budget_bytes,
+    )
+
+    def weights() -> Iterator[torch.Tensor]:
+        if model is not None:
+            yield from model.parameters()
+            yield from model.buffers()
+
+    rules = {**rule_table(), **_custom_rules}
+    return Engine(
+        plan_for(policy), tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=rules, **filters
+    )

@@ -1,0 +1,8 @@
+"""What happens to one saved tensor. Knows no model, no planner and no report: it is handed a plan and a bus."""
+
+from ebbtide.engine.build import NodeView as NodeView
+from ebbtide.engine.build import Rule as Rule
+from ebbtide.engine.engine import Engine as Engine
+from ebbtide.engine.recipe import Expr as Expr
+from ebbtide.engine.run import Block as Block
+from ebbtide.engine.stats import Stats as Stats

@@ -1,0 +1,6 @@
+"""What model this is: its blocks, how it is wrapped, and where the hooks go."""
+
+from ebbtide.wrap.attach import Attachment as Attachment
+from ebbtide.wrap.blocks import find_blocks as find_blocks
+from ebbtide.wrap.strategy import check_strategy as check_strategy
+from ebbtide.wrap.strategy import weights_move as weights_move

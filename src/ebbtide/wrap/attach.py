@@ -1,0 +1,213 @@
+"""Putting the hooks around the blocks, and taking them away again.
+
+[Note: where the hooks stand]
+A block's ``forward`` is replaced on the instance. That place is inside module hooks, so FSDP has unsharded before and
+reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint sees its own hooks innermost
+and ours see its inputs. Hooks entered *inside* a checkpointed function would silently cancel the checkpoint: found at
+the first call and refused. Hooks are never open while ``backward()`` runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import ConflictError
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.run import BlockRun
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Blocks under a living handle: two offloaders on one block are refused."""
+
+
+class Attachment:
+    """The hooks of one handle on one model.
+
+    Args:
+        model: The model; its forward delimits a pass.
+        blocks: Modules and what the engine is told of them.
+        engine: Carries out the plan.
+
+    Raises:
+        ConflictError: A block is already offloaded by another handle.
+    """
+
+    def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, Block]], engine: Engine) -> None:
+        taken = [block.name for module, block in blocks if module in _attached]
+        if taken:
+            raise ConflictError(
+                f"block {taken[0]!r} is already offloaded by another handle",
+                expected="one offloader on a model",
+                hint="call close() on the first handle, or keep using it",
+            )
+        self.engine, self.enabled = engine, True
+        self._blocks = blocks
+        self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+        self._ran: set[str] = set()
+        self._seen: dict[str, tuple[int, int]] = {}  # block kind → input bytes and stubborn bytes, as last seen
+        self._replace_forward(model, self._model_call)
+        for module, block in blocks:
+            _attached.add(module)
+            self._undo.append(functools.partial(_attached.discard, module))
+            scope = _Scope(block)
+            self._follow_modules(module, scope)
+            if module is not model:
+                self._replace_forward(module, functools.partial(self._block_call, scope))
+
+    @property
+    def block_names(self) -> list[str]:
+        """Paths of the blocks."""
+        return [block.name for _, block in self._blocks]
+
+    def remove(self) -> None:
+        """Take everything away. Harmless when repeated."""
+        while self._undo:
+            self._undo.pop()()
+
+    # What runs in place of forward
+
+    def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward():
+            return forward(*args, **kwargs)
+        self._depth += 1
+        try:
+            self._ran.clear()
+            self.engine.begin_pass()
+            return forward(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            self.engine.end_pass()
+
+    def _block_call(
+        self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self.enabled or not torch.is_grad_enabled() or _in_backward():
+            return forward(*args, **kwargs)
+        _refuse_other_hooks(scope.block.name)
+        engine, block = self.engine, scope.block
+        if not self._depth:
+            if block.name in self._ran:  # blocks called without the model's forward: a repeat begins a new pass
+                self._ran.clear()
+                engine.begin_pass()
+            self._ran.add(block.name)
+        seen = self._seen.get(block.kind, (0, 0))
+        action = engine.plan.block_action(block.kind, block.index, input_bytes=seen[0], stubborn_bytes=seen[1])
+        whole = action is Action.CHECKPOINT
+        with offloading(engine, block, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
+                        checkpointed=whole) as run:  # fmt: skip
+            if whole:
+                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            scope.run = run
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                scope.run = None
+                self._seen[block.kind] = (run.tally.input_bytes, run.tally.stubborn)
+
+    # Installing
+
+    def _replace_forward(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        own = module.__dict__.get("forward")
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
+            return call(forward, args, kwargs)
+
+        module.forward = offloaded_forward
+
+        def undo() -> None:
+            if module.__dict__.get("forward") is offloaded_forward:
+                if own is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.forward = own
+
+        self._undo.append(undo)
+
+    def _follow_modules(self, block_module: nn.Module, scope: _Scope) -> None:
+        """Let the engine know which module of the block runs, and what its leaf modules made."""
+        for name, module in block_module.named_modules():
+            if module is block_module:
+                continue
+            leaf = not any(True for _ in module.children())
+            before = module.register_forward_pre_hook(functools.partial(scope.entered, name))
+            after = module.register_forward_hook(functools.partial(scope.left, leaf), always_call=True)
+            self._undo += [before.remove, after.remove]
+
+
+class _Scope:
+    """Which module of a block is running."""
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.run: BlockRun | None = None
+
+    def entered(self, name: str, module: nn.Module, args: Any) -> None:
+        if self.run is not None:
+            self.run.modules.append(name)
+
+    def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
+        run = self.run
+        if run is None:
+            return
+        if run.modules:
+            run.modules.pop()
+        if leaf and isinstance(output, torch.Tensor) and run.builder is not None:
+            run.builder.note_module(module, output)
+
+
+@contextmanager
+def offloading(
+    engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False
+) -> Iterator[BlockRun]:
+    """Open the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included."""
+    run = engine.begin_block(block, inputs)
+    try:
+        with saved_tensors_hooks(run.pack, engine.unpack):
+            yield run
+    finally:
+        engine.end_block(run, checkpointed=checkpointed)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _refuse_other_hooks(block: str) -> None:
+    """Raise if other saved-tensor hooks are open where ours would be entered.
+
+    Raises:
+        ConflictError: A checkpoint runs this block, or another offloader is on.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is None:
+        return
+    pack = top[0]
+    if isinstance(getattr(pack, "__self__", None), BlockRun):
+        return
+    name = getattr(pack, "__qualname__", type(pack).__qualname__)
+    where = f"{getattr(pack, '__module__', '?')}.{name}"
+    if "checkpoint" in where.lower():
+        raise ConflictError(
+            f"block {block!r} runs inside a checkpointed function ({where})",
+            expected="hooks outside the checkpoint: entered inside, they would silently cancel it",
+            hint="switch that checkpointing off and pass enable_ckpt=True, which needs the same memory",
+        )
+    raise ConflictError(
+        f"block {block!r} runs under other saved-tensor hooks ({where})",
+        expected="one offloader on a model",
+        hint="leave that context, or unset its flag (TRL and torchtune: activation_offloading, enable_activation_"
+        "offloading; transformers: gradient_checkpointing_kwargs['offload'])",
+    )

@@ -1,0 +1,124 @@
+"""Finding blocks by structure.
+
+[Note: blocks]
+A *stack* is a container whose children are mostly of one class and are modules with parts of their own; its children
+are the blocks. Stacks inside a block are not looked at, so a transformer layer is a block and its experts are not.
+Nothing is known by name: a model nobody has seen before is found like any other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import BlocksError, nearest
+from ebbtide.engine import Block
+from ebbtide.wrap.strategy import is_fsdp1, is_fsdp2
+
+SMALL_STACK = 0.02
+"""A stack that holds less than this share of the model's parameters is no place to save memory."""
+
+
+def find_blocks(model: nn.Module, globs: Sequence[str] | None = None) -> list[tuple[nn.Module, Block]]:
+    """Return the model's blocks, each with the module whose ``forward`` the hooks go around.
+
+    Args:
+        model: Any module, wrapped or not.
+        globs: Paths of blocks, such as ``"model.layers.*"``; None: find them by structure.
+
+    Raises:
+        BlocksError: The model has no repeated blocks, or a glob matches no module.
+    """
+    found = _by_globs(model, globs) if globs is not None else _by_structure(model)
+    if not found:
+        raise BlocksError(
+            f"{type(model).__name__} has no list of repeated blocks",
+            expected="a ModuleList or Sequential of at least two modules of one class",
+            hint="name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
+            "or use `with ebbtide.offload_saved_tensors():` around the forward",
+        )
+    blocks: list[tuple[nn.Module, Block]] = []
+    indices: Counter[str] = Counter()
+    for name, module in found:
+        inner = _under_fsdp1(module)
+        stack = name.rpartition(".")[0]
+        block = Block(name=name, kind=_kind(inner), index=indices[stack], weights=_weights_of(inner))
+        indices[stack] += 1
+        blocks.append((inner, block))
+    return blocks
+
+
+def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    total = max(_parameters(model), 1)
+    found: list[tuple[str, nn.Module]] = []
+    pending: list[tuple[str, nn.Module]] = [("", model)]
+    while pending:
+        name, module = pending.pop()
+        children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
+        stack = [(n, c) for n, c in children if any(True for _ in c.parameters())]
+        if _is_stack(module, [c for _, c in stack]) and _parameters(module) >= SMALL_STACK * total:
+            found.extend(stack)
+        else:
+            pending.extend(reversed(children))
+    return found
+
+
+def _is_stack(container: nn.Module, children: list[nn.Module]) -> bool:
+    if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or len(children) < 2:
+        return False
+    kinds = Counter(_kind(_under_fsdp1(c)) for c in children)
+    kind, count = kinds.most_common(1)[0]
+    composed = all(any(True for _ in _under_fsdp1(c).children()) for c in children if _kind(_under_fsdp1(c)) == kind)
+    return count >= 2 and 2 * count >= len(children) and composed
+
+
+def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Module]]:
+    names = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+    for glob in globs:
+        matches = [n for n in names if n and fnmatchcase(n, glob)]
+        if not matches:
+            raise BlocksError(
+                f"blocks={glob!r} matches no module of {type(model).__name__}",
+                expected="a path from model.named_modules(), where * matches anything",
+                hint=nearest(glob.rstrip(".*"), names) or f"for example {next((n for n in names if n), '')!r}",
+            )
+        found.update({n: names[n] for n in matches})
+    outermost = [n for n in found if not any(n.startswith(o + ".") for o in found)]
+    return [(n, names[n]) for n in names if n in outermost]
+
+
+def _kind(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _under_fsdp1(module: nn.Module) -> nn.Module:
+    """Return the module that an FSDP1 wrapper holds: its forward runs after the unshard."""
+    while is_fsdp1(module):
+        module = module._fsdp_wrapped_module  # pyright: ignore[reportAssignmentType]
+    return module
+
+
+def _weights_of(block: nn.Module) -> Callable[[], Iterable[torch.Tensor]]:
+    """Return a function that lists the block's weights which have bytes in its forward and in its backward.
+
+    A unit nested below the block is resharded when the block's backward remakes, so its weights do not count.
+    """
+
+    def weights() -> Iterable[torch.Tensor]:
+        pending = [block]
+        while pending:
+            module = pending.pop()
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
+            pending.extend(c for c in module.children() if not is_fsdp2(c) and not is_fsdp1(c))
+
+    return weights

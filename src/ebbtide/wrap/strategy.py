@@ -1,0 +1,76 @@
+"""How the model is wrapped: alone, DDP, FSDP1 or FSDP2. Read from the model, never from a name."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+
+from ebbtide.base.errors import ConfigError, StrategyError, nearest
+from ebbtide.config import STRATEGIES
+
+_WRAPPERS = {
+    "fsdp2": ("torch.distributed.fsdp", "FSDPModule"),
+    "fsdp": ("torch.distributed.fsdp", "FullyShardedDataParallel"),
+    "ddp": ("torch.nn.parallel", "DistributedDataParallel"),
+}
+
+
+def _wrapper_class(strategy: str) -> type | None:
+    module, name = _WRAPPERS[strategy]
+    loaded = sys.modules.get(module)  # a model is wrapped only by code that is loaded
+    found = getattr(loaded, name, None)
+    return found if isinstance(found, type) else None
+
+
+def found_strategy(model: nn.Module) -> str:
+    """Return ``"fsdp2"``, ``"fsdp"``, ``"ddp"`` or ``"single"``: how ``model`` is wrapped now."""
+    for strategy in _WRAPPERS:
+        wrapper = _wrapper_class(strategy)
+        if wrapper is not None and any(isinstance(m, wrapper) for m in model.modules()):
+            return strategy
+    return "single"
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Whether ``module`` is an FSDP2 unit of its own."""
+    wrapper = _wrapper_class("fsdp2")
+    return wrapper is not None and isinstance(module, wrapper)
+
+
+def is_fsdp1(module: nn.Module) -> bool:
+    """Whether ``module`` is an FSDP1 wrapper."""
+    wrapper = _wrapper_class("fsdp")
+    return wrapper is not None and isinstance(module, wrapper)
+
+
+def weights_move(model: nn.Module) -> bool:
+    """Whether parameters have bytes only around their block's forward and backward."""
+    return found_strategy(model) in ("fsdp", "fsdp2")
+
+
+def check_strategy(model: nn.Module, strategy: str) -> str:
+    """Return the model's strategy; raise if the one asked for is not the model's.
+
+    Raises:
+        ConfigError: There is no such strategy.
+        StrategyError: The model is not wrapped so.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"strategy is {strategy!r}", expected="one of " + ", ".join(STRATEGIES), hint=nearest(strategy, STRATEGIES)
+        )
+    found = found_strategy(model)
+    if strategy not in ("auto", found):
+        how = {
+            "fsdp2": "torch.distributed.fsdp.fully_shard(model)",
+            "fsdp": "FullyShardedDataParallel(model)",
+            "ddp": "DistributedDataParallel(model)",
+            "single": "no wrapper",
+        }
+        raise StrategyError(
+            f"strategy is {strategy!r} and the model is wrapped as {found!r}",
+            expected=f"a model wrapped by {how[strategy]}",
+            hint="wrap the model first, or pass strategy='auto'",
+        )
+    return found
