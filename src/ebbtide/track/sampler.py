@@ -5,7 +5,6 @@ The same reader serves a run that samples itself and ``compare``, which samples 
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
@@ -14,26 +13,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ebbtide.base.errors import EbbtideError
+from ebbtide.base.extras import require
 
 # Listing a process's descendants reads the whole process table; their number changes only when workers start.
 _CHILDREN_SECONDS = 0.25
 
 
-def require(module: str) -> ModuleType:
-    """Import a package of the extra ``track``.
-
-    Raises:
-        EbbtideError: It is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise EbbtideError(
-            f"{module} is not installed",
-            expected=f"{module}, which memory tracking and reports use",
-            hint="pip install 'ebbtide[track]'",
-        ) from error
+def _psutil() -> ModuleType:
+    return require("psutil", extra="track", use="reading the memory of processes")
 
 
 class MemoryReader:
@@ -54,9 +41,7 @@ class MemoryReader:
         self._statm = Path(f"/proc/{self._pid}/statm")
         self._page_bytes = os.sysconf("SC_PAGE_SIZE") if self._statm.exists() else 0
         if children or not self._page_bytes:
-            self._psutil: ModuleType | None = require("psutil")
-        else:
-            self._psutil = None
+            _psutil()
         self._accelerator = _accelerator() if device and self._pid == os.getpid() else None
         self._device_index: int | None = None
         self._family: list[MemoryReader] = []
@@ -95,14 +80,14 @@ class MemoryReader:
                 return int(self._statm.read_bytes().split()[1]) * self._page_bytes
             except (OSError, IndexError):
                 return None
-        psutil = require("psutil")
+        psutil = _psutil()
         try:
             return int(psutil.Process(self._pid).memory_info().rss)
         except psutil.Error:
             return None
 
     def _descendants(self) -> list[MemoryReader]:
-        psutil = require("psutil")
+        psutil = _psutil()
         try:
             return [MemoryReader(child.pid) for child in psutil.Process(self._pid).children(recursive=True)]
         except psutil.Error:

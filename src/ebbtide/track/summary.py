@@ -107,13 +107,17 @@ def _activations(events: Sequence[Event]) -> dict[str, Any]:
     # max() keeps the first of equals; the last pass is the one that the final plan made.
     largest = max(reversed(steady), key=lambda p: p.get("unique_bytes") or 0, default=None)
     bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
-    unique, kept = bytes_["unique"], bytes_["kept"]
-    saved = unique - kept if unique is not None and kept is not None else None
+    baseline, kept = bytes_["unique"], bytes_["kept"]
+    if largest and largest.get("checkpointed"):
+        # What a checkpointed block would have saved is not seen: only a pass without such blocks tells.
+        whole = [p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None]
+        baseline = max(whole, default=None)
+    saved = baseline - kept if baseline is not None and kept is not None else None
     return {
         "activation_bytes": bytes_,
-        "baseline_activation_bytes": unique,
+        "baseline_activation_bytes": baseline,
         "memory_saved_bytes": saved,
-        "memory_saved_percent": 100 * saved / unique if saved is not None and unique else None,
+        "memory_saved_percent": 100 * saved / baseline if saved is not None and baseline else None,
     }
 
 

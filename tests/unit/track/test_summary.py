@@ -81,6 +81,18 @@ def test_activations_come_from_the_largest_steady_pass_and_the_later_of_equals(t
     assert summary["memory_saved_percent"] == 75.0
 
 
+@pytest.mark.parametrize(
+    ("before", "baseline"), [({}, 5000), ({"checkpointed": 3}, None)], ids=["measured before", "never seen"]
+)
+def test_the_baseline_of_checkpointed_blocks_needs_a_pass_without_them(tmp_path, before, baseline):
+    events = [begin(), {**pass_end(1.5, unique=5000, kept=5000), **before}, *phases(1, 1.0)]
+    events.append({**pass_end(11, unique=100, kept=50), "checkpointed": 3})
+    summary = run(tmp_path, events)
+    assert (summary["activation_bytes"]["unique"], summary["activation_bytes"]["kept"]) == (100, 50)
+    assert summary["baseline_activation_bytes"] == baseline
+    assert summary["memory_saved_percent"] == (None if baseline is None else 99.0)
+
+
 def test_stalls_are_added_up_and_none_is_zero_once_the_engine_ran(tmp_path):
     stalls = [event(t, "stall", where="backward", block=t, seconds=0.25, bytes=8) for t in (2, 3)]
     assert run(tmp_path, [begin(), pass_end(1, unique=1, kept=1), *stalls])["stall_seconds"] == 0.5
