@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,6 +48,7 @@ def summarise(folder: str | os.PathLike[str]) -> dict[str, Any]:
         **_activations(events),
         **_copies(events),
         "plan": _plan(events),
+        "inside": _inside(events, "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"),
         "status": end["status"] if end else "killed",
         "outside": _outside(events, read_events(outside)) if events and outside.exists() else None,
     }
@@ -137,33 +138,51 @@ def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
 
 
 def _outside(events: Sequence[Event], samples: Sequence[Event]) -> dict[str, Any]:
-    """Read the steady steps off an outside sampler's curve.
+    """Read the steady steps off an outside sampler's curve: see [Note: the same two instants].
 
-    The floor of a forward is the last sample before it begins. Its activation memory is the sample nearest to its end
-    (the loss is there, backward has not begun) less the floor: the same two instants exist in every mode, with the
-    engine or without it.
+    The floor is the last sample before the forward, so that nothing of the forward can be in it.
+    """
+    # A folder that was overwritten may still hold the samples of the run before.
+    curve = [(e["t"], e["rss_bytes"]) for e in samples if e["t"] >= events[0]["t"]]
+    return _view(events, curve, before=lambda times, instant: bisect_left(times, instant) - 1, at=_nearest)
+
+
+def _inside(events: Sequence[Event], field: str) -> dict[str, Any]:
+    """Do the same with the run's own samples, which are taken just after each edge."""
+    curve = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
+    return _view(events, curve, before=_next, at=_next)
+
+
+def _view(
+    events: Sequence[Event],
+    curve: Sequence[tuple[float, int]],
+    *,
+    before: Callable[[Sequence[float], float], int | None],
+    at: Callable[[Sequence[float], float], int | None],
+) -> dict[str, Any]:
+    """Measure the forwards of the steady steps on a curve of memory over time.
+
+    [Note: the same two instants]
+    The floor is memory as a forward begins; activation memory is memory when the loss is there and backward has not
+    begun, less the floor. Both instants exist in every mode, with the engine or without it, so modes can be compared.
     """
     forwards = _forwards(events)
-    first = forwards[0][2] if forwards else None
-    steady = [(begin, end) for begin, end, step in forwards if step != first]
-    # A folder that was overwritten may still hold the samples of the run before.
-    samples = [sample for sample in samples if sample["t"] >= events[0]["t"]]
-    times = [sample["t"] for sample in samples]
-    rss = [sample["rss_bytes"] for sample in samples]
+    steady = [(begin, end) for begin, end, step in forwards if step != forwards[0][2]]
+    times = [t for t, _ in curve]
     floors: list[int] = []
     activations: list[int] = []
     for begin, end in steady:
-        before = bisect_left(times, begin) - 1
-        if before >= 0:
-            floors.append(rss[before])
-            activations.append(rss[_nearest(times, end)] - rss[before])
+        low, high = before(times, begin), at(times, end)
+        if low is not None and low >= 0 and high is not None:
+            floors.append(curve[low][1])
+            activations.append(curve[high][1] - curve[low][1])
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
-    during = [r for t, r in zip(times, rss, strict=True) if steady and steady[0][0] <= t <= last]
+    during = [size for t, size in curve if steady and steady[0][0] <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
         "floor_bytes": median(floors) if floors else None,
         "activation_bytes": median(activations) if activations else None,
-        "samples": len(samples),
+        "samples": len(curve),
     }
 
 
@@ -182,7 +201,12 @@ def _forwards(events: Sequence[Event]) -> list[tuple[float, float, Any]]:
     return found
 
 
-def _nearest(times: Sequence[float], instant: float) -> int:
+def _nearest(times: Sequence[float], instant: float) -> int | None:
     after = bisect_left(times, instant)
     around = [i for i in (after - 1, after) if 0 <= i < len(times)]
-    return min(around, key=lambda i: abs(times[i] - instant))
+    return min(around, key=lambda i: abs(times[i] - instant), default=None)
+
+
+def _next(times: Sequence[float], instant: float) -> int | None:
+    after = bisect_left(times, instant)
+    return after if after < len(times) else None

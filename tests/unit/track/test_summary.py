@@ -136,6 +136,16 @@ def test_outside_takes_floor_before_and_activations_at_the_forwards_end(tmp_path
     }
 
 
+def test_inside_takes_the_samples_just_after_the_edges_of_the_device_if_there_is_one(tmp_path):
+    steps = [*phases(1, 10.0), *phases(2, 20.0)]
+    samples = [memory(19.99, 1, 1), memory(20.001, 70, 7), memory(20.999, 2, 2), memory(21.001, 100, 10)]
+    samples.append(memory(22.0, 300, 30))
+    measured = {"peak_bytes": 300, "floor_bytes": 70, "activation_bytes": 30, "samples": 5}
+    assert run(tmp_path / "cpu", [begin(), *steps, *samples])["inside"] == measured
+    on_device = {"peak_bytes": 30, "floor_bytes": 7, "activation_bytes": 3, "samples": 5}
+    assert run(tmp_path / "gpu", [begin(device="cuda"), *steps, *samples])["inside"] == on_device
+
+
 def test_outside_of_a_single_step_is_unknown(tmp_path):
     outside = run(tmp_path, [begin(), *phases(1, 10.0)], [memory(9, 1), memory(11, 2)])["outside"]
     assert outside == {"peak_bytes": None, "floor_bytes": None, "activation_bytes": None, "samples": 2}
