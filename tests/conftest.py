@@ -1,9 +1,4 @@
-"""What every test gets: a printed seed, fixed threads, no network; and a count of the tests of each tier.
-
-[Note: tiers]
-A tier is a folder of ``tests/``. The closing summary says how many tests of each ran. A tier whose tests were all
-skipped proves nothing while looking green, so it fails the run; ``gpu`` alone may be skipped whole.
-"""
+"""What every test gets: a printed seed, fixed threads, no network; and a count of the tests of each tier."""
 
 from __future__ import annotations
 
@@ -11,8 +6,6 @@ import os
 import random
 import sys
 import zlib
-from collections import Counter
-from pathlib import Path
 
 os.environ.update(
     OMP_NUM_THREADS="1",  # children inherit it; sums must not depend on how many cores there are
@@ -24,9 +17,8 @@ import hypothesis
 import pytest
 import torch
 
-TESTS = Path(__file__).parent
-TIERS = ("unit", "property", "dist", "zoo", "integrations", "contract", "gpu")
-MAY_SKIP = "gpu"
+from tests.helpers.tiers import TierTally, tier_of
+
 SEED = int(os.environ.get("EBBTIDE_TEST_SEED", "20"))
 
 torch.set_num_threads(1)
@@ -70,65 +62,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _accelerator() -> str | None:
     """The accelerator torch sees, if any. Asked by capability: a CPU build of torch has none."""
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
-
-
-def tier_of(path: Path | str) -> str | None:
-    """The tier a test file belongs to, or None for a file outside the tiers."""
-    parts = Path(path).parts
-    below = parts[len(TESTS.parts) :] if Path(path).is_absolute() else parts[1:]
-    return below[0] if below and below[0] in TIERS else None
-
-
-class TierTally:
-    """Counts what each tier did; see [Note: tiers]."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, Counter[str]] = {tier: Counter() for tier in TIERS}
-
-    def add(self, path: str, outcome: str) -> None:
-        """Count one test, or one module that skipped itself whole."""
-        if (tier := tier_of(path)) is not None:
-            self.counts[tier][outcome] += 1
-
-    def all_skipped(self) -> list[str]:
-        """Tiers, but for gpu, that have tests of which none ran."""
-        return [t for t, n in self.counts.items() if t != MAY_SKIP and n["skipped"] and not n.total() - n["skipped"]]
-
-    def lines(self) -> list[str]:
-        """One line a tier: how many ran, how many did not."""
-        return [
-            f"{tier:<12} {n.total() - n['skipped']:>5} ran {n['failed']:>5} failed {n['skipped']:>5} skipped"
-            for tier, n in self.counts.items()
-        ]
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        # A test is counted once: by its call, or by a setup that did not come to one.
-        if report.when == "call" or (report.when == "setup" and not report.passed):
-            self.add(report.location[0], "xfailed" if hasattr(report, "wasxfail") else report.outcome)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.skipped:
-            self.add(report.nodeid.split("::")[0], "skipped")
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.enforced(session.config) and self.all_skipped() and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-    def pytest_terminal_summary(
-        self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
-    ) -> None:
-        terminalreporter.section("tiers")
-        for line in self.lines():
-            terminalreporter.line(line)
-        if self.enforced(config):
-            for tier in self.all_skipped():
-                terminalreporter.line(f"FAILED: every test of tests/{tier} was skipped", red=True)
-
-    @staticmethod
-    def enforced(config: pytest.Config) -> bool:
-        """Whether whole tiers were asked for: somebody who runs one file may well see it skipped."""
-        return not config.option.keyword and all(Path(arg).is_dir() for arg in config.args)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -11,7 +11,6 @@ from tests.contract.cli_surface import frozen, options
 PROMISED = {
     "model",
     "dataset",
-    "fsdp_strategy",
     "activation_cpu_offload",
     "gradient_checkpointing",
     "max_slowdown",

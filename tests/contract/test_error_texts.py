@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.base.units import parse_size
+from ebbtide.cli import VERBS, _function
 from ebbtide.cli.arguments import read_arguments
 
 Raises = Callable[[Path], Any]
 
 
-def _sft(*arguments: str) -> Any:
-    from ebbtide_recipes.sft.config import SftConfig
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    model: str
+    max_steps: int = 1
+    packing: bool = False
+    unsupported: ClassVar[dict[str, str]] = {"deepspeed": "leave it out"}
 
-    return read_arguments(SftConfig, arguments, prog="ebbtide sft")
+
+def _flags(*arguments: str) -> Any:
+    return read_arguments(Flags, arguments, prog="ebbtide sft")
 
 
 def _events(folder: Path, text: str) -> Any:
@@ -31,7 +39,8 @@ CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
     "no size": (
         lambda folder: parse_size("40 giga", name="host_budget"),
         ConfigError,
-        "host_budget is '40 giga'; expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
+        "host_budget is '40 giga'; "
+        "expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
         "hint: KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s",
     ),
     "no run folder": (
@@ -47,22 +56,47 @@ CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
         "hint: the file was edited or damaged; only its last line may be incomplete",
     ),
     "unknown flag": (
-        lambda folder: _sft("--modle", "x"),
+        lambda folder: _flags("--modle", "x"),
         ConfigError,
         "unknown flag 'modle'\nhint: did you mean 'model'?",
     ),
+    "unknown verb": (
+        lambda folder: _function("comprae"),
+        ConfigError,
+        f"there is no verb 'comprae'; expected one of {', '.join(VERBS)}\nhint: did you mean 'compare'?",
+    ),
+    "flag that cannot be served": (
+        lambda folder: _flags("--deepspeed", "zero2"),
+        ConfigError,
+        "--deepspeed zero2 is not supported in this release\nhint: leave it out",
+    ),
+    "flag without value": (
+        lambda folder: _flags("--model"),
+        ConfigError,
+        "--model has no value\nhint: `ebbtide sft --help` says what it takes",
+    ),
+    "flag missing": (
+        lambda folder: _flags("--max_steps", "1"),
+        ConfigError,
+        "--model is missing\nhint: `ebbtide sft --help` says what it takes",
+    ),
+    "no boolean": (
+        lambda folder: _flags("--packing=maybe"),
+        ConfigError,
+        "--packing is 'maybe'; expected true or false",
+    ),
     "no such file": (
-        lambda folder: _sft(str(folder / "sft.yaml")),
+        lambda folder: _flags(str(folder / "sft.yaml")),
         DataError,
         "there is no file 'FOLDER/sft.yaml'\nhint: give a YAML file",
     ),
     "file after flags": (
-        lambda folder: _sft("--model", "x", "sft.yaml"),
+        lambda folder: _flags("--model", "x", "sft.yaml"),
         ConfigError,
         "'sft.yaml' stands alone; expected ebbtide sft [file.yaml] [--flag value ...]\nhint: the file comes first",
     ),
     "no number": (
-        lambda folder: _sft("--model", "x", "--dataset", "y", "--max_steps", "many"),
+        lambda folder: _flags("--model", "x", "--max_steps", "many"),
         ConfigError,
         "--max_steps is 'many'; expected an integer\nhint: `ebbtide sft --help` says what it takes",
     ),

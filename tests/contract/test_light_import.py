@@ -113,6 +113,9 @@ def test_nothing_happens_at_import(code: str) -> None:
 
 
 def test_what_happens_at_import_would_be_found() -> None:
-    code = "import os, logging, threading; os.environ['EBBTIDE_X'] = '1'; logging.getLogger('x').addHandler(logging.NullHandler()); threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    code = (
+        "os.environ['EBBTIDE_X'] = '1'; logging.getLogger('x').addHandler(logging.NullHandler()); "
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    )
     changed = json.loads(python(SNAPSHOT.replace("IMPORT", code))[0])
     assert {"environment", "handlers", "threads", "kernel threads"} <= changed.keys()
