@@ -1,1 +1,73 @@
 """Where bytes wait: the disk tier, the host tier, and the devices they serve."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import torch
+
+from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.store.allocator import return_freed_memory
+from ebbtide.store.counters import TierCounters
+from ebbtide.store.disk import DiskSlot, DiskTier
+from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.protocol import Slot, Tier
+
+__all__ = [
+    "DiskSlot",
+    "DiskTier",
+    "HostSlot",
+    "HostTier",
+    "Slot",
+    "Tier",
+    "TierCounters",
+    "open_tier",
+    "return_freed_memory",
+]
+
+_LOG = logging.getLogger("ebbtide.store")
+_TARGETS = ("auto", "host", "disk")
+
+
+def open_tier(
+    target: str = "auto",
+    *,
+    disk_path: str | os.PathLike[str] | None = None,
+    disk_budget_bytes: int | None = None,
+    host_budget_bytes: int | None = None,
+    in_flight_bytes: int | None = None,
+    synchronous: bool = False,
+) -> DiskTier | HostTier:
+    """Open the place where offloaded bytes will wait.
+
+    Args:
+        target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.
+        disk_path: Directory for the disk target; ``None``: a usual one.
+        disk_budget_bytes: Most bytes on disk.
+        host_budget_bytes: Most bytes of host memory.
+        in_flight_bytes: Window of the disk target; ``None``: its default.
+        synchronous: Host target: copy in order with compute.
+
+    Raises:
+        ConfigError: No such target.
+        TargetError: The target does not exist on this machine.
+        DiskError: The directory cannot serve.
+    """
+    if target not in _TARGETS:
+        raise ConfigError(
+            f"target is {target!r}", expected="'auto', 'host' or 'disk'", hint=nearest(str(target), _TARGETS)
+        )
+    accelerated = torch.accelerator.is_available()
+    if target == "auto":
+        target = "host" if accelerated else "disk"
+    if target == "host":
+        from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
+
+        return HostTier(AcceleratorDevice(), budget_bytes=host_budget_bytes, synchronous=synchronous)
+    if accelerated:
+        _LOG.warning("disk target on a machine with an accelerator: only tensors in RAM are moved; see target='host'")
+    return_freed_memory()
+    if in_flight_bytes is None:
+        return DiskTier(disk_path, budget_bytes=disk_budget_bytes)
+    return DiskTier(disk_path, budget_bytes=disk_budget_bytes, in_flight_bytes=in_flight_bytes)

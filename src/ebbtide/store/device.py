@@ -1,0 +1,94 @@
+"""What a tier needs of a device: streams, events, memory and copies. Capabilities decide, never names.
+
+[Note: ordering]
+A copy-out runs on its own stream after an event of the compute stream; a copy-in runs on another, into memory that was
+allocated on the compute stream, after that stream's position at that moment; compute waits for each slot's own event.
+All waits are between streams: the host waits for nothing in a step, and no allocator is told of side streams
+(``record_stream``), because memory is dropped only after the compute stream waited for whoever used it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+StreamHandle = Any
+"""A stream of some device; only that device looks inside."""
+EventHandle = Any
+"""An event of some device; only that device looks inside."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a device can do.
+
+    Attributes:
+        asynchronous_copies: Copies run beside compute, and events order them.
+        pinned_host: Host memory can be pinned, which is what makes them fast.
+    """
+
+    asynchronous_copies: bool
+    pinned_host: bool
+
+
+class Device(Protocol):
+    """A kind of device; where there are several, a ``torch.device`` says which one is meant."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do."""
+        ...
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies on such a device."""
+        ...
+
+    def compute_stream(self, where: torch.device) -> StreamHandle:
+        """Return the stream on which the caller's thread computes now. Never asked inside ``copy``."""
+        ...
+
+    def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:
+        """Make a stream beside it; ``purpose`` (``"out"``, ``"in"``) names it in traces."""
+        ...
+
+    def record(self, stream: StreamHandle) -> EventHandle:
+        """Return an event that happens when all that was asked of ``stream`` so far is done."""
+        ...
+
+    def wait(self, stream: StreamHandle, event: EventHandle) -> float:
+        """Make ``stream`` wait for ``event``; returns the stall in seconds if it is known already, else 0."""
+        ...
+
+    def query(self, event: EventHandle) -> bool:
+        """Whether the event has happened."""
+        ...
+
+    def synchronize(self, event: EventHandle) -> None:
+        """Make the host wait for the event. Only outside a step, or where the alternative is an error."""
+        ...
+
+    def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
+        """Return the time between two events that have happened."""
+        ...
+
+    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+        """Return fresh ``uint8`` memory of the compute stream, its storage exactly ``nbytes`` long."""
+        ...
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Return fresh ``uint8`` host memory, pinned if the device can. Raises ``RuntimeError`` if there is none."""
+        ...
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        """Give host memory back; no copy uses it any more."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:
+        """Ask ``stream`` to copy; returns at once."""
+        ...
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy in order with compute and return when it is done."""
+        ...

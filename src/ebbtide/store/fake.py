@@ -1,0 +1,293 @@
+"""A device made of arithmetic: virtual time, and poison where a real device would give garbage.
+
+[Note: virtual time]
+Each stream has a clock: when all that was asked of it so far is done. A copy begins when its stream's clock allows, so
+as early as its waits let it (a host that runs far ahead), and takes bytes ÷ rate. *Now* is the compute stream's clock;
+only ``compute(seconds)``, a wait of compute, or ``synchronize`` moves it. A copy is performed when now reaches its end,
+in order of ends; a copy-in's bytes stay ``0xFF`` in the target until compute has waited for it.
+
+[Note: poison]
+Each stream also knows, of every other stream, the last operation it is ordered after (a vector clock). A copy that
+is not ordered after what produced its source, or after the last use of its target, delivers ``0xFF``: as floating
+point, NaN. So does one whose source's storage died before its end, or whose host buffer was freed. This holds for any
+rates: a missing wait cannot hide behind lucky timing. Every such mistake is also a line in ``violations``.
+"""
+
+from __future__ import annotations
+
+import heapq
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from ebbtide.store.device import Capabilities
+
+_POISON = 0xFF
+Vector = dict[str, int]
+
+
+class FakeStream:
+    """A stream of the fake device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.clock_seconds = 0.0
+        self.sequence = 0
+        self.seen: Vector = {}
+
+    def step(self) -> int:
+        """Count one more operation and return its number."""
+        self.sequence += 1
+        self.seen[self.name] = self.sequence
+        return self.sequence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FakeEvent:
+    """What was asked of a stream up to some moment."""
+
+    stream: FakeStream
+    seconds: float
+    seen: Vector
+
+
+@dataclass(slots=True, eq=False)
+class _Uses:
+    """Who last wrote and read some memory, as stream name → operation number."""
+
+    writes: Vector = field(default_factory=dict[str, int])
+    reads: Vector = field(default_factory=dict[str, int])
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """A copy that was asked for. It keeps neither end alive, as a device would not."""
+
+    begin_seconds: float
+    end_seconds: float
+    stream: FakeStream
+    number: int
+    source: weakref.ref[torch.UntypedStorage]
+    source_offset: int
+    target: weakref.ref[torch.UntypedStorage]
+    target_offset: int
+    nbytes: int
+    inward: bool
+    fault: str = ""
+    payload: torch.Tensor | None = None
+
+
+def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, offset, (nbytes,), (1,))
+
+
+class FakeDevice:
+    """The ``Device`` protocol in virtual time; every CPU tensor that is no host buffer counts as on the device.
+
+    Args:
+        copy_out_bytes_per_second: Rate of copies to host buffers.
+        copy_in_bytes_per_second: Rate of copies from them.
+        asynchronous_copies: ``False`` makes a device without side streams.
+        host_limit_bytes: Host memory it has; ``None``: no end.
+
+    Attributes:
+        out_bytes: Bytes copied out so far.
+        in_bytes: Bytes copied in so far.
+        live_bytes: Bytes allocated on the device and alive now.
+        peak_bytes: The most they have been.
+        violations: One line for each mistake. See [Note: poison].
+    """
+
+    def __init__(
+        self,
+        copy_out_bytes_per_second: float,
+        copy_in_bytes_per_second: float,
+        *,
+        asynchronous_copies: bool = True,
+        host_limit_bytes: int | None = None,
+    ) -> None:
+        self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True)
+        self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
+        self._host_limit_bytes = host_limit_bytes
+        self._compute = FakeStream("compute")
+        self._streams: dict[str, FakeStream] = {"compute": self._compute}
+        self._hosts: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._uses: weakref.WeakKeyDictionary[torch.UntypedStorage, _Uses] = weakref.WeakKeyDictionary()
+        self._pending: list[tuple[float, int, _Copy]] = []
+        self._arrived: list[_Copy] = []
+        self._count = 0
+        self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
+        self.violations: list[str] = []
+
+    @property
+    def now_seconds(self) -> float:
+        """Virtual time."""
+        return self._compute.clock_seconds
+
+    def compute(self, seconds: float, *, writes: torch.Tensor | None = None) -> None:
+        """Let compute run for ``seconds``; ``writes`` is what it produces meanwhile."""
+        number = self._compute.step()
+        if writes is not None:
+            self._uses_of(writes.untyped_storage()).writes = {"compute": number}
+        self._advance(self.now_seconds + seconds)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor counts as on the device."""
+        return tensor.device.type == "cpu" and tensor.untyped_storage() not in self._hosts
+
+    def compute_stream(self, where: torch.device) -> FakeStream:
+        """Return the one compute stream."""
+        return self._compute
+
+    def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
+        """Make a stream."""
+        stream = FakeStream(f"{purpose}{len(self._streams)}")
+        self._streams[stream.name] = stream
+        return stream
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        """Return an event of all that was asked of ``stream``."""
+        return FakeEvent(stream, stream.clock_seconds, dict(stream.seen))
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> float:
+        """Order ``stream`` after ``event``; returns how long it stands still for that."""
+        stall = max(0.0, event.seconds - stream.clock_seconds)
+        for name, number in event.seen.items():
+            stream.seen[name] = max(stream.seen.get(name, 0), number)
+        if stream is self._compute:
+            self._advance(self.now_seconds + stall)
+        else:
+            stream.clock_seconds += stall
+        return stall
+
+    def query(self, event: FakeEvent) -> bool:
+        """Whether the event lies in the past."""
+        return event.seconds <= self.now_seconds
+
+    def synchronize(self, event: FakeEvent) -> None:
+        """Let the host, and so what is asked later, wait for the event."""
+        self._advance(max(self.now_seconds, event.seconds))
+
+    def elapsed_seconds(self, begin: FakeEvent, end: FakeEvent) -> float:
+        """Return the virtual time between two events."""
+        return end.seconds - begin.seconds
+
+    def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
+        """Return poisoned device memory and count it while it lives."""
+        tensor = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        self._uses_of(tensor.untyped_storage()).writes = {"compute": self._compute.step()}
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
+        return tensor
+
+    def allocate_host(self, nbytes: int) -> torch.Tensor:
+        """Return poisoned host memory.
+
+        Raises:
+            RuntimeError: The host has no more.
+        """
+        if self._host_limit_bytes is not None and self.host_bytes + nbytes > self._host_limit_bytes:
+            raise RuntimeError("fake host: out of memory")
+        tensor = torch.full((nbytes,), _POISON, dtype=torch.uint8)
+        self._hosts.add(tensor.untyped_storage())
+        self.host_bytes += nbytes
+        return tensor
+
+    def free_host(self, buffer: torch.Tensor) -> None:
+        """Poison the buffer: a copy that still uses it delivers NaN."""
+        self.host_bytes -= buffer.numel()
+        for _, _, copy in self._pending:
+            if buffer.untyped_storage() in (copy.source(), copy.target()):
+                copy.fault = copy.fault or "its host buffer was freed before its end"
+        buffer.fill_(_POISON)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
+        """Ask ``stream`` for a copy; which way it goes is seen from which end is a host buffer."""
+        inward = source.untyped_storage() in self._hosts
+        begin = stream.clock_seconds
+        stream.clock_seconds = begin + source.numel() / self._rates[inward]
+        number = stream.step()
+        copy = _Copy(
+            begin_seconds=begin,
+            end_seconds=stream.clock_seconds,
+            stream=stream,
+            number=number,
+            source=weakref.ref(source.untyped_storage()),
+            source_offset=int(source.storage_offset()),
+            target=weakref.ref(target.untyped_storage()),
+            target_offset=int(target.storage_offset()),
+            nbytes=source.numel(),
+            inward=inward,
+        )
+        self._check_order(copy, source, target)
+        self._count += 1
+        heapq.heappush(self._pending, (copy.end_seconds, self._count, copy))
+        if inward:
+            self.in_bytes += copy.nbytes
+            target.fill_(_POISON)
+        else:
+            self.out_bytes += copy.nbytes
+        self._advance(self.now_seconds)
+
+    def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the compute stream and wait."""
+        self.copy(target, source, self._compute)
+        self._advance(self._compute.clock_seconds)
+
+    def _check_order(self, copy: _Copy, source: torch.Tensor, target: torch.Tensor) -> None:
+        read, written = self._uses_of(source.untyped_storage()), self._uses_of(target.untyped_storage())
+        seen = copy.stream.seen
+        if not copy.inward and not read.writes:
+            # Nobody said when it was produced: then at the latest now.
+            read.writes = {"compute": self._compute.sequence}
+        for name, number in (*read.writes.items(), *written.writes.items(), *written.reads.items()):
+            if seen.get(name, 0) < number:
+                copy.fault = copy.fault or f"it is not ordered after operation {number} of stream {name!r}"
+        read.reads[copy.stream.name] = copy.number
+        written.writes, written.reads = {copy.stream.name: copy.number}, {}
+
+    def _advance(self, seconds: float) -> None:
+        self._compute.clock_seconds = max(self._compute.clock_seconds, seconds)
+        while self._pending and self._pending[0][0] <= self.now_seconds:
+            self._perform(heapq.heappop(self._pending)[2])
+        waiting: list[_Copy] = []
+        for copy in self._arrived:
+            if self._compute.seen.get(copy.stream.name, 0) < copy.number and copy.target() is not None:
+                waiting.append(copy)
+            else:
+                self._deliver(copy)
+        self._arrived = waiting
+
+    def _perform(self, copy: _Copy) -> None:
+        source = copy.source()
+        if source is None:
+            copy.fault = copy.fault or "its source died before its end"
+        if source is None or copy.fault:
+            copy.payload = torch.full((copy.nbytes,), _POISON, dtype=torch.uint8)
+        else:
+            copy.payload = _bytes(source, copy.source_offset, copy.nbytes).clone()
+        if copy.inward:
+            self._arrived.append(copy)
+        else:
+            self._deliver(copy)
+
+    def _deliver(self, copy: _Copy) -> None:
+        target = copy.target()
+        if target is None:
+            copy.fault = copy.fault or "its target died before compute had waited for it"
+        elif copy.payload is not None:
+            _bytes(target, copy.target_offset, copy.nbytes).copy_(copy.payload)
+        if copy.fault:
+            way = "in" if copy.inward else "out"
+            self.violations.append(f"copy-{way} of {copy.nbytes} bytes at {copy.begin_seconds:g} s: {copy.fault}")
+
+    def _uses_of(self, storage: torch.UntypedStorage) -> _Uses:
+        uses = self._uses.get(storage)
+        if uses is None:
+            uses = self._uses[storage] = _Uses()
+        return uses
+
+    def _died(self, nbytes: int) -> None:
+        self.live_bytes -= nbytes
