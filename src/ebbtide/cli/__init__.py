@@ -9,9 +9,7 @@ Recipes stand above this package, so they too are reached by path and never impo
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -78,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except EbbtideError as error:
-        if logging.getLogger("ebbtide").isEnabledFor(logging.DEBUG):
-            traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
 

@@ -99,6 +99,10 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
+        if token.startswith("-") and not token.startswith("--"):
+            raise ConfigError(
+                f"unknown flag {token!r}", hint=f"flags begin with two hyphens; see `{names.prog} --help`"
+            )
         if not token.startswith("--"):
             if path is not None or found:
                 raise ConfigError(
@@ -153,7 +157,7 @@ def _read_file(path: Path, names: _Names) -> Values:
         name = names.canonical(str(key), what="key")
         if value is None:
             continue
-        items: list[Any] = value if isinstance(value, list) else [value]
+        items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
         if not items or any(isinstance(item, (dict, list)) for item in items):
             raise ConfigError(f"{key} in {path} is {value!r}", expected="a value, or a list of values")
         values = [str(item) for item in items]

@@ -22,7 +22,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "fsdp_config": _SINGLE,
     "nproc_per_node": _SINGLE,
     "memory_efficient_init": "models are loaded whole in this release: leave the flag out",
-    "resume_from_checkpoint": "no checkpoints are written during training yet: start from --model PATH of a saved model",
+    "resume_from_checkpoint": "training writes no checkpoints yet: start from a saved model with --model PATH",
     "freeze_vit": "this release trains text models only",
     "bf16": "for bfloat16 weights and arithmetic use --torch_dtype bfloat16",
     "fp16": "float16 needs loss scaling, which this release does not do: use --torch_dtype bfloat16",
@@ -47,7 +47,8 @@ class SftConfig:
             the first thousand rows. Several may be given.
         train_type: Train all weights, or low-rank adapters (LoRA).
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
-        gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: its memory, by ebbtide.
+        gradient_checkpointing: Alone: the trainer's checkpointing. Beside --activation_cpu_offload: the memory of
+            checkpointing, by ebbtide.
         policy: What ebbtide does with saved tensors; left out, the two flags above decide.
         max_slowdown: For the policy auto: how much slower a step may be; 0.05 is 5 %.
         memory_budget: For the policy auto: the peak to stay below, such as 40GiB.

@@ -1,9 +1,9 @@
 """Reading data sets into the shapes the trainer knows.
 
 [Note: row shapes]
-Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the loss
-is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a chat
-template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
+Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
+loss is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a
+chat template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
 ``completion`` are taken as they are.
 """
 
@@ -162,7 +162,7 @@ def _read_hub(name: str, limit: int | None) -> list[Row]:
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"data set {name!r} is no local file and could not be loaded by that name: {error}",
-            expected=f"a built-in name ({', '.join(BUILTIN)}), a {', '.join(SUFFIXES)} file, or a hub name with a train split",
+            expected=f"{', '.join(BUILTIN)}, a {', '.join(SUFFIXES)} file, or a hub name with a train split",
         ) from error
     return list(islice(dataset, limit))
 

@@ -37,6 +37,10 @@ def logging_to(folder: Path, level: str) -> Generator[None, None, None]:
         logger.addHandler(handler)
     try:
         yield
+    except BaseException:
+        # Whoever catches it shows one line; where it came from is for those who asked for debug lines.
+        logger.debug("the run ends with an error", exc_info=True)
+        raise
     finally:
         for handler in handlers:
             logger.removeHandler(handler)

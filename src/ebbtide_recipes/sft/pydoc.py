@@ -14,19 +14,19 @@ from pathlib import Path
 
 from ebbtide.base.errors import DataError
 
-MODULES = (
-    "abc argparse array ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections colorsys "
-    "compileall concurrent configparser contextlib contextvars copy copyreg csv ctypes curses dataclasses datetime "
-    "dbm decimal difflib dis doctest email encodings enum filecmp fileinput fnmatch fractions ftplib functools "
-    "genericpath getopt getpass gettext glob graphlib gzip hashlib heapq hmac html http imaplib importlib inspect io "
-    "ipaddress json keyword linecache locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath "
-    "numbers opcode operator optparse os pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath "
-    "pprint profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets "
-    "selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat statistics string "
-    "stringprep struct subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading timeit tkinter token "
-    "tokenize tomllib trace traceback tracemalloc tty turtle types typing unittest urllib uuid venv warnings wave "
-    "weakref webbrowser wsgiref xml xmlrpc zipapp zipfile zipimport zoneinfo"
-).split()
+MODULES = """
+abc argparse array ast asyncio base64 bdb bisect bz2 calendar cmd code codecs codeop collections colorsys
+compileall concurrent configparser contextlib contextvars copy copyreg csv ctypes curses dataclasses datetime
+dbm decimal difflib dis doctest email encodings enum filecmp fileinput fnmatch fractions ftplib functools
+genericpath getopt getpass gettext glob graphlib gzip hashlib heapq hmac html http imaplib importlib inspect io
+ipaddress json keyword linecache locale logging lzma mailbox mimetypes modulefinder multiprocessing netrc ntpath
+numbers opcode operator optparse os pathlib pdb pickle pickletools pkgutil platform plistlib poplib posixpath
+pprint profile pstats pty py_compile pyclbr pydoc queue quopri random re reprlib rlcompleter runpy sched secrets
+selectors shelve shlex shutil signal site smtplib socket socketserver sqlite3 ssl stat statistics string
+stringprep struct subprocess symtable sysconfig tabnanny tarfile tempfile textwrap threading timeit tkinter token
+tokenize tomllib trace traceback tracemalloc tty turtle types typing unittest urllib uuid venv warnings wave
+weakref webbrowser wsgiref xml xmlrpc zipapp zipfile zipimport zoneinfo
+"""
 """Modules that are read; one that the running Python does not have is passed over."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -57,7 +57,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
 
 def _sources(library: Path) -> Iterator[tuple[str, Path]]:
     """Yield module name and source file of every public module in the list; packages are walked."""
-    for name in MODULES:
+    for name in MODULES.split():
         if (library / f"{name}.py").is_file():
             yield name, library / f"{name}.py"
         for path in sorted((library / name).rglob("*.py")):

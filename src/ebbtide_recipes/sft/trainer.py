@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +81,7 @@ def arguments(config: SftConfig) -> TrlConfig:
         # The other strategies leave sequences shorter and concatenate batches, which needs flash attention.
         packing_strategy="wrapped",
         padding_free=False,
-        gradient_checkpointing=config.mode == "checkpointing",
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **_checkpointing(on=config.mode == "checkpointing"),
         activation_offloading=False,
         bf16=False,
         fp16=False,
@@ -99,6 +99,13 @@ def arguments(config: SftConfig) -> TrlConfig:
         # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
         made._n_gpu = 1
     return made
+
+
+def _checkpointing(*, on: bool) -> dict[str, Any]:
+    """Return the trainer's own checkpointing arguments, under the names that the installed transformers has."""
+    names = {field.name for field in dataclasses.fields(TrlConfig)}
+    word = "activation" if "activation_checkpointing" in names else "gradient"
+    return {f"{word}_checkpointing": on, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
 
 
 def build(

@@ -1,0 +1,208 @@
+"""The recipe trains a tiny model, the same way in every mode."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.events import BUS
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.main import main
+
+
+def train(model: Path, folder: Path, /, **changes: object) -> dict:
+    values = {
+        "model": str(model),
+        "dataset": ("builtin:pydoc#40",),
+        "max_steps": 3,
+        "max_length": 64,
+        "packing": True,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save": False,
+        "output_dir": str(folder),
+    }
+    main(SftConfig(**{**values, **changes}))
+    events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    return {"events": events, "summary": json.loads((folder / "summary.json").read_text())}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return train(tiny_model, tmp_path_factory.mktemp("plain"))
+
+
+def losses(run: dict) -> list[float]:
+    return [event["loss"] for event in run["events"] if event["event"] == "step"]
+
+
+def test_plain_training_is_reproducible_bit_by_bit(plain: dict, tiny_model: Path, tmp_path: Path) -> None:
+    again = train(tiny_model, tmp_path)
+    assert len(losses(plain)) == 3
+    assert len(set(losses(plain))) == 3
+    assert losses(again) == losses(plain)
+
+
+def test_checkpointing_computes_the_same_losses(plain: dict, tiny_model: Path, tmp_path: Path) -> None:
+    checkpointed = train(tiny_model, tmp_path, gradient_checkpointing=True)
+    assert losses(checkpointed) == losses(plain)
+    assert checkpointed["summary"]["mode"] == "checkpointing"
+
+
+def test_checkpointing_really_checkpoints(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.utils.checkpoint
+    from transformers import modeling_layers
+
+    calls: list[bool] = []
+    real = torch.utils.checkpoint.checkpoint
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(bool(kwargs.get("use_reentrant")))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", counted)
+    for module in (modeling_layers, __import__("transformers").modeling_utils):
+        if hasattr(module, "checkpoint"):
+            monkeypatch.setattr(module, "checkpoint", counted)
+    train(tiny_model, tmp_path / "plain", max_steps=1)
+    assert calls == []
+    train(tiny_model, tmp_path / "on", max_steps=1, gradient_checkpointing=True)
+    assert calls == [False, False]  # two layers, non-reentrant
+
+
+def test_a_run_folder_is_complete(plain: dict) -> None:
+    summary, events = plain["summary"], plain["events"]
+    assert (summary["mode"], summary["status"], summary["steps"]) == ("plain", "ok", 3)
+    assert summary["loss"] == losses(plain)
+    steps = [event for event in events if event["event"] == "step"]
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(step["tokens"] == 64 for step in steps)  # packed: every sequence is full
+    assert all(step["seconds"] > 0 and 0 <= step["token_accuracy"] <= 1 for step in steps)
+    assert steps[0]["learning_rate"] == 1e-2
+    assert steps[1]["learning_rate"] < 1e-2
+    phases = [(event["name"], event["edge"], event["step"]) for event in events if event["event"] == "phase"]
+    one = [(name, edge) for name in ("forward", "backward", "optimizer") for edge in ("begin", "end")]
+    assert phases == [(*phase, step) for step in (1, 2, 3) for phase in one]
+
+
+def test_the_log_file_carries_the_documented_figures(tiny_model: Path, tmp_path: Path) -> None:
+    run = train(tiny_model, tmp_path, max_steps=2)
+    lines = [line for line in (tmp_path / "training.log").read_text().splitlines() if " step " in line]
+    assert len(lines) == 2
+    figures = json.loads(lines[-1][lines[-1].index("{") :])
+    assert set(figures) == {
+        "loss",
+        "token_acc",
+        "memory(GiB)",
+        "train_speed(s/it)",
+        "memory_saved(GiB)",
+        "stall(s)",
+        "learning_rate",
+    }
+    assert figures["loss"] == pytest.approx(losses(run)[-1], rel=1e-5)
+    assert figures["memory_saved(GiB)"] is None  # nothing was to be saved, so nothing is known
+
+
+def test_accumulated_micro_batches_are_one_step(tiny_model: Path, tmp_path: Path) -> None:
+    two = train(tiny_model, tmp_path / "two", max_steps=1, gradient_accumulation_steps=2)
+    one = train(tiny_model, tmp_path / "one", max_steps=1, per_device_train_batch_size=2)
+    assert losses(two)[0] == pytest.approx(losses(one)[0], rel=1e-5)
+    steps = [[event for event in run["events"] if event["event"] == "step"] for run in (one, two)]
+    assert [step[0]["tokens"] for step in steps] == [128, 128]
+
+
+def test_lora_trains_and_saves_adapters_alone(tiny_model: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    run = train(tiny_model, tmp_path, train_type="lora", lora_rank=2, target_modules=("q_proj", "v_proj"), save=True)
+    assert losses(run)[0] != losses(run)[2]
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert all("lora_" in name for name in names)
+        assert len(names) == 2 * 2 * 2  # two layers, two modules, A and B
+        assert any(file.get_tensor(name).abs().sum() > 0 for name in names if "lora_B" in name)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_the_saved_model_is_the_trained_one(tiny_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train(tiny_model, tmp_path, save=True)
+    before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny_model, tmp_path))
+    changed = [not a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True)]
+    assert all(changed)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template
+
+
+def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "x" * 30, "completion": " It returns"}) + "\n")
+    from transformers import AutoTokenizer
+
+    from ebbtide_recipes.sft import data, models, trainer
+
+    config = SftConfig(model=str(tiny_model), dataset=(str(rows),), max_length=64, output_dir=str(tmp_path / "out"))
+    model, tokenizer = models.load(config)
+    made = trainer.build(config, model, tokenizer, data.load(config.dataset, chat=True, seed=0), None)
+    row = made.train_dataset[0]
+    learned = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    assert AutoTokenizer.from_pretrained(tiny_model).decode(learned) == " It returns<|end|>"
+
+
+def test_nothing_is_left_behind(tiny_model: Path, tmp_path: Path) -> None:
+    logger = logging.getLogger("ebbtide")
+    before = (list(logger.handlers), logger.level)
+    train(tiny_model, tmp_path, max_steps=1)
+    assert (list(logger.handlers), logger.level) == before
+    assert not BUS.active
+
+
+def test_an_earlier_run_is_not_overwritten_unasked(tiny_model: Path, tmp_path: Path) -> None:
+    train(tiny_model, tmp_path, max_steps=1)
+    record = (tmp_path / "run.jsonl").read_bytes()
+    with pytest.raises(DataError, match="holds an earlier run"):
+        train(tiny_model, tmp_path, max_steps=2)
+    assert (tmp_path / "run.jsonl").read_bytes() == record
+    assert train(tiny_model, tmp_path, max_steps=2, overwrite_output_dir=True)["summary"]["steps"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"max_length": 129}, ConfigError, "at most 128"),
+        ({"train_type": "lora", "target_modules": ("q_porj",)}, ConfigError, "q_proj"),
+        ({"model": "builtin:smollm"}, DataError, "builtin:smollm2"),
+        ({"model": "./nowhere"}, DataError, "no model folder"),
+    ],
+)
+def test_bad_input_is_refused_before_training(
+    tiny_model: Path, tmp_path: Path, changes: dict, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        train(tiny_model, tmp_path, **changes)
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "packing", "said"),
+    [
+        ({"text": "too short"}, True, "fill no sequence of 64 tokens; expected more text"),
+        ({"prompt": "x" * 99, "completion": "never seen"}, False, "leave no token to learn from"),
+    ],
+)
+def test_data_that_cannot_teach_is_refused(
+    tiny_model: Path, tmp_path: Path, row: dict, packing: bool, said: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=said):
+        train(tiny_model, tmp_path / "out", dataset=(str(tmp_path / "rows.jsonl"),), packing=packing)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"cannot be loaded[\s\S]*config.json"):
+        train(tmp_path / "empty", tmp_path / "out")

@@ -1,0 +1,163 @@
+"""YAML and flags become a config, or an error that names the flag."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.cli.arguments import read_arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Settings of a test.
+
+    Attributes:
+        model: Which model.
+        dataset: Which data.
+        max_steps: How many steps.
+        rate: How fast.
+        kind: What kind.
+        verify: Whether to verify.
+        path: Where.
+    """
+
+    unsupported: ClassVar[dict[str, str]] = {"deepspeed": "leave it out", "fsdp_strategy": "one process"}
+
+    model: str
+    dataset: tuple[str, ...] = ("default",)
+    max_steps: int = -1
+    rate: float | None = None
+    kind: Literal["full", "lora"] = "full"
+    verify: bool = False
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_steps == 0:
+            raise ConfigError("max_steps is 0", expected="something else")
+
+
+def read(*argv: str) -> Settings | None:
+    return read_arguments(Settings, argv, prog="ebbtide test")
+
+
+def test_hyphen_equals_underscore_and_equals_sign_equals_space() -> None:
+    wanted = Settings(model="m", max_steps=5)
+    for argv in (("--max-steps", "5"), ("--max_steps", "5"), ("--max-steps=5",), ("--max_steps=5",)):
+        assert read("--model", "m", *argv) == wanted
+
+
+def test_defaults_stay() -> None:
+    assert read("--model", "m") == Settings(model="m")
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (("--verify",), True),
+        (("--verify", "true"), True),
+        (("--verify", "False"), False),
+        (("--verify=false",), False),
+        (("--verify", "1"), True),
+        (("--verify", "--max_steps", "5"), True),
+    ],
+)
+def test_booleans_take_a_word_or_stand_alone(argv: tuple[str, ...], value: bool) -> None:
+    read_settings = read("--model", "m", *argv)
+    assert read_settings is not None
+    assert read_settings.verify is value
+
+
+def test_repeated_flags_gather_and_replace_the_default() -> None:
+    settings = read("--model", "m", "--dataset", "a", "b", "--dataset", "c#10")
+    assert settings is not None
+    assert settings.dataset == ("a", "b", "c#10")
+
+
+def test_negative_numbers_are_values() -> None:
+    assert read("--model", "m", "--max_steps", "-1", "--rate", "-0.5") == Settings(model="m", rate=-0.5)
+
+
+def test_flags_override_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nmax-steps: 3\nrate: 1e-5\nverify: true\ndataset: [a, b]\npath: null\nkind: lora\n")
+    assert read(str(file)) == Settings(model="m", max_steps=3, rate=1e-5, verify=True, dataset=("a", "b"), kind="lora")
+    assert read(str(file), "--max-steps", "7", "--dataset", "c", "--verify", "false") == Settings(
+        model="m", max_steps=7, rate=1e-5, dataset=("c",), kind="lora"
+    )
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("# nothing yet\n")
+    assert read(str(tmp_path / "empty.yaml"), "--model", "m") == Settings(model="m")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--modle", "m"), r"unknown flag 'modle'\nhint: did you mean 'model'"),
+        (("--xyzzy", "1"), "unknown flag 'xyzzy'\nhint: `ebbtide test --help`"),
+        (("-m", "m"), r"unknown flag '-m'\nhint: flags begin with two hyphens"),
+        ((), "--model is missing"),
+        (("--model",), "--model has no value"),
+        (("--model", "m", "--max_steps", "abc"), "--max_steps is 'abc'; expected an integer"),
+        (("--model", "m", "--max_steps", "1.5"), "--max_steps is '1.5'; expected an integer"),
+        (("--model", "m", "--rate", "fast"), "--rate is 'fast'; expected a number"),
+        (("--model", "m", "--kind", "half"), "--kind is 'half'; expected one of full, lora"),
+        (("--model", "m", "--verify=maybe"), "--verify is 'maybe'; expected true or false"),
+        (("--model", "m", "stray"), "'stray' stands alone"),
+        (
+            ("--model", "m", "--deepspeed", "zero2"),
+            "--deepspeed zero2 is not supported in this release\nhint: leave it",
+        ),
+        (("--model", "m", "--deepspeed"), "--deepspeed true is not supported"),
+        (("--model", "m", "--fsdp-strategy", "full_shard"), "--fsdp-strategy full_shard is not supported"),
+        (("--model", "m", "--max_steps", "0"), "max_steps is 0; expected something else"),
+    ],
+)
+def test_errors_name_the_flag(argv: tuple[str, ...], said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        read(*argv)
+
+
+def test_a_refused_flag_that_asks_for_nothing_passes() -> None:
+    assert read("--model", "m", "--fsdp_strategy", "none", "--deepspeed", "false") == Settings(model="m")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "said"),
+    [
+        ("modle: m\n", ConfigError, "unknown key 'modle'\nhint: did you mean 'model'"),
+        ("model: {a: 1}\n", ConfigError, "model in .*run.yaml is {'a': 1}; expected a value"),
+        ("max_steps: [1, 2]\n", ConfigError, "max_steps in .*run.yaml has 2 values"),
+        ("deepspeed: zero3\n", ConfigError, "deepspeed in .*run.yaml zero3 is not supported"),
+        ("verify: perhaps\n", ConfigError, "verify in .*run.yaml is 'perhaps'; expected true or false"),
+        ("- a\n- b\n", ConfigError, "holds a list; expected `key: value` lines"),
+        ("model: [unclosed\n", DataError, "cannot be read"),
+    ],
+)
+def test_errors_in_the_file_name_the_key_and_the_file(
+    tmp_path: Path, text: str, error: type[Exception], said: str
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(error, match=said):
+        read(str(file))
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "train.yaml").write_text("model: m\n")
+    with pytest.raises(DataError, match="did you mean 'train.yaml'"):
+        read(str(tmp_path / "trian.yaml"))
+
+
+def test_help_lists_every_flag_with_its_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read("--help") is None
+    out = capsys.readouterr().out
+    assert "usage: ebbtide test" in out
+    assert all(f"--{name}" in out for name in ("model", "dataset", "max_steps", "verify"))
+    assert "How many steps." in out

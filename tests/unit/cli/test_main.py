@@ -1,0 +1,130 @@
+"""The command line's surface: verbs, exit codes, light start."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+import ebbtide.cli as cli
+from ebbtide.base.errors import CapError, ConfigError, DataError, DiskFullError, EbbtideError, RestoreError
+
+SOURCE = Path(cli.__file__).parents[2]
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]], int]], None]:
+    def install(function: Callable[[Sequence[str]], int]) -> None:
+        module = types.ModuleType("a_verb_for_tests")
+        module.run = function
+        monkeypatch.setitem(sys.modules, "a_verb_for_tests", module)
+        monkeypatch.setitem(cli.VERBS, "sft", cli.Verb(function="a_verb_for_tests:run", does="tests"))
+
+    return install
+
+
+def test_the_verbs_of_this_release_are_listed_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert listed == ["sft", "compare", "report", "env"] == list(cli.VERBS)
+
+
+def test_every_verb_leads_to_a_module() -> None:
+    for verb in cli.VERBS.values():
+        assert importlib.util.find_spec(verb.function.partition(":")[0]) is not None, verb
+
+
+def test_no_verb_shows_the_overview_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "usage: ebbtide VERB" in shown.err
+    assert shown.out == ""
+
+
+def test_an_unknown_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["compair"]) == 2
+    assert "error: there is no verb 'compair'" in (err := capsys.readouterr().err)
+    assert "did you mean 'compare'" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ConfigError, 2), (DataError, 2), (CapError, 1), (DiskFullError, 1), (RestoreError, 1)],
+)
+def test_errors_are_two_lines_and_a_code(
+    verb: Callable, capsys: pytest.CaptureFixture[str], error: type[EbbtideError], code: int
+) -> None:
+    def fail(argv: Sequence[str]) -> int:
+        raise error("it is so", expected="it to be other", hint="do this")
+
+    verb(fail)
+    assert cli.main(["sft"]) == code
+    assert capsys.readouterr().err == "error: it is so; expected it to be other\nhint: do this\n"
+
+
+def test_ctrl_c_is_one_line_and_130(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: Sequence[str]) -> int:
+        raise KeyboardInterrupt
+
+    verb(interrupted)
+    assert cli.main(["sft"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_bug_is_not_dressed_up(verb: Callable) -> None:
+    def broken(argv: Sequence[str]) -> int:
+        raise RuntimeError("a bug")
+
+    verb(broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["sft"])
+
+
+def test_arguments_reach_the_verb_and_its_code_comes_back(verb: Callable) -> None:
+    seen: list[Sequence[str]] = []
+
+    def run(argv: Sequence[str]) -> int:
+        seen.append(argv)
+        return 3
+
+    verb(run)
+    assert cli.main(["sft", "file.yaml", "--flag"]) == 3
+    assert seen == [["file.yaml", "--flag"]]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["sft", "--help"], ["sft", "--modle", "m"], ["env", "--help"]])
+def test_a_light_start_imports_no_torch(argv: list[str]) -> None:
+    program = (
+        "import sys; from ebbtide.cli import main; main(sys.argv[1:]);"
+        "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'trl'} & set(sys.modules);"
+        "print(heavy); sys.exit(len(heavy))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, *argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_env_tells_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    assert cli.main(["env"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["torch"] == torch.__version__
+    assert lines["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
+    assert {"ebbtide", "transformers", "trl", "device", "platform"} <= set(lines)
+
+
+def test_env_takes_no_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env", "--all"]) == 2
+    assert "expected no arguments" in capsys.readouterr().err

@@ -1,0 +1,158 @@
+"""Every accepted file and column set becomes rows; everything else is an error that names what was found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft import data
+
+USER = {"role": "user", "content": "q"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        import pyarrow
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def load(*names: str, chat: bool = True) -> list[dict]:
+    return data.load(names, chat=chat, seed=0).to_list()
+
+
+@pytest.mark.parametrize("suffix", data.SUFFIXES)
+def test_every_file_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
+    rows = [{"text": f"row {number}"} for number in range(5)]
+    name = write(tmp_path / f"rows{suffix}", rows)
+    assert load(name) == rows
+    assert load(f"{name}#2") == rows[:2]
+    assert load(f"{name}#99") == rows
+
+
+@pytest.mark.parametrize(
+    ("row", "shaped"),
+    [
+        ({"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT]}),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            {"messages": [USER, ASSISTANT]},
+        ),
+        ({"prompt": "q", "completion": "a", "id": 1}, {"prompt": "q", "completion": "a"}),
+        ({"question": "q", "answer": "a"}, {"prompt": [USER], "completion": [ASSISTANT]}),
+        ({"instruction": "q", "output": "a"}, {"prompt": [USER], "completion": [ASSISTANT]}),
+        (
+            {"instruction": "do", "input": "this", "output": "a"},
+            {"prompt": [{"role": "user", "content": "do\n\nthis"}], "completion": [ASSISTANT]},
+        ),
+        ({"instruction": "q", "input": "", "output": "a"}, {"prompt": [USER], "completion": [ASSISTANT]}),
+        ({"text": "q a", "id": 1}, {"text": "q a"}),
+    ],
+)
+def test_columns_are_put_into_shape(tmp_path: Path, row: dict, shaped: dict) -> None:
+    assert load(write(tmp_path / "rows.jsonl", [row])) == [shaped]
+
+
+def test_without_a_chat_template_a_question_is_plain_text(tmp_path: Path) -> None:
+    name = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
+    assert load(name, chat=False) == [{"prompt": "q\n", "completion": "a"}]
+
+
+def test_data_sets_follow_one_another(tmp_path: Path) -> None:
+    names = [write(tmp_path / f"{n}.jsonl", [{"text": f"{n}{i}"} for i in range(3)]) for n in "ab"]
+    assert [row["text"] for row in load(names[0], f"{names[1]}#1")] == ["a0", "a1", "a2", "b0"]
+
+
+def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [{"text": "t"}])
+    two = write(tmp_path / "two.jsonl", [{"prompt": "q", "completion": "a"}])
+    with pytest.raises(ConfigError, match=r"differ in shape \(.*one.jsonl: text, .*two.jsonl: prompt\+completion\)"):
+        load(one, two)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.jsonl", "", "is empty"),
+        ("a.jsonl", "\n\n", "is empty"),
+        ("a.json", "[]", "is empty"),
+        ("a.json", '{"text": "t"}', "holds a JSON dict; expected a list of objects\nhint: one object a line is .jsonl"),
+        ("a.jsonl", '{"text": "t"}\n{"text": \n', "line 2 of .*a.jsonl is not JSON"),
+        ("a.jsonl", "[1]\n", r"row 1 of .*a.jsonl is \[1\]; expected an object"),
+        ("a.jsonl", '{"q": "x", "a": "y"}\n', "has the columns a, q; expected `messages`.*`text`"),
+        ("a.jsonl", '{"prompt": "x"}\n', "has the columns prompt; expected"),
+        ("a.jsonl", '{"text": "t"}\n{"other": "t"}\n', "row 2 of data set .* does not fit: KeyError"),
+        ("a.jsonl", '{"text": ""}\n', "row 1 of data set .* has nothing in text"),
+        ("a.parquet", "no parquet", "a.parquet cannot be read"),
+        ("a.csv", "a,b\n", "ends in '.csv'; expected one of .jsonl, .json, .parquet"),
+    ],
+)
+def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, name: str, text: str, said: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=said):
+        load(str(tmp_path / name))
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", [{"text": "t"}])
+    with pytest.raises(DataError, match=r"is not there; expected a file\nhint: did you mean 'train.jsonl'"):
+        load(str(tmp_path / "trian.jsonl"))
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("count", ["0", "-5", "x", "1.5", ""])
+def test_the_row_count_is_a_number_above_zero(count: str) -> None:
+    with pytest.raises(ConfigError, match="expected a number of rows above zero"):
+        load(f"builtin:pydoc#{count}")
+
+
+def test_an_unknown_builtin_names_the_nearest() -> None:
+    with pytest.raises(DataError, match="did you mean 'builtin:pydoc'"):
+        load("builtin:pydocs")
+
+
+def test_chats_need_a_chat_template(tmp_path: Path) -> None:
+    name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}])
+    with pytest.raises(DataError, match="no chat template"):
+        load(name, chat=False)
+
+
+def test_other_names_are_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[tuple] = []
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        asked.append((name, split))
+        return datasets.Dataset.from_list([{"text": str(number)} for number in range(9)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load("owner/name#3") == [{"text": "0"}, {"text": "1"}, {"text": "2"}]
+    assert asked == [("owner/name", "train")]
+
+
+def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(
+        DataError, match="'owner/name' is no local file and could not be loaded by that name: no network"
+    ):
+        load("owner/name")
