@@ -1,0 +1,464 @@
+"""The disk tier does what [Note: a slot's life] promises, whatever the disk, the caller or the system does."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.base.errors import ConfigError, DiskError, DiskFullError
+from ebbtide.store.disk import DiskTier
+from tests.unit.store.conftest import Gate, noise
+
+MIB = 1 << 20
+
+
+def owns_its_storage(tensor: torch.Tensor, nbytes: int) -> bool:
+    return (
+        tensor.dtype is torch.uint8
+        and tensor.shape == (nbytes,)
+        and tensor.storage_offset() == 0
+        and tensor.untyped_storage().nbytes() == nbytes
+    )
+
+
+@pytest.mark.parametrize("nbytes", [1, 511, 512, 1023, 1024, 4095, 4096, 4097, MIB + 3, 20 * MIB])
+@pytest.mark.parametrize("offset", [0, 1, 448, 4095])
+def test_bytes_come_back(tier: DiskTier, nbytes: int, offset: int) -> None:
+    source = noise(nbytes, offset)
+    expected, slot = source.clone(), tier.park(source)
+    assert slot.nbytes == nbytes
+    slot.wait_parked()
+    assert slot.parked
+    source.zero_()
+    first, _ = slot.take()
+    second, _ = slot.take()
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    assert owns_its_storage(first, nbytes)
+    assert first.data_ptr() != second.data_ptr()
+    assert first.data_ptr() % 4096 == source.data_ptr() % 4096
+
+
+def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: Gate) -> None:
+    expected = noise(MIB)
+    slots = [tier.park(expected.clone()) for _ in range(3)]
+    slots[2].prefetch()
+    write_gate.open()
+    taken, stall = slots[2].take()
+    assert torch.equal(taken, expected) and stall > 0
+    assert tier.counters.stall_seconds >= stall
+
+
+def test_source_is_held_until_written_and_then_dropped(tier: DiskTier, write_gate: Gate) -> None:
+    source = noise(MIB)
+    storage = weakref.ref(source.untyped_storage())
+    slot = tier.park(source)
+    del source
+    assert storage() is not None and not slot.parked
+    write_gate.open()
+    slot.wait_parked()
+    assert storage() is None
+
+
+def test_cancel_withdraws_only_what_has_not_begun(tier: DiskTier, write_gate: Gate) -> None:
+    begun, waiting = tier.park(noise(MIB)), tier.park(noise(MIB))
+    assert write_gate.came.wait(60)
+    assert not begun.cancel()
+    waiting.prefetch()
+    assert waiting.cancel()
+    assert not waiting.cancel()
+    with pytest.raises(DiskError, match="freed or withdrawn"):
+        waiting.take()
+    write_gate.open()
+    begun.wait_parked()
+    assert not begun.cancel()
+    assert tier.used_bytes <= MIB
+    assert tier.counters.out_bytes == MIB
+
+
+def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskTier, write_gate: Gate) -> None:
+    slot = tier.park(noise(MIB))
+    assert write_gate.came.wait(60)
+    slot.free()
+    slot.free()
+    assert tier.used_bytes > 0  # the write still uses it
+    write_gate.open()
+    tier.park(noise(MIB)).wait_parked()  # one writer: the first write has ended
+    gc.collect()
+    assert tier.used_bytes == 0
+    with pytest.raises(DiskError, match="freed"):
+        slot.take()
+
+
+def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier, read_gate: Gate) -> None:
+    slot, other = tier.park(noise(MIB)), tier.park(noise(MIB))
+    slot.prefetch()
+    assert read_gate.came.wait(60)
+    slot.free()
+    held = tier.used_bytes
+    read_gate.open()
+    other.take()
+    assert tier.used_bytes < held
+    other.free()
+    assert tier.used_bytes == 0
+
+
+def test_a_dropped_slot_gives_its_place_back(tier: DiskTier) -> None:
+    slot = tier.park(noise(MIB))
+    slot.wait_parked()
+    del slot
+    assert tier.used_bytes == 0
+
+
+def test_free_never_waits_for_the_lock(tier: DiskTier) -> None:
+    # As when a ticket dies through the garbage collector in a thread that is inside the tier.
+    slot = tier.park(noise(MIB))
+    slot.wait_parked()
+    with tier._work._lock:
+        slot.free()
+    assert tier.used_bytes == 0
+
+
+def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
+    source = noise(300_000)
+    for _ in range(1000):
+        slot = tier.park(source)
+        taken, _ = slot.take()
+        slot.free()
+    assert torch.equal(taken, source)
+    assert tier.used_bytes == 0
+    assert tier._work._room.size_bytes <= 256 * MIB
+    assert len(tier._work._room._extents._offsets) == 1  # one free place: all neighbours merged
+    del taken
+    assert tier._work.pool.spare_bytes <= 2 * (300_000 + 8192)  # memory was used again
+    tier.trim()
+    assert tier._work.pool.spare_bytes == 0
+
+
+def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = DiskTier(disk, in_flight_bytes=2 * MIB)
+    slots = [tier.park(noise(MIB)) for _ in range(6)]
+    assert tier._work._out_bytes <= 2 * MIB
+    slots[-1].wait_parked()
+    for slot in slots:
+        slot.prefetch()
+    assert torch.equal(slots[5].take()[0], slots[5].take()[0])  # one that waits for room is served when it is taken
+    assert tier._work._ahead_bytes <= 2 * MIB
+    for slot in slots:
+        slot.take()
+    assert tier._work._ahead_bytes == 0
+    tier.close()
+
+
+def test_budget_says_what_is_needed_and_free(disk: Path) -> None:
+    tier = DiskTier(disk, budget_bytes=4 * MIB)
+    slots = [tier.park(noise(MIB)) for _ in range(3)]
+    with pytest.raises(DiskFullError, match=r"2\.0 MiB needed, 1\.0 MiB free in .*budget 4\.0 MiB") as caught:
+        tier.park(noise(2 * MIB + 4096))
+    assert "hint: " in str(caught.value)
+    assert tier.free_bytes == 4 * MIB - tier.used_bytes
+    slots[0].free()
+    slots[1].free()
+    tier.park(noise(2 * MIB)).wait_parked()
+    tier.close()
+
+
+def test_full_disk_is_raised_from_park(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(DiskFullError, match="needed") as caught:
+            tier.park(noise(MIB))
+        assert isinstance(caught.value.__cause__, OSError)
+    assert tier.used_bytes == 0
+    tier.park(noise(MIB)).wait_parked()
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, DiskError)])
+def test_failed_write_is_raised_wherever_it_is_asked_for(
+    tier: DiskTier, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[DiskError]
+) -> None:
+    def fail(*args: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        slot = tier.park(noise(MIB))
+        slot.prefetch()
+        for ask in (slot.wait_parked, slot.take, slot.take, slot.prefetch, lambda: slot.parked):
+            with pytest.raises(kind, match="writing 1.0 MiB") as caught:
+                ask()
+            assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number
+    slot.free()
+    assert tier.used_bytes == 0
+    good = tier.park(noise(MIB))
+    good.take()
+
+
+def test_short_writes_and_reads_are_continued(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwritev, preadv = os.pwritev, os.preadv
+    sizes = iter([512, 4096 + 100, 8192] * 10_000)  # 100 odd bytes: what follows must begin aligned again
+
+    def short_write(fd: int, views: list[memoryview], offset: int) -> int:
+        count = next(sizes)
+        return min(pwritev(fd, [views[0][: (count + 511) // 512 * 512]], offset), count)
+
+    def short_read(fd: int, views: list[memoryview], offset: int) -> int:
+        count = next(sizes)
+        return min(preadv(fd, [views[0][: (count + 511) // 512 * 512]], offset), count)
+
+    monkeypatch.setattr(os, "pwritev", short_write)
+    monkeypatch.setattr(os, "preadv", short_read)
+    source = noise(300_001)
+    assert torch.equal(tier.park(source).take()[0], source)
+
+
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_an_end_of_bytes_is_an_error(tier: DiskTier, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    monkeypatch.setattr(os, call, lambda *args: 0)
+    slot = tier.park(noise(MIB))
+    with pytest.raises(DiskError, match="short"):
+        slot.take()
+
+
+def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = noise(MIB)
+    slot = tier.park(source)
+
+    def fail(*args: object) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        slot.prefetch()
+        with pytest.raises(DiskError, match="reading 1.0 MiB"):
+            slot.take()
+    assert torch.equal(slot.take()[0], source)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_hangs_nobody(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die() -> None:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(tier._work, "_next_read", die)
+    slot = tier.park(noise(MIB))
+    with pytest.raises(DiskError, match="worker thread"):
+        slot.take()
+    with pytest.raises(DiskError, match="worker thread"):
+        tier.park(noise(MIB))
+    slot.free()
+    tier.close()
+
+
+def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, write_gate: Gate) -> None:
+    source = noise(MIB)
+    slot = tier.park(source)
+
+    def interrupt() -> None:
+        while slot._parcel.read is not None or not tier._work._reads:  # until take() has begun to wait
+            os.sched_yield()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        slot.take()
+    thread.join()
+    write_gate.open()
+    assert torch.equal(slot.take()[0], source)
+    slot.free()
+    assert tier.used_bytes == 0
+
+
+def test_after_close(disk: Path) -> None:
+    tier = DiskTier(disk)
+    slot = tier.park(noise(MIB))
+    slot.wait_parked()
+    tier.close()
+    tier.close()
+    slot.free()
+    tier.trim()
+    assert tier.used_bytes == 0
+    for ask in (lambda: tier.park(noise(9)), slot.take, slot.wait_parked, slot.prefetch, slot.cancel):
+        with pytest.raises(DiskError, match="closed"):
+            ask()
+    assert not [x for x in threading.enumerate() if x in tier._work._threads]
+
+
+def test_close_drops_what_waits(tier: DiskTier, write_gate: Gate) -> None:
+    slots = [tier.park(noise(MIB)) for _ in range(3)]
+    storages = [weakref.ref(s._parcel.source.untyped_storage()) for s in slots if s._parcel.source is not None]
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    write_gate.open()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert [s() for s in storages] == [None] * len(storages)
+
+
+def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
+    tier = DiskTier(disk)
+    tier.park(noise(MIB)).wait_parked()
+    threads, fd = tier._work._threads, tier._work._file.fd
+    del tier
+    gc.collect()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_memory_outlives_the_tier(disk: Path) -> None:
+    tier, source = DiskTier(disk), noise(MIB)
+    taken, _ = tier.park(source).take()
+    tier.close()
+    del tier
+    gc.collect()
+    assert torch.equal(taken, source)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_is_refused(tier: DiskTier) -> None:
+    slot = tier.park(noise(MIB))
+    slot.wait_parked()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            slot.free()
+            tier.trim()
+            tier.park(noise(10))
+        except DiskError as error:
+            code = 0 if "forked child" in str(error) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    slot.take()
+
+
+@pytest.mark.parametrize("tmpfile", [True, False])
+def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tmpfile: bool) -> None:
+    if not tmpfile:
+        monkeypatch.setattr(os, "O_TMPFILE", 0)
+    tier = DiskTier(disk)
+    source = noise(MIB)
+    slot = tier.park(source)
+    slot.wait_parked()
+    assert list(disk.iterdir()) == []
+    assert torch.equal(slot.take()[0], source)
+    tier.close()
+    assert list(disk.iterdir()) == []
+
+
+def test_kill_leaves_nothing(disk: Path) -> None:
+    script = (
+        "import sys, torch; from ebbtide.store.disk import DiskTier; t = DiskTier(sys.argv[1]); "
+        "s = t.park(torch.ones(1 << 24, dtype=torch.uint8)); s.wait_parked(); print('parked', flush=True); "
+        "sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(disk)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "parked\n"
+        process.kill()
+        process.wait(60)
+    assert list(disk.iterdir()) == []
+
+
+def test_refused_direct_io_is_said_once_and_served_buffered(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pwritev, refusals = os.pwritev, []
+
+    def refuse(fd: int, views: list[memoryview], offset: int) -> int:
+        if len(refusals) < 2:
+            refusals.append(offset)
+            raise OSError(errno.EINVAL, "no direct I/O")
+        return pwritev(fd, views, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuse)
+    with caplog.at_level(logging.WARNING, "ebbtide.store"):
+        tier = DiskTier(disk)
+        source = noise(MIB + 3)
+        assert torch.equal(tier.park(source).take()[0], source)
+        assert not tier.direct
+        tier.close()
+    assert [r.message.split(":")[0] for r in caplog.records] == [f"direct I/O is refused in {disk}"]
+
+
+def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*args: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no")
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    source = noise(MIB)
+    assert torch.equal(tier.park(source).take()[0], source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.zeros(4),
+        torch.zeros(0, dtype=torch.uint8),
+        torch.zeros(2, 2, dtype=torch.uint8),
+        torch.zeros(8, dtype=torch.uint8)[::2],
+    ],
+)
+def test_only_plain_bytes_are_parked(tier: DiskTier, source: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match="expected a contiguous"):
+        tier.park(source)
+
+
+def test_counters_count(tier: DiskTier) -> None:
+    slot = tier.park(noise(MIB))
+    slot.take()
+    slot.take()
+    assert tier.counters.out_bytes == MIB and tier.counters.in_bytes == 2 * MIB
+    assert tier.counters.out_seconds > 0 and tier.counters.in_seconds > 0
+    assert tier.name == "disk" and tier.owns(torch.ones(1)) and tier.free_bytes > 0
+
+
+def test_many_threads_take_and_free(tier: DiskTier) -> None:
+    sources = [noise(200_000 + i) for i in range(8)]
+    faults: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for i in range(30):
+                source = sources[(seed + i) % len(sources)]
+                slot = tier.park(source)
+                if i % 3:
+                    slot.prefetch()
+                if i % 5 == 4:
+                    slot.free()
+                    continue
+                if not torch.equal(slot.take()[0], source):
+                    raise ValueError("other bytes came back")
+                slot.free()
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    deadline = time.monotonic() + 60
+    while tier.used_bytes and time.monotonic() < deadline:  # the last writes may still run
+        os.sched_yield()
+    assert not faults and tier.used_bytes == 0
