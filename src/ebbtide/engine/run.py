@@ -80,6 +80,7 @@ class BlockRun:
         self._input_storages = {id(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
         outside = {(id(n), t.output_nr) for t in inputs if (n := t.grad_fn) is not None}
         self._nodes = [t.grad_fn for t in inputs]
+        self.tally.input_bytes = sum(t.untyped_storage().nbytes() for t in inputs if t.requires_grad)
         self.builder: Builder | None = Builder(engine.rules, self._usable_weight, outside)
 
     # Forward
@@ -167,11 +168,11 @@ class BlockRun:
         base = tensor._base if tensor._base is not None else tensor
         base_layout, nbytes = Layout.of(base), storage.nbytes()
         whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
-        is_input = id(storage) in self._input_storages
         node = base.grad_fn
+        is_input = id(storage) in self._input_storages or self._casts_an_input(base)
         site = self._site("input" if is_input else node.name() if node is not None else "leaf")
         recipe = None
-        if whole and not is_input and node is not None and self.builder is not None and engine.may_remake(tensor):
+        if whole and id(storage) not in self._input_storages and node is not None and self.builder is not None and engine.may_remake(tensor):
             recipe = self.builder.recipe(node, base.output_nr)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes)
         entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
@@ -188,8 +189,15 @@ class BlockRun:
             action = Action.RECOMPUTE  # autocast's copy of a weight: a parameter never crosses the link
         self._carry_out(action, entry, tensor, base, recipe)
         self.pass_.add_site(site, entry.nbytes, entry.action)
-        self.tally.add(entry.action, entry.nbytes, block_input=is_input, stubborn=recipe is None and not is_input)
+        self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
+
+    def _casts_an_input(self, base: torch.Tensor) -> bool:
+        node = base.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or self.builder is None:
+            return False
+        source, number = node.next_functions[0]
+        return source is not None and (id(source), number) in self.builder.outside
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
@@ -252,8 +260,9 @@ class BlockRun:
 
     def record_order(self) -> None:
         """Keep the order in which a backward read this run's entries, for the next runs of this kind of block."""
-        places = {reference: i for i, reference in enumerate(self.entries)}
-        read = list(dict.fromkeys(places[r] for r in self.reads if r in places))
+        # Python makes one plain weak reference per object: the same one here and in ``entries``, dead or alive.
+        places = {id(reference): i for i, reference in enumerate(self.entries)}
+        read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
         unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
         self.engine.orders[self.block.kind] = tuple(read + unread)
         self.reads = []

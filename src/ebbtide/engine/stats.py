@@ -27,7 +27,7 @@ class Tally:
         """A tensor stayed because it is small or of a kind that is not moved."""
         self.add_saved(nbytes)
 
-    def add(self, action: Action, nbytes: int, *, block_input: bool, stubborn: bool) -> None:
+    def add(self, action: Action, nbytes: int, *, stubborn: bool) -> None:
         """A storage was met for the first time."""
         self.unique += nbytes
         if action is Action.KEEP:
@@ -36,8 +36,6 @@ class Tally:
             self.offloaded += nbytes
         else:
             self.recomputed += nbytes
-        if block_input:
-            self.input_bytes += nbytes
         if stubborn and action is not Action.RECOMPUTE:
             self.stubborn += nbytes
 
@@ -45,6 +43,12 @@ class Tally:
         """Of a storage that is to be cast up again, ``nbytes`` were offloaded in the narrower type."""
         self.offloaded += nbytes
         self.recomputed -= nbytes
+
+    def add_rerun(self, unique: int) -> None:
+        """The block is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen."""
+        dropped = max(unique - self.unique, 0)
+        self.unique += dropped
+        self.recomputed += dropped
 
     def add_all(self, other: Tally) -> None:
         """Add another tally to this one."""

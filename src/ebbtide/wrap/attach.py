@@ -25,6 +25,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
+from ebbtide.engine.stats import Tally
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -55,7 +56,7 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ran: set[str] = set()
-        self._seen: dict[str, tuple[int, int]] = {}  # block kind → input bytes and stubborn bytes, as last seen
+        self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._replace_forward(model, self._model_call)
         for module, block in blocks:
             _attached.add(module)
@@ -101,19 +102,24 @@ class Attachment:
                 self._ran.clear()
                 engine.begin_pass()
             self._ran.add(block.name)
-        seen = self._seen.get(block.kind, (0, 0))
-        action = engine.plan.block_action(block.kind, block.index, input_bytes=seen[0], stubborn_bytes=seen[1])
+        seen = self._seen.get(block.kind) or Tally()
+        action = engine.plan.block_action(
+            block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
+        )
         whole = action is Action.CHECKPOINT
         with offloading(engine, block, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
                         checkpointed=whole) as run:  # fmt: skip
             if whole:
-                return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                try:
+                    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                finally:
+                    run.tally.add_rerun(seen.unique)
             scope.run = run
             try:
                 return forward(*args, **kwargs)
             finally:
                 scope.run = None
-                self._seen[block.kind] = (run.tally.input_bytes, run.tally.stubborn)
+                self._seen[block.kind] = run.tally
 
     # Installing
 
