@@ -1,0 +1,132 @@
+"""Random lives of random slots: what comes back is what went out, and nothing is left behind.
+
+The model is a dictionary of slot → bytes. On the fake device a mistake in order is poison for any rates; on disk the
+threads' own timing is the interleaving.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostTier
+from ebbtide.store.location import filesystem_of
+from ebbtide.store.protocol import Slot, Tier
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["park", "wait", "drop", "prefetch", "take", "free", "cancel", "trim"]), st.integers(0, 99)
+    ),
+    max_size=60,
+)
+RATES = st.floats(1, 1e6)
+
+
+class Lives:
+    """Applies steps to a tier and checks what comes back."""
+
+    def __init__(self, tier: Tier, produce: Callable[[int], torch.Tensor], sizes: list[int]) -> None:
+        self.tier, self.produce, self.sizes = tier, produce, sizes
+        self.slots: list[tuple[Slot, torch.Tensor]] = []
+        self.sources: dict[Slot, torch.Tensor] = {}
+
+    def step(self, action: str, number: int) -> None:
+        if action == "park":
+            source = self.produce(self.sizes[number % len(self.sizes)])
+            slot = self.tier.park(source)
+            self.slots.append((slot, source.clone()))
+            self.sources[slot] = source
+            return
+        if action == "trim":
+            self.tier.trim()
+            return
+        if not self.slots:
+            return
+        slot, expected = self.slots[number % len(self.slots)]
+        if action == "wait":
+            slot.wait_parked()
+            assert slot.parked
+            self.sources.pop(slot, None)
+        elif action == "drop" and slot.parked:
+            self.sources.pop(slot, None)
+        elif action == "prefetch":
+            slot.prefetch()
+        elif action == "take":
+            taken, stall = slot.take()
+            assert torch.equal(taken, expected) and stall >= 0
+            assert taken.untyped_storage().nbytes() == slot.nbytes == expected.numel()
+        elif action == "free":
+            slot.free()
+            self.forget(slot)
+        elif action == "cancel" and slot.cancel():
+            self.forget(slot)
+
+    def forget(self, slot: Slot) -> None:
+        self.slots = [(s, e) for s, e in self.slots if s is not slot]
+        # On a device, reading memory that has gone is only wrong if somebody wants the bytes; the fake counts it, so
+        # the source stays until the end.
+
+    def end(self) -> None:
+        for slot, expected in self.slots:
+            assert torch.equal(slot.take()[0], expected)
+            slot.free()
+        self.slots.clear()
+
+
+@given(STEPS, RATES, RATES, st.lists(st.floats(0, 50), min_size=1, max_size=10), st.booleans())
+def test_host(steps: list[tuple[str, int]], out: float, into: float, pauses: list[float], asynchronous: bool) -> None:
+    device = FakeDevice(out, into, asynchronous_copies=asynchronous)
+    tier = HostTier(device, budget_bytes=1 << 20)
+
+    def produce(nbytes: int) -> torch.Tensor:
+        source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        device.compute(0.1, writes=source)
+        return source
+
+    lives = Lives(tier, produce, [1, 100, 100, 333])
+    for index, (action, number) in enumerate(steps):
+        lives.step(action, number)
+        device.compute(pauses[index % len(pauses)])
+    lives.end()
+    assert device.violations == []
+    assert tier.used_bytes == 0 and device.live_bytes == 0
+    assert tier.counters.out_bytes == device.out_bytes and tier.counters.in_bytes == device.in_bytes
+    tier.close()
+    assert device.host_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def disk_tier() -> Iterator[DiskTier]:
+    with tempfile.TemporaryDirectory() as directory:
+        if filesystem_of(directory) == "tmpfs":
+            pytest.skip("the temporary directory lies in RAM")
+        tier = DiskTier(directory, in_flight_bytes=200_000)
+        yield tier
+        tier.close()
+
+
+@settings(max_examples=60)
+@given(STEPS, st.integers(0, 5000))
+def test_disk(disk_tier: DiskTier, steps: list[tuple[str, int]], offset: int) -> None:
+    def produce(nbytes: int) -> torch.Tensor:
+        return torch.randint(0, 256, (nbytes + offset,), dtype=torch.uint8)[offset:]
+
+    lives = Lives(disk_tier, produce, [1, 600, 4097, 70_001, 150_000])
+    for action, number in steps:
+        lives.step(action, number)
+    lives.end()
+    deadline = time.monotonic() + 60
+    while disk_tier.used_bytes and time.monotonic() < deadline:  # a write freed while it ran may still run
+        os.sched_yield()
+    assert disk_tier.used_bytes == 0
+    assert disk_tier._work._out_bytes == 0 and disk_tier._work._ahead_bytes == 0
+    assert not disk_tier._work._writes and not disk_tier._work._reads

@@ -1,0 +1,50 @@
+"""Read memory is used again, within its bound."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from ebbtide.store.buffers import Buffer, BufferPool
+
+
+def test_memory_of_a_dead_tensor_is_used_again() -> None:
+    pool = BufferPool(1 << 20)
+    first = Buffer(5000, 64, pool).tensor()
+    address, view = first.data_ptr(), first.view(torch.int32)
+    del first
+    assert pool.spare_bytes == 0  # the view still holds it
+    del view
+    assert pool.spare_bytes == 8192
+    again = Buffer(6000, 128, pool)
+    assert again.address == address + 64
+    assert pool.spare_bytes == 0
+
+
+def test_the_oldest_go_when_there_are_too_many() -> None:
+    pool = BufferPool(3 * 4096)
+    buffers = [Buffer(4096, 0, pool) for _ in range(3)] + [Buffer(8192, 0, pool)]
+    while buffers:
+        buffers.pop(0)
+    gc.collect()
+    assert pool.spare_bytes == 3 * 4096
+    assert pool.find(8192) is not None and pool.find(4096) is not None and pool.find(4096) is None
+
+
+def test_a_death_inside_the_lock_does_not_wait() -> None:
+    pool = BufferPool(1 << 20)
+    tensor = Buffer(4096, 0, pool).tensor()
+    with pool._lock:
+        del tensor
+    assert pool.spare_bytes == 0
+
+
+def test_trim_empties_and_can_close() -> None:
+    pool = BufferPool(1 << 20)
+    kept = Buffer(4096, 0, pool)
+    Buffer(4096, 0, pool)
+    assert pool.spare_bytes == 4096
+    pool.trim(limit_bytes=0)
+    del kept
+    assert pool.spare_bytes == 0

@@ -1,0 +1,310 @@
+"""The host tier on the fake device: the right protocol passes, and every planted mistake is found."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda._sanitizer import EventHandler
+
+from ebbtide.base.errors import CapError, ConfigError, TargetError
+from ebbtide.store.fake import FakeDevice, FakeEvent, FakeStream
+from ebbtide.store.host import HostTier
+
+POISON = 0xFF
+
+
+def produce(device: FakeDevice, nbytes: int, seconds: float = 1.0) -> torch.Tensor:
+    tensor = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)  # never 255: that is poison
+    device.compute(seconds, writes=tensor)
+    return tensor
+
+
+def test_bytes_come_back_and_times_are_exact() -> None:
+    device = FakeDevice(100, 200)
+    tier = HostTier(device)
+    source = produce(device, 300)
+    expected, slot = source.clone(), tier.park(source)
+    assert not slot.parked
+    device.compute(1.0)
+    assert slot.wait_parked() == pytest.approx(2.0) and slot.parked
+    del source
+    slot.prefetch()
+    slot.prefetch()
+    device.compute(0.5)
+    first, stall = slot.take()
+    assert stall == pytest.approx(1.0)
+    second, stall = slot.take()
+    assert stall == pytest.approx(1.5)
+    assert torch.equal(first, expected) and torch.equal(second, expected)
+    assert first.untyped_storage().nbytes() == 300 and first.storage_offset() == 0
+    assert device.violations == []
+    assert (tier.counters.out_bytes, tier.counters.in_bytes) == (device.out_bytes, device.in_bytes) == (300, 600)
+    assert tier.counters.out_seconds == pytest.approx(3.0)
+    assert tier.counters.in_seconds == pytest.approx(3.0)
+    assert tier.counters.stall_seconds == pytest.approx(4.5)
+    assert tier.used_bytes == 300 and tier.free_bytes is None
+    slot.free()
+    assert tier.used_bytes == 0
+    del first, second
+    assert device.live_bytes == 0
+
+
+def test_buffers_are_used_again_by_exact_size() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device, budget_bytes=1000)
+    for _ in range(5):
+        slots = [tier.park(produce(device, n)) for n in (100, 200, 300)]
+        sources = [slot.wait_parked() for slot in slots]
+        assert len(sources) == 3
+        for slot in slots:
+            slot.take()
+            slot.free()
+    assert device.host_bytes == 600 and tier.used_bytes == 0 and tier.free_bytes == 1000
+    tier.trim()
+    assert device.host_bytes == 0
+
+
+def test_cap_gives_spare_buffers_back_before_it_fails() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device, budget_bytes=500)
+    source = produce(device, 400)
+    tier.park(source).free()  # its copy-out still runs
+    kept = produce(device, 300)
+    slot = tier.park(kept)  # had to wait for it
+    assert device.host_bytes == 300
+    with pytest.raises(CapError, match="host budget of 500 B") as caught:
+        tier.park(produce(device, 201))
+    assert "hint: raise host_budget" in str(caught.value)
+    slot.wait_parked()
+    assert torch.equal(slot.take()[0], kept) and device.violations == []
+
+
+def test_a_machine_without_host_memory_is_a_cap_error() -> None:
+    device = FakeDevice(100, 100, host_limit_bytes=100)
+    with pytest.raises(CapError, match="the machine gives no further"):
+        HostTier(device).park(produce(device, 101))
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_synchronous_where_copies_are_not(asynchronous: bool) -> None:
+    device = FakeDevice(100, 100, asynchronous_copies=asynchronous)
+    tier = HostTier(device, synchronous=asynchronous)
+    assert tier.synchronous
+    source = produce(device, 100)
+    expected, slot = source.clone(), tier.park(source)
+    assert slot.parked and slot.wait_parked() == 0.0 and not slot.cancel()
+    del source
+    slot.prefetch()
+    taken, stall = slot.take()
+    assert torch.equal(taken, expected) and stall == 0.0 and device.violations == []
+    assert device.now_seconds == pytest.approx(3.0)
+
+
+def test_freed_at_any_moment() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    source, other = produce(device, 100), produce(device, 100)
+    tier.park(source).free()
+    slot = tier.park(other)  # into the same buffer, behind the first copy
+    slot.prefetch()
+    slot.free()  # its copy-in still runs: the target's memory must not be dropped before
+    slot.free()
+    last = tier.park(source)
+    last.wait_parked()
+    assert torch.equal(last.take()[0], source)
+    assert device.host_bytes == 100 and device.violations == []
+    del last
+    gc.collect()
+    assert tier.used_bytes == 0 and device.live_bytes == 0
+
+
+def test_free_never_waits_for_the_lock() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    source = produce(device, 100)
+    slot = tier.park(source)
+    with tier._lock:
+        slot.free()
+    assert tier.used_bytes == 0
+
+
+def test_after_close_and_after_free() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    source = produce(device, 100)
+    slot, freed = tier.park(source), tier.park(source)
+    freed.free()
+    for ask in (freed.take, freed.prefetch):
+        with pytest.raises(TargetError, match="freed"):
+            ask()
+    tier.close()
+    tier.close()
+    for ask in (lambda: tier.park(source), slot.take, slot.prefetch):
+        with pytest.raises(TargetError, match="closed"):
+            ask()
+    slot.free()
+    assert device.host_bytes == 0
+
+
+def test_only_plain_bytes_and_sizes() -> None:
+    device = FakeDevice(1, 1)
+    with pytest.raises(ConfigError, match="contiguous"):
+        HostTier(device).park(torch.zeros(4))
+    with pytest.raises(ConfigError, match="above zero"):
+        HostTier(device, budget_bytes=0)
+
+
+class Forgetful(FakeDevice):
+    """Leaves out the waits of one kind of stream for the events of another."""
+
+    def __init__(self, waiting: str, awaited: str) -> None:
+        super().__init__(100, 100)
+        self.waiting, self.awaited = waiting, awaited
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> float:
+        if stream.name.startswith(self.waiting) and event.stream.name.startswith(self.awaited):
+            return 0.0
+        return super().wait(stream, event)
+
+
+@pytest.mark.parametrize("busy", [0.0, 100.0])  # whether timing happens to hide the mistake
+@pytest.mark.parametrize(
+    ("waiting", "awaited"),
+    [("out", "compute"), ("in", "out"), ("in", "compute"), ("compute", "in")],
+)
+def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> None:
+    device = Forgetful(waiting, awaited)
+    tier = HostTier(device)
+    source = produce(device, 100)
+    slot = tier.park(source)  # the source lives on: compute need not wait for the copy-out
+    device.compute(busy)
+    taken, _ = slot.take()
+    device.compute(busy)
+    assert bool((taken == POISON).all())
+
+
+def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Give a buffer back while a copy-in still reads it, as another compute stream's ``free`` may."""
+    first, second = produce(device, 100), produce(device, 100)
+    slot = tier.park(first)
+    slot.prefetch()
+    assert slot.buffer is not None
+    tier._buffers.give(slot.buffer)
+    slot.buffer = None
+    device.compute(busy)
+    again = tier.park(second)
+    assert device.host_bytes == 100  # the same buffer
+    return [(first, slot.take()[0]), (second, again.take()[0])]
+
+
+@pytest.mark.parametrize("busy", [0.0, 100.0])
+def test_a_host_buffer_used_again_too_early_is_found(busy: float) -> None:
+    device = Forgetful("out", "in")
+    pairs = reuse_while_it_is_read(device, HostTier(device), busy)
+    assert bool((pairs[1][1] == POISON).all()) and device.violations
+
+    device = FakeDevice(100, 100)
+    for expected, taken in reuse_while_it_is_read(device, HostTier(device), busy):
+        assert torch.equal(taken, expected)
+    assert device.violations == []
+
+
+def test_a_source_dropped_early_is_found() -> None:
+    device = FakeDevice(100, 100)
+    slot = HostTier(device).park(produce(device, 100))
+    assert not slot.parked
+    gc.collect()
+    slot.wait_parked()
+    assert bool((slot.take()[0] == POISON).all())
+    assert "source died" in device.violations[0]
+
+
+def test_a_host_buffer_freed_early_is_found() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    source = produce(device, 100)
+    slot = tier.park(source)
+    slot.wait_parked()
+    slot.prefetch()
+    assert slot.buffer is not None
+    device.free_host(slot.buffer.memory)
+    assert bool((slot.take()[0] == POISON).all()) and "freed before its end" in device.violations[0]
+
+
+def test_a_target_dropped_early_is_found() -> None:
+    device = FakeDevice(100, 100)
+    slot = HostTier(device).park(source := produce(device, 100))
+    slot.wait_parked()
+    slot.prefetch()
+    slot.ahead = None
+    device.compute(10)
+    assert source is not None and "target died" in device.violations[0]
+
+
+def test_poison_is_nan() -> None:
+    assert FakeDevice(1, 1).allocate(8, torch.device("cpu")).view(torch.float32).isnan().all()
+
+
+class Watched(Forgetful):
+    """Tells torch's own checker of stream order what is asked of the device."""
+
+    def __init__(self, waiting: str, awaited: str) -> None:
+        self.checker, self.found, self.ids = EventHandler(), [], {}
+        logging.getLogger("torch.cuda._sanitizer").disabled = True  # it is verbose about streams it was not told of
+        super().__init__(waiting, awaited)
+        self.checker._handle_stream_creation(self.id_of(self._compute))
+
+    def id_of(self, thing: Any) -> int:
+        self.ids[id(thing)] = thing  # kept alive, so that the number stays its own
+        return id(thing)
+
+    def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
+        stream = super().side_stream(where, purpose)
+        self.checker._handle_stream_creation(self.id_of(stream))
+        return stream
+
+    def launch(self, stream: FakeStream, reads: set[int], writes: set[int]) -> None:
+        names = {pointer: ["memory"] for pointer in reads | writes}
+        self.found += self.checker._handle_kernel_launch(self.id_of(stream), reads, writes, set(), "copy", names)
+
+    def compute(self, seconds: float, *, writes: torch.Tensor | None = None) -> None:
+        super().compute(seconds, writes=writes)
+        if writes is not None:
+            self.launch(self._compute, set(), {writes.data_ptr()})
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        event = super().record(stream)
+        self.checker._handle_event_creation(self.id_of(event))
+        self.checker._handle_event_record(self.id_of(event), self.id_of(stream))
+        return event
+
+    def wait(self, stream: FakeStream, event: FakeEvent) -> float:
+        if not (stream.name.startswith(self.waiting) and event.stream.name.startswith(self.awaited)):
+            self.checker._handle_event_wait(self.id_of(event), self.id_of(stream))
+        return super().wait(stream, event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
+        super().copy(target, source, stream)
+        self.launch(stream, {source.data_ptr()}, {target.data_ptr()})
+
+
+@pytest.mark.parametrize(
+    ("waiting", "awaited", "wrong"),
+    [
+        ("nobody", "nobody", False),
+        ("out", "compute", True),
+        ("in", "out", True),
+        ("compute", "in", True),
+        ("out", "in", True),
+    ],
+)
+def test_torchs_own_checker_agrees(waiting: str, awaited: str, wrong: bool) -> None:
+    device = Watched(waiting, awaited)
+    tier = HostTier(device)
+    for _, taken in reuse_while_it_is_read(device, tier, 0.0):
+        device.launch(device._compute, {taken.data_ptr()}, set())
+    assert bool(device.found) is wrong

@@ -1,0 +1,83 @@
+"""Which directories may hold offloaded bytes."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.location import check_directory, default_directory, filesystem_of
+
+
+def mounts(path: Path, *lines: tuple[str, str]) -> Path:
+    path.write_text(
+        "".join(
+            f"{i} 1 8:{i} / {point} rw,noatime shared:1 - {kind} /dev/x rw\n" for i, (point, kind) in enumerate(lines)
+        )
+    )
+    return path
+
+
+def test_filesystem_is_that_of_the_nearest_mount(tmp_path: Path) -> None:
+    table = mounts(
+        tmp_path / "mountinfo", ("/", "ext4"), ("/ram", "tmpfs"), ("/ram/disk", "xfs"), ("/with\\040space", "ramfs")
+    )
+    cases = {"/a": "ext4", "/ram/x": "tmpfs", "/ram/disk/y": "xfs", "/ramble": "ext4", "/with space/z": "ramfs"}
+    assert {p: filesystem_of(p, mountinfo=table) for p in cases} == cases
+    assert filesystem_of("/a", mountinfo=tmp_path / "absent") == ""
+
+
+def test_the_last_mount_on_a_point_counts(tmp_path: Path) -> None:
+    assert filesystem_of("/m/x", mountinfo=mounts(tmp_path / "m", ("/m", "tmpfs"), ("/m", "ext4"))) == "ext4"
+
+
+@pytest.mark.skipif(filesystem_of("/dev/shm") != "tmpfs", reason="there is no /dev/shm")
+def test_ram_is_refused() -> None:
+    with pytest.raises(DiskError, match="lies on tmpfs, which is RAM") as caught:
+        DiskTier("/dev/shm")
+    assert "hint: " in str(caught.value)
+
+
+def test_missing_and_not_writable_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match="does not exist"):
+        check_directory(tmp_path / "absent")
+    with pytest.raises(DiskError, match="not a directory"):
+        check_directory(tmp_path / "file")
+    monkeypatch.setattr(os, "access", lambda *args: False)
+    with pytest.raises(DiskError, match="not writable"):
+        check_directory(tmp_path)
+
+
+def test_default_is_the_first_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "absent"))
+    monkeypatch.setattr("ebbtide.store.location.check_directory", _only(tmp_path / ".cache" / "ebbtide"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_directory() == tmp_path / ".cache" / "ebbtide"
+
+
+def test_no_default_says_why_for_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.location.check_directory", _only(tmp_path / "other"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(DiskError) as caught:
+        default_directory()
+    assert "/var/tmp" in str(caught.value) and ".cache/ebbtide" in str(caught.value)
+
+
+def _only(good: Path):
+    def check(path: Path) -> Path:
+        if Path(path) != good:
+            raise DiskError(f"disk path {str(path)!r} is refused")
+        return good
+
+    return check
+
+
+@pytest.mark.parametrize("sizes", [{"budget_bytes": 0}, {"in_flight_bytes": -1}])
+def test_sizes_are_checked(tmp_path: Path, sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="above zero"):
+        DiskTier(tmp_path, **sizes)
