@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.extras import require
 
 ConfigT = TypeVar("ConfigT")
 Values = dict[str, list[str]]
@@ -137,8 +138,7 @@ def _following(rest: list[str], name: str, names: _Names) -> list[str]:
 
 def _read_file(path: Path, names: _Names) -> Values:
     """Read a YAML file of keys and values."""
-    import yaml
-
+    yaml = require("yaml", extra="cli", use="settings in a file")
     try:
         content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -234,6 +234,5 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
 
 def _tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
     """Call tyro the one way this command line does."""
-    import tyro
-
+    tyro = require("tyro", extra="cli", use="the command line")
     return tyro.cli(kind, args=flags, prog=prog, config=(tyro.conf.FlagConversionOff,), use_underscores=True)

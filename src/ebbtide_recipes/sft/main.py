@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
+from ebbtide.base.extras import require
 from ebbtide.base.runs import EVENTS_FILE
 from ebbtide_recipes.sft.config import SftConfig, refuse_several_processes
 from ebbtide_recipes.sft.logging import LOG_FILE, logging_to, quiet_hosts
@@ -34,6 +35,8 @@ def main(config: SftConfig) -> None:
         KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
     """
     refuse_several_processes()
+    for package in ("transformers", "trl", "peft", "datasets", "rich", "psutil"):
+        require(package, extra="recipes", use="the sft recipe")
     folder = _claimed(config)
     with logging_to(folder, config.log_level), quiet_hosts():
         for name in config.without_effect():
@@ -127,9 +130,8 @@ def _sum_up(handle: Any | None, trainer: RecipeTrainer, folder: Path) -> None:
     """Say what was saved and where the record is."""
     if handle is not None:
         stats = handle.stats()
-        LOGGER.info(
-            "Memory saved: %.2f GB (%.0f%% reduction)", stats.memory_saved_bytes / 1e9, stats.memory_saved_percent
-        )
+        percent = stats.memory_saved_percent or 0.0
+        LOGGER.info("Memory saved: %.2f GB (%.0f%% reduction)", stats.memory_saved_bytes / 1e9, percent)
     LOGGER.info(
         "%d steps done; the record is in %s: `ebbtide report %s` makes report.html",
         trainer.state.global_step,
