@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.tiers import TESTS, TierTally, tier_of
+from tests.helpers.tiers import TESTS, TIERS, TierTally, tier_of
 
 RUNS = "def test_a(): pass\n"
 SKIPS = "import pytest\n@pytest.mark.skip(reason='absent')\ndef test_a(): pass\n"
@@ -28,6 +29,12 @@ XFAILS = "import pytest\n@pytest.mark.xfail\ndef test_a(): raise ValueError\n"
 )
 def test_tier_is_the_folder_below_tests(path: str | Path, tier: str | None) -> None:
     assert tier_of(path) == tier
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_pytest_looks_into_every_tier(pytestconfig: pytest.Config, tier: str) -> None:
+    # By default pytest takes folders named dist or build for build output and passes them by without a word.
+    assert not any(fnmatch(tier, pattern) for pattern in pytestconfig.getini("norecursedirs"))
 
 
 def test_only_gpu_may_be_skipped_whole() -> None:
