@@ -1,0 +1,172 @@
+"""The texts of the errors that ``enable_activation_offloading`` and the step after it raise, word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide import enable_activation_offloading as enable
+from ebbtide.base import errors
+from ebbtide.base.errors import EbbtideError
+from tests.helpers.models import Tiny, build
+from tests.helpers.oracle import differences
+
+SIZES = (
+    "; expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
+    "hint: KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s"
+)
+
+
+def _twice(tiny: Tiny) -> None:
+    with enable(tiny.model):
+        enable(tiny.model)
+
+
+def _after_close(tiny: Tiny) -> None:
+    handle = enable(tiny.model)
+    handle.close()
+    handle.enable()
+
+
+def _in_checkpoint(tiny: Tiny) -> None:
+    with enable(tiny.model):
+        checkpoint(tiny.model, tiny.inputs["x"], use_reentrant=False)
+
+
+def _under_other_hooks(tiny: Tiny) -> None:
+    with enable(tiny.model), torch.autograd.graph.save_on_cpu():
+        tiny.model(tiny.inputs["x"])
+
+
+def _changed_in_place(tiny: Tiny) -> None:
+    with enable(tiny.model, min_bytes=0):
+        x = tiny.inputs["x"] * 1
+        y = tiny.model(x)
+        x.add_(1)
+        y.sum().backward()
+
+
+CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
+    "unknown strategy": (
+        lambda tiny: enable(tiny.model, "fsdp3"),
+        "ConfigError",
+        "strategy is 'fsdp3'; expected one of auto, single, ddp, fsdp, fsdp2\n"
+        "hint: did you mean 'fsdp', 'fsdp2', 'ddp'?",
+    ),
+    "not wrapped so": (
+        lambda tiny: enable(tiny.model, "fsdp2"),
+        "StrategyError",
+        "strategy is 'fsdp2' and the model is wrapped as 'single'; "
+        "expected a model wrapped by torch.distributed.fsdp.fully_shard(model)\n"
+        "hint: wrap the model first, or pass strategy='auto'",
+    ),
+    "no blocks": (
+        lambda tiny: enable(nn.Linear(2, 2)),
+        "BlocksError",
+        "Linear has no list of repeated blocks; "
+        "expected a ModuleList or Sequential of at least two modules of one class\n"
+        "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
+        "or use `with ebbtide.offload_saved_tensors():` around the forward",
+    ),
+    "glob that matches nothing": (
+        lambda tiny: enable(tiny.model, blocks=["layer.*"]),
+        "BlocksError",
+        "blocks='layer.*' matches no module of Stack; "
+        "expected a path from model.named_modules(), where * matches anything\n"
+        "hint: did you mean 'layers', 'layers.2', 'layers.1'?",
+    ),
+    "unknown policy": (
+        lambda tiny: enable(tiny.model, policy="minmal"),
+        "ConfigError",
+        "policy is 'minmal'; expected one of keep, offload, inputs, minimal, auto\nhint: did you mean 'minimal'?",
+    ),
+    "checkpointing and a policy": (
+        lambda tiny: enable(tiny.model, enable_ckpt=True, policy="auto"),
+        "ConfigError",
+        "enable_ckpt=True and policy='auto'; expected one of the two\nhint: enable_ckpt means policy=Minimal()",
+    ),
+    "no module": (
+        lambda tiny: enable(print),  # type: ignore[arg-type]
+        "ConfigError",
+        "model is a builtin_function_or_method; expected a torch.nn.Module\nhint: pass the model itself",
+    ),
+    "unknown target": (
+        lambda tiny: enable(tiny.model, target="hots"),
+        "ConfigError",
+        "target is 'hots'; expected one of auto, host, disk\nhint: did you mean 'host'?",
+    ),
+    "no window": (lambda tiny: enable(tiny.model, window=0), "ConfigError", "window is 0" + SIZES),
+    "no host budget": (
+        lambda tiny: enable(tiny.model, host_budget="x"),
+        "ConfigError",
+        "host_budget is 'x'" + SIZES,
+    ),
+    "negative min_bytes": (
+        lambda tiny: enable(tiny.model, min_bytes=-1),
+        "ConfigError",
+        "min_bytes is -1; expected 0 or more\nhint: 0 moves everything, 65536 is a good size",
+    ),
+    "no such directory": (
+        lambda tiny: enable(tiny.model, target="disk", disk_path="/no/such/place"),
+        "DiskError",
+        "disk path '/no/such/place' does not exist; expected an existing directory\n"
+        "hint: give a directory on a local disk with disk_path=...",
+    ),
+    "two handles": (
+        _twice,
+        "ConflictError",
+        "block 'layers.0' is already offloaded by another handle; expected one offloader on a model\n"
+        "hint: call close() on the first handle, or keep using it",
+    ),
+    "closed handle": (
+        _after_close,
+        "ConfigError",
+        "this handle is closed; expected an open handle\nhint: call enable_activation_offloading again",
+    ),
+    "inside a checkpoint": (
+        _in_checkpoint,
+        "ConflictError",
+        "block 'layers.0' runs inside a checkpointed function "
+        "(torch.utils.checkpoint._checkpoint_hook.__init__.<locals>.pack_hook); "
+        "expected hooks outside the checkpoint: entered inside, they would silently cancel it\n"
+        "hint: switch that checkpointing off and pass enable_ckpt=True, which needs the same memory",
+    ),
+    "under other hooks": (
+        _under_other_hooks,
+        "ConflictError",
+        "block 'layers.0' runs under other saved-tensor hooks "
+        "(torch.autograd.graph.save_on_cpu.__init__.<locals>.pack_to_cpu); expected one offloader on a model\n"
+        "hint: leave that context, or unset its flag (TRL and torchtune: activation_offloading, "
+        "enable_activation_offloading; transformers: gradient_checkpointing_kwargs['offload'])",
+    ),
+    "changed in place": (
+        _changed_in_place,
+        "ModifiedInPlaceError",
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        "[float32 [2, 12, 48]] saved at Mlp/norm/input#0 is at version 1; expected version 0 instead\n"
+        "hint: the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_says_exactly_this(name: str) -> None:
+    raises, kind, text = CASES[name]
+    with pytest.raises(EbbtideError) as caught:
+        raises(build("mlp"))
+    assert type(caught.value) is getattr(errors, kind)
+    assert str(caught.value) == text
+
+
+def test_after_an_error_the_model_trains_as_if_nothing_had_been() -> None:
+    tiny = build("mlp")
+    for error in (_twice, _in_checkpoint, _under_other_hooks, _changed_in_place):
+        with pytest.raises(EbbtideError):
+            error(tiny)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in tiny.model.modules())
+    assert differences(build("mlp").step(), tiny.step()) == []
