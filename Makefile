@@ -11,8 +11,9 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks
 
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 3 --packing true
-CPU_SUITES := pareto bound overhead host disk load scale
-GPU_SUITES := pareto bound overhead link host load longest
+# Modules of benchmarks/suites, each run with its defaults.
+CPU_SUITES := disk
+GPU_SUITES :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check bench gpu format cli-surface clean
@@ -46,14 +47,14 @@ check: setup  ## Format, lint, types, floors, contracts
 	$(BIN)/pytest -q tests/contract
 
 bench: setup  ## Run the benchmark suites of a CPU-only machine
-	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite --device cpu || exit 1; done
+	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done
 
 gpu: setup  ## Run tests/gpu and the benchmark suites of an accelerator
 	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then \
 	  echo "Nothing run: torch finds no accelerator on this machine"; exit 0; \
 	else \
 	  $(BIN)/pytest tests/gpu || exit 1; \
-	  for suite in $(GPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite --device accelerator || exit 1; done; \
+	  for suite in $(GPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done; \
 	fi
 
 format: setup  ## Format and fix what can be fixed by itself

@@ -104,6 +104,12 @@ def test_every_goal_is_listed_by_help() -> None:
     assert set(phony.group(1).split()) == goals()
 
 
+def test_every_benchmark_suite_is_run_by_a_goal() -> None:
+    named = re.findall(r"^(?:CPU|GPU)_SUITES :=(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    suites = {p.relative_to(ROOT / "benchmarks/suites") for p in tracked() if p.parent.name == "suites"}
+    assert {n for names in named for n in names.split()} == {p.stem for p in suites if not p.stem.startswith("_")}
+
+
 def test_links_lead_to_files() -> None:
     broken = [
         f"{p.relative_to(ROOT)}: {link}"
