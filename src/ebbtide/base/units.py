@@ -38,11 +38,11 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
     return size
 
 
-def format_size(size_bytes: float) -> str:
-    """Write a size for people: ``1536`` → ``'1.5 KiB'``."""
+def format_size(size_bytes: float, *, digits: int = 1) -> str:
+    """Write a size for people: ``1536`` → ``'1.5 KiB'``; ``digits`` behind the point."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{value:.{digits}f} TiB"

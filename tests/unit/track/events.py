@@ -8,8 +8,8 @@ def write_events(path, events):
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def event(t, kind, **fields):
-    return {"t": t, "event": kind, **fields}
+def event(t, name_, /, **fields):
+    return {"t": t, "event": name_, **fields}
 
 
 def begin(t=0.0, **fields):

@@ -1,0 +1,101 @@
+"""Runs a training run as a child process and watches its memory from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.base.runs import OUTSIDE_FILE
+from ebbtide.track import MemoryReader, Sampler
+
+OUTPUT_FILE = "output.txt"
+_POLITE_SECONDS = 20.0
+_TAIL_LINES = 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+        folder: Its run folder.
+        code: Its exit code; below zero the signal that ended it.
+        seconds: How long it ran, its start and imports included.
+        tail: The last lines of its output.
+    """
+
+    folder: Path
+    code: int
+    seconds: float
+    tail: str
+
+
+def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str, str], sample_seconds: float) -> Ended:
+    """Run a command and write the memory of its process family to ``outside.jsonl``.
+
+    Its output goes to ``output.txt``. The child leads a process group of its own: an interrupt ends the whole family,
+    whether it comes from the keyboard (which then reaches only this process) or by a signal.
+
+    Args:
+        command: The program and its arguments.
+        folder: The child's run folder; made here.
+        environment: Its whole environment.
+        sample_seconds: Time between two samples.
+
+    Raises:
+        KeyboardInterrupt: This process was interrupted; the child has been ended before.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with (folder / OUTPUT_FILE).open("wb") as output, (folder / OUTSIDE_FILE).open("w", buffering=1) as outside:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            start_new_session=True,
+        )
+
+        def write(rss_bytes: int, _device_bytes: int | None) -> None:
+            outside.write(json.dumps({"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}) + "\n")
+
+        sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
+        try:
+            sampler.start()
+            code = child.wait()
+        finally:
+            end_family(child)
+            sampler.stop()
+    return Ended(folder=folder, code=code, seconds=time.monotonic() - began, tail=_tail(folder / OUTPUT_FILE))
+
+
+def end_family(child: subprocess.Popen[bytes]) -> None:
+    """End a child and its descendants: ask with SIGINT, so that it closes its run file; then SIGTERM, then SIGKILL."""
+    for asking in (signal.SIGINT, signal.SIGTERM):
+        if child.poll() is not None:
+            break
+        _signal(child, asking)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_POLITE_SECONDS)
+    # Also after a good end: a worker that outlives its parent would hold memory beside the next child.
+    _signal(child, signal.SIGKILL)
+    child.wait()
+
+
+def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    # The child leads its own group, so this reaches its family and nobody else.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, number)
+
+
+def _tail(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join(line.rstrip() for line in lines[-_TAIL_LINES:])

@@ -1,0 +1,9 @@
+"""Reads run folders and shows them; knows the files and never the process that wrote them."""
+
+from ebbtide.report.page import html as html
+from ebbtide.report.run import Run as Run
+from ebbtide.report.run import load_run as load_run
+from ebbtide.report.text import as_values as as_values
+from ebbtide.report.text import text as text
+from ebbtide.report.timeline import timeline_svg as timeline_svg
+from ebbtide.report.trace import chrome_trace as chrome_trace

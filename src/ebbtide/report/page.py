@@ -1,0 +1,121 @@
+"""``report.html``: one file, offline, without scripts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.extras import require
+from ebbtide.report import story, style
+from ebbtide.report.blocks import blocks_svg
+from ebbtide.report.run import Run, common_step
+from ebbtide.report.table import bytes_table, headline, losses_table, measured, section
+from ebbtide.report.timeline import timeline_svg
+
+_TEMPLATE = Path(__file__).with_name("page.html.j2")
+
+
+def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: Mapping[str, Any] | None = None) -> Path:
+    """Write the report of one run, or of several over each other.
+
+    Args:
+        runs: The runs; the pictures show the last step that all of them finished.
+        out_path: The file to write.
+        comparison: ``summary.json`` of a comparison: its merged rounds then make the head table and the loss verdicts.
+
+    Returns:
+        The path written.
+
+    Raises:
+        EbbtideError: Jinja2 is not installed.
+    """
+    jinja2 = require("jinja2", extra="track", use="report.html")
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    path = Path(out_path)
+    path.write_text(template.render(_view(runs, comparison)), encoding="utf-8")
+    return path
+
+
+def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Gather everything the page shows; the template decides nothing."""
+    step = common_step(runs)
+    names, summaries = [run.name for run in runs], [run.summary for run in runs]
+    modes = list(comparison["modes"]) if comparison else summaries
+    pictures = [picture for run in runs if (picture := blocks_svg(run, step)) is not None]
+    engine = [run for run in runs if section(run.summary, "activation_bytes").get("unique") is not None]
+    lead = modes[-1] if modes else {}
+    return {
+        "style": style.STYLE,
+        "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
+        "about": _about(runs),
+        "endings": [words for run in runs if (words := story.ending(run))] + _failures(modes),
+        "headline": headline(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
+        "colors": dict(zip(names, style.run_classes(names), strict=True)),
+        "rounds": _rounds(comparison),
+        "memory_words": _memory_words(lead),
+        "timeline": timeline_svg(runs),
+        "peaks": [story.peak_sentence(run) for run in runs],
+        "blocks": pictures,
+        "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),
+        "plans": [(run.name, story.plans(run), story.happened(run)) for run in engine],
+        "stalls": [(run.name, story.stalls_table(run)) for run in engine],
+        "losses": losses_table(summaries, names),
+        "messages": [(run.name, words) for run in runs for words in story.messages(run)],
+        "environment": _flat(section(comparison, "environment")) if comparison else [],
+    }
+
+
+def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Return what the runs have in common, and when the first began."""
+    facts: list[tuple[str, str]] = []
+    for key in ("model", "device", "world_size", "torch", "ebbtide"):
+        values = list(dict.fromkeys(str(run.summary[key]) for run in runs if run.summary.get(key) is not None))
+        if values:
+            facts.append((key.replace("_", " "), ", ".join(values)))
+    begun = [event["unix_time"] for run in runs for event in run.all("run_begin") if event.get("unix_time")]
+    if begun:
+        facts.append(("began", datetime.fromtimestamp(min(begun), UTC).strftime("%Y-%m-%d %H:%M UTC")))
+    return facts
+
+
+def _failures(modes: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"{mode.get('mode')}: {words}" for mode in modes for words in cast("list[str]", mode.get("failures") or [])]
+
+
+def _rounds(comparison: Mapping[str, Any] | None) -> str:
+    if comparison is None:
+        return ""
+    rounds = section(comparison, "environment").get("rounds")
+    return (
+        f"Medians over {rounds} rounds of fresh processes; step times are compared pair by pair within a round, "
+        "and the spread is the least and the greatest round. The pictures show the last round."
+    )
+
+
+def _memory_words(summary: Mapping[str, Any]) -> str:
+    if measured(summary).get("activation_bytes") is None:
+        return ""
+    seen = "watched from another process" if summary.get("outside") else "sampled by the run itself"
+    on_cpu = summary.get("device") in (None, "cpu")
+    kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
+    return (
+        f"Memory is {kind}. Activation memory is memory when the loss is there and backward has not begun, "
+        "less memory as that forward began; medians over the steps after the first."
+    )
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    facts: list[tuple[str, str]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            facts += _flat(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
+        else:
+            words = " ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
+            facts.append((f"{prefix}{key}", words))
+    return facts

@@ -1,0 +1,184 @@
+"""A run read back from its folder, and the questions that reports ask of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FILE, Event, read_events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A stretch of time, in seconds of the run's clock."""
+
+    name: str
+    step: Any
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """The highest sample of a run and what was going on then.
+
+    Attributes:
+        bytes_: The sample.
+        t: When it was taken, in seconds of the run's clock.
+        phase: The phase it fell into; ``None`` between phases.
+        step: That phase's step.
+        block: The last block that had begun its backward, or ended its forward, in that phase.
+    """
+
+    bytes_: int
+    t: float
+    phase: str | None
+    step: Any
+    block: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run folder.
+
+    Attributes:
+        folder: Where it was read from.
+        name: Its mode, or its folder's name if it states none.
+        summary: ``summary.json``.
+        events: ``run.jsonl`` in the order of time.
+        outside: ``outside.jsonl`` in the order of time; empty without one.
+    """
+
+    folder: Path
+    name: str
+    summary: dict[str, Any]
+    events: Sequence[Event]
+    outside: Sequence[Event]
+
+    def all(self, kind: str) -> list[Event]:
+        """Return the events of a kind."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def error(self) -> str | None:
+        """What ended the run, if it did not end well."""
+        ends = self.all("run_end")
+        return ends[-1].get("error") if ends else None
+
+    @property
+    def memory_kind(self) -> str:
+        """What ``curve`` shows, in words."""
+        if self.summary.get("device") not in (None, "cpu"):
+            return "device memory, allocated"
+        return "resident memory, watched from outside" if self.outside else "resident memory"
+
+    def curve(self) -> list[tuple[float, int]]:
+        """Return the run's memory over time: seconds of its clock and bytes."""
+        field = "rss_bytes" if self.summary.get("device") in (None, "cpu") else "device_bytes"
+        source = self.outside if self.outside and field == "rss_bytes" else self.all("memory")
+        begins = self.events[0]["t"] if self.events else 0.0
+        return [(e["t"], e[field]) for e in source if e.get(field) is not None and e["t"] >= begins]
+
+    def phases(self) -> list[Span]:
+        """Return the finished phases."""
+        spans: list[Span] = []
+        begun: dict[str, Event] = {}
+        for event in self.all("phase"):
+            name = event.get("name", "")
+            if event.get("edge") == "begin":
+                begun[name] = event
+            elif name in begun:
+                begin = begun.pop(name)
+                spans.append(Span(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
+        return spans
+
+    def step_span(self, step: Any) -> Span | None:
+        """Return a step from its first forward's begin to the end of its last phase."""
+        spans = [span for span in self.phases() if span.step == step]
+        if not spans or spans[0].name != "forward":
+            return None
+        return Span(name="step", step=step, begin=spans[0].begin, end=max(span.end for span in spans))
+
+    def blocks(self, step: Any) -> list[Event]:
+        """Return the ``block`` events of the last forward of a step, in the order of their execution."""
+        span = self.step_span(step)
+        within = [e for e in self.all("block") if span is not None and span.begin <= e["t"] <= span.end]
+        latest = {(event.get("kind"), event.get("index")): event for event in within}
+        return sorted(latest.values(), key=lambda event: event["t"])
+
+    def peak(self) -> Peak | None:
+        """Return the highest sample, and the phase and block it fell into."""
+        curve = self.curve()
+        if not curve:
+            return None
+        t, size = max(curve, key=lambda point: point[1])
+        span = next((span for span in self.phases() if span.begin <= t <= span.end), None)
+        block = None
+        if span is not None:
+            kind = "block_backward" if span.name == "backward" else "block"
+            seen = [event for event in self.all(kind) if span.begin <= event["t"] <= t]
+            block = seen[-1].get("name") if seen else None
+        return Peak(
+            bytes_=size,
+            t=t,
+            phase=span.name if span is not None else None,
+            step=span.step if span is not None else None,
+            block=block,
+        )
+
+
+def load_run(folder: str | os.PathLike[str]) -> Run:
+    """Read a run folder.
+
+    Args:
+        folder: Holds ``run.jsonl`` and ``summary.json``.
+
+    Raises:
+        DataError: A file is missing, or is not what it should be.
+    """
+    folder = Path(folder)
+    events = read_events(folder / EVENTS_FILE)
+    summary = _read_summary(folder / SUMMARY_FILE)
+    outside = folder / OUTSIDE_FILE
+    return Run(
+        folder=folder,
+        name=str(summary.get("mode") or folder.name),
+        summary=summary,
+        events=events,
+        outside=read_events(outside) if outside.exists() else (),
+    )
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        summary: object = json.loads(path.read_text())
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror})",
+            expected="the summary that a run writes when it ends",
+            hint=f"`ebbtide report {path.parent}` makes it from {EVENTS_FILE}",
+        ) from error
+    except ValueError:
+        summary = None
+    if not isinstance(summary, dict) or "schema" not in summary:
+        raise DataError(
+            f"{path} is not a summary",
+            expected="a JSON object with 'schema'",
+            hint=f"remove it; `ebbtide report {path.parent}` makes it again from {EVENTS_FILE}",
+        )
+    return cast("dict[str, Any]", summary)
+
+
+def common_step(runs: Sequence[Run]) -> Any | None:
+    """Return the step that pictures of several runs show: the last that all of them finished; ``None`` without one."""
+    shared: list[Any] = []
+    for index, run in enumerate(runs):
+        steps = [span.step for span in run.phases() if span.name == "backward"]
+        steps = [step for step in dict.fromkeys(steps) if run.step_span(step) is not None]
+        shared = steps if index == 0 else [step for step in shared if step in steps]
+    return shared[-1] if shared else None

@@ -1,0 +1,92 @@
+"""What a run did, in words and short lists: shared by the text report, the page and the JSON report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ebbtide.report.run import Run
+from ebbtide.report.table import Table, size
+
+
+def peak_sentence(run: Run) -> str:
+    """Say how high memory rose and what was going on then."""
+    peak = run.peak()
+    if peak is None:
+        return f"{run.name}: no memory samples."
+    if peak.phase is None:
+        where = "outside of any phase (loading, warm-up or between steps)"
+    else:
+        where = f"in {peak.phase} of step {peak.step}" + (f", at block {peak.block}" if peak.block else "")
+    return f"{run.name}: {size(peak.bytes_)} {where}."
+
+
+def plans(run: Run) -> list[tuple[str, str]]:
+    """Return the plan's texts in the order in which they were told: what was intended, then what it became."""
+    told = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
+    return list(dict.fromkeys(told))
+
+
+def happened(run: Run) -> list[str]:
+    """Say in sentences what became of the plan."""
+    summary = run.summary
+    counted: dict[str, Any] = summary.get("activation_bytes") or {}
+    said: list[str] = []
+    if counted.get("unique") is not None:
+        parts = [f"{size(counted[key])} {key}" for key in ("kept", "offloaded", "recomputed") if counted.get(key)]
+        storages = f"{size(counted['unique'])} of storages saved"
+        said.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
+    if (percent := summary.get("memory_saved_percent")) is not None:
+        said.append(f"{size(summary['memory_saved_bytes'])} less than plain training would hold ({percent:.1f} %).")
+    if summary.get("stall_seconds") is not None:
+        share = _stall_share(run)
+        said.append(f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of all steps." if share else "."))
+    checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
+    if checkpointed:
+        said.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
+    return said
+
+
+def stalls_table(run: Run, *, most: int = 12) -> Table:
+    """List the blocks that compute waited for longest.
+
+    Args:
+        run: Any run.
+        most: How many.
+    """
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for event in run.all("stall"):
+        groups.setdefault((str(event.get("where")), str(event.get("block"))), []).append(event)
+    longest = sorted(groups.items(), key=lambda item: -sum(e["seconds"] for e in item[1]))[:most]
+    rows = [
+        (block, where, str(len(events)), f"{sum(e['seconds'] for e in events):.4f} s",
+         f"{max(e['seconds'] for e in events):.4f} s")
+        for (where, block), events in longest
+    ]  # fmt: skip
+    return Table(columns=("block", "in", "stalls", "sum", "longest"), rows=tuple(rows))
+
+
+def ending(run: Run) -> str | None:
+    """Say how the run ended, if not well."""
+    status = run.summary.get("status")
+    if status == "ok":
+        return None
+    words = {
+        "killed": "was killed, or still runs: there is no end in its record",
+        "interrupted": "was interrupted",
+        "error": f"failed: {run.error}",
+    }
+    return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
+
+
+def messages(run: Run) -> list[str]:
+    """Return what was said at warning level or above."""
+    return [
+        str(event.get("text"))
+        for event in run.all("message")
+        if str(event.get("level")).lower() in ("warning", "error")
+    ]
+
+
+def _stall_share(run: Run) -> float | None:
+    seconds = sum(event["seconds"] for event in run.all("step") if event.get("seconds"))
+    return 100 * run.summary["stall_seconds"] / seconds if seconds else None

@@ -1,0 +1,91 @@
+"""Colours and the few SVG pieces that all pictures share.
+
+Colours are CSS variables with a light and a dark set, so that one file is readable in both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+RUN_CLASSES = {"plain": "plain", "checkpointing": "checkpointing", "ebbtide": "ebbtide"}
+_SPARE_CLASSES = ("other-a", "other-b", "other-c", "other-d")
+ACTIONS = ("kept", "offloaded", "recomputed", "checkpointed")
+
+STYLE = """
+.eb{--bg:#ffffff;--fg:#1c2430;--soft:#5d6878;--grid:#e4e8ee;--panel:#f6f8fa;
+--plain:#7a8594;--checkpointing:#c9780a;--ebbtide:#0b7f8a;
+--other-a:#7c4dbd;--other-b:#2f6fd0;--other-c:#a8446b;--other-d:#5b8a1e;
+--forward:#9db8dd;--backward:#c9b3df;--optimizer:#c7cfd9;--stall:#d6303c;
+--kept:#b9527a;--offloaded:#3d7fd6;--recomputed:#6f9f3c;--checkpointed:#d39a2a;--good:#1a7f4b;--bad:#c62f3a}
+@media (prefers-color-scheme: dark){
+.eb{--bg:#11161d;--fg:#e3e8ef;--soft:#97a3b3;--grid:#27303b;--panel:#181f28;
+--plain:#a3adba;--checkpointing:#f0a53c;--ebbtide:#35c3cf;
+--other-a:#b48ef0;--other-b:#74a9f5;--other-c:#e58ab0;--other-d:#a3cf66;
+--forward:#3c5f92;--backward:#664d86;--optimizer:#4a5563;--stall:#ff6670;
+--kept:#dd7ba2;--offloaded:#6aa5f2;--recomputed:#9ac866;--checkpointed:#ecbd5c;--good:#4fc487;--bad:#ff7078}}
+svg.eb text{font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px;fill:var(--fg)}
+svg.eb .soft{fill:var(--soft)}
+svg.eb .num{font-variant-numeric:tabular-nums}
+svg.eb .strong{font-weight:600}
+svg.eb .end{text-anchor:end}
+svg.eb .mid{text-anchor:middle}
+svg.eb .grid{stroke:var(--grid);stroke-width:1}
+svg.eb .halo{paint-order:stroke;stroke:var(--bg);stroke-width:4px;stroke-linejoin:round}
+"""
+
+
+def run_classes(names: Sequence[str]) -> list[str]:
+    """Return a colour for each run: the modes have their own, others take turns."""
+    spare = iter(_SPARE_CLASSES * len(names))
+    return [RUN_CLASSES.get(name) or next(spare) for name in names]
+
+
+def text(x: float, y: float, words: str, *classes: str, color: str | None = None) -> str:
+    """Return an SVG text."""
+    fill = f' style="fill:var(--{color})"' if color else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{" ".join(classes)}"{fill}>{escape(words)}</text>'
+
+
+def rect(x: float, y: float, width: float, height: float, color: str, *, title: str = "", radius: float = 0) -> str:
+    """Return an SVG rectangle, with a tooltip if ``title`` is given."""
+    tip = f"<title>{escape(title)}</title>" if title else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" rx="{radius:g}" '
+        f'style="fill:var(--{color})">{tip}</rect>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float) -> str:
+    """Return a grid line."""
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="grid"/>'
+
+
+def svg(width: float, height: float, pieces: Sequence[str], *, label: str) -> str:
+    """Return a whole SVG that carries its own style, so that it can stand in a page or alone."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="eb" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(label, quote=True)}">'
+        f"<style>{STYLE}</style>"
+        f'<rect width="{width:g}" height="{height:g}" style="fill:var(--bg)"/>{"".join(pieces)}</svg>'
+    )
+
+
+def ticks(highest: float, *, count: int = 5, base: int = 10) -> list[float]:
+    """Return even, round tick values from 0 up to at least ``highest``.
+
+    Args:
+        highest: What must fit.
+        count: About how many steps.
+        base: 10 for seconds; 2 for bytes, so that ticks are round in KiB, MiB or GiB.
+    """
+    if highest <= 0:
+        return [0.0, 1.0]
+    rough = highest / count
+    if base == 2:
+        step = 2.0 ** math.ceil(math.log2(rough))
+    else:
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [step * i for i in range(math.ceil(highest / step) + 1)]

@@ -1,0 +1,151 @@
+"""The tables of a report as plain strings: the terminal, the page and the text report print the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ebbtide.base.units import format_size
+
+ABSENT = "–"
+"""Stands for what is not known."""
+
+Summary = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of strings.
+
+    Attributes:
+        columns: The heads.
+        rows: One string a column; the first names the row.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def section(summary: Summary, key: str) -> Mapping[str, Any]:
+    """Return a nested part of a summary or comparison; empty if it is not there or not known."""
+    return cast("Mapping[str, Any]", summary.get(key) or {})
+
+
+def measured(summary: Summary) -> Mapping[str, Any]:
+    """Return the best view of memory: the device's own figures; on a CPU the outside view, if there is one."""
+    on_cpu = summary.get("device") in (None, "cpu")
+    return (section(summary, "outside") if on_cpu else {}) or section(summary, "inside")
+
+
+def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
+    """Return by how much the measured activation memory is below plain's, in percent."""
+    ours = measured(summary).get("activation_bytes")
+    theirs = measured(plain).get("activation_bytes") if plain else None
+    return 100 * (1 - ours / theirs) if ours is not None and theirs else None
+
+
+def plain_of(summaries: Sequence[Summary]) -> Summary | None:
+    """Return the summary of the mode ``plain``, against which others are held."""
+    return next((summary for summary in summaries if summary.get("mode") == "plain"), None)
+
+
+def headline(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+    """Make the table that answers the question: how much memory, at what price, with the same losses?
+
+    Args:
+        summaries: One a run or mode.
+        names: What to call them.
+    """
+    plain = plain_of(summaries)
+    rows: list[tuple[str, ...]] = []
+    for name, summary in zip(names, summaries, strict=True):
+        view = measured(summary)
+        peak = view.get("peak_bytes")
+        rows.append(
+            (
+                name,
+                size(peak if peak is not None else summary.get("peak_device_bytes")),
+                size(view.get("activation_bytes")),
+                number(None if summary is plain else saved_percent(summary, plain), "{:.1f} %"),
+                number(summary.get("step_seconds_median"), "{:.3f} s"),
+                ratio(summary, plain),
+                number(summary.get("tokens_per_second"), "{:,.0f}"),
+                number(summary.get("stall_seconds"), "{:.3f} s"),
+                loss_verdict(summary, plain),
+            )
+        )
+    heads = (
+        "mode",
+        "peak memory",
+        "activation memory",
+        "saved",
+        "step",
+        "step / plain",
+        "tokens / s",
+        "stall",
+        "losses",
+    )
+    return Table(columns=heads, rows=tuple(rows))
+
+
+def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+    """Make the table of the engine's own count: what became of the saved tensors' bytes."""
+    rows: list[tuple[str, ...]] = []
+    for name, summary in zip(names, summaries, strict=True):
+        counted = section(summary, "activation_bytes")
+        cells = [size(counted.get(key)) for key in ("saved", "unique", "kept", "offloaded", "recomputed")]
+        cells.append(number(summary.get("memory_saved_percent"), "{:.1f} %"))
+        cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
+        cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
+        rows.append((name, *cells))
+    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "saved", "copy-out", "copy-in")
+    return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
+
+
+def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+    """Make the table of losses, step by step, all digits; the last column says whether they are equal bit by bit."""
+    columns = [list(summary.get("loss") or []) for summary in summaries]
+    rows: list[tuple[str, ...]] = []
+    for step in range(max((len(column) for column in columns), default=0)):
+        values = [column[step] if step < len(column) else None for column in columns]
+        known = [value for value in values if value is not None]
+        verdict = ABSENT if len(known) < 2 else "equal" if all(v == known[0] for v in known) else "differ"
+        rows.append((str(step + 1), *(ABSENT if value is None else str(value) for value in values), verdict))
+    return Table(columns=("step", *names, "bit by bit"), rows=tuple(rows))
+
+
+def ratio(summary: Summary, plain: Summary | None) -> str:
+    """Write the step time against plain's: with its spread where rounds were compared pair by pair."""
+    pairs = summary.get("step_ratio")
+    if pairs and pairs.get("median") is not None:
+        spread = f" ({pairs['low']:.2f} to {pairs['high']:.2f})" if pairs["low"] != pairs["high"] else ""
+        return f"×{pairs['median']:.2f}{spread}"
+    ours, theirs = summary.get("step_seconds_median"), plain.get("step_seconds_median") if plain else None
+    return f"×{ours / theirs:.2f}" if ours is not None and theirs else ABSENT
+
+
+def loss_verdict(summary: Summary, plain: Summary | None) -> str:
+    """Say whether the losses equal plain's bit by bit."""
+    equal = summary.get("loss_equal")
+    if equal is None and plain is not None and plain.get("loss") and summary.get("loss"):
+        equal = summary["loss"] == plain["loss"]
+    return ABSENT if equal is None else "equal" if equal else "differ"
+
+
+def size(value: float | None) -> str:
+    """Write a size, or that it is not known."""
+    if value is None:
+        return ABSENT
+    # Modes may differ by less than a tenth of a GiB; smaller units have digits enough.
+    return format_size(value, digits=2 if value >= 1024**3 else 1)
+
+
+def rate(value: float | None) -> str:
+    """Write a rate in bytes per second, or that it is not known."""
+    return ABSENT if value is None else f"{format_size(value)}/s"
+
+
+def number(value: float | None, form: str) -> str:
+    """Write a number, or that it is not known."""
+    return ABSENT if value is None else form.format(value)

@@ -1,0 +1,65 @@
+"""A report for the terminal and one for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ebbtide.report import story
+from ebbtide.report.blocks import block_bytes
+from ebbtide.report.run import Run, common_step
+from ebbtide.report.table import Table, bytes_table, headline, section
+
+
+def text(run: Run) -> str:
+    """Write a run's report as plain text."""
+    summary = run.summary
+    about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
+    about.append(f"{summary.get('steps')} steps")
+    lines = [f"{run.name}: {', '.join(about)}"]
+    lines += [said for said in (story.ending(run),) if said]
+    lines += ["", *_across(headline([summary], [run.name]))]
+    if section(summary, "activation_bytes").get("unique") is not None:
+        lines += ["", *_across(bytes_table([summary], [run.name]))]
+    lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
+    for name, words in story.plans(run):
+        lines.append(f"plan      {name}: {words}")
+    lines += [f"happened  {sentence}" for sentence in story.happened(run)]
+    stalls = story.stalls_table(run, most=5)
+    if stalls.rows:
+        lines += ["", *grid(stalls)]
+    lines += [f"warning   {words}" for words in story.messages(run)]
+    return "\n".join(lines) + "\n"
+
+
+def as_values(run: Run) -> dict[str, Any]:
+    """Return a run's report as values for JSON: the summary, and what the page shows beyond it."""
+    step = common_step([run])
+    peak = run.peak()
+    return {
+        "summary": run.summary,
+        "error": run.error,
+        "peak": dataclasses.asdict(peak) if peak is not None else None,
+        "step": step,
+        "phases": [dataclasses.asdict(span) for span in run.phases() if span.step == step],
+        "blocks": [
+            {"index": e.get("index"), "name": e.get("name"), "kind": e.get("kind"), **block_bytes(e)}
+            for e in run.blocks(step)
+        ],
+        "stalls": [{key: e.get(key) for key in ("t", "where", "block", "seconds", "bytes")} for e in run.all("stall")],
+        "plans": [{"name": name, "text": words} for name, words in story.plans(run)],
+        "messages": story.messages(run),
+    }
+
+
+def _across(table: Table) -> list[str]:
+    """Write a table of one row as lines of name and value; the row's own name is left out."""
+    pairs = list(zip(table.columns, table.rows[0], strict=True))[1:]
+    return [f"{head:<20}{value}" for head, value in pairs]
+
+
+def grid(table: Table) -> list[str]:
+    """Write a table as lines, columns aligned."""
+    rows = [table.columns, *table.rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
