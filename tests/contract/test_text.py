@@ -62,7 +62,10 @@ def unknown_goals(text: str) -> list[str]:
 
 
 def unknown_words(text: str) -> list[str]:
-    """Verbs and options of ebbtide that a document names and the command line does not have."""
+    """Verbs and options of ebbtide that a document names and the command line does not have.
+
+    ``compare`` hands on to the recipe what it does not take itself.
+    """
     known, found = frozen(), []
     for command in commands(text):
         if not (match := re.match(r"(?:\S*/|[A-Z_]+=\S+ )*ebbtide ([a-z]+)( .*)?$", command.split("#")[0].rstrip())):
@@ -72,7 +75,8 @@ def unknown_words(text: str) -> list[str]:
             found.append(f"ebbtide {verb}")
             continue
         names = {n.replace("-", "_") for n in re.findall(r"(?<=\s)--([a-z][\w-]*)", rest)} - {"help", "version"}
-        found += [f"ebbtide {verb} --{name}" for name in sorted(names - set(known[verb]))]
+        taken = set(known[verb]) | (set(known["sft"]) if verb == "compare" else set())
+        found += [f"ebbtide {verb} --{name}" for name in sorted(names - taken)]
     return found
 
 
