@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from typing import Any
@@ -15,7 +15,7 @@ from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size, parse_size
-from ebbtide.config import MIN_BYTES, WINDOW, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
+from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import plan_for
@@ -97,6 +97,10 @@ class Handle:
         if not self._closed:
             self._closed = True
             self._attachment.remove()
+            stats = self.stats()
+            if stats.memory_saved_percent is not None:
+                saved = stats.memory_saved_bytes / 1e9
+                logger.info("Memory saved: %.2f GB (%.0f%% reduction)", saved, stats.memory_saved_percent)
             if not self._engine.live_entries:
                 self._engine.tier.close()
 
@@ -119,7 +123,7 @@ def enable_activation_offloading(
     keep_filter: Callable[[torch.Tensor], bool] | None = None,
     min_bytes: int | str = MIN_BYTES,
     host_budget: int | str | None = None,
-    window: int | str = WINDOW,
+    window: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
     verify: bool = False,
 ) -> Handle:
@@ -136,7 +140,7 @@ def enable_activation_offloading(
         keep_filter: False for a saved tensor that is neither moved nor remade.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
         host_budget: Most host memory for offloaded bytes.
-        window: Bytes allowed in flight each way.
+        window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
         verify: Compare every restored and every remade tensor with what was saved; slow.
 
@@ -151,17 +155,21 @@ def enable_activation_offloading(
         ConflictError: The model is already offloaded.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}", expected="a torch.nn.Module", hint="pass the model itself")
+        raise ConfigError(
+            f"model is a {type(model).__name__}", expected="a torch.nn.Module", hint="pass the model itself"
+        )
     if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
         raise ConfigError(
-            f"enable_ckpt=True and policy={policy!r}", expected="one of the two", hint="enable_ckpt means policy=Minimal()"
+            f"enable_ckpt=True and policy={policy!r}",
+            expected="one of the two",
+            hint="enable_ckpt means policy=Minimal()",
         )
     chosen = Minimal() if enable_ckpt else policy_of(policy)
     found = check_strategy(model, strategy)
     options = Options(
         target=target,  # pyright: ignore[reportArgumentType]
         min_bytes=int(min_bytes) if str(min_bytes).lstrip("-").isdigit() else parse_size(min_bytes, name="min_bytes"),
-        window_bytes=parse_size(window, name="window"),
+        window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
         disk_path=None if disk_path is None else str(disk_path),
         verify=verify,
@@ -188,10 +196,10 @@ def offload_saved_tensors(
     policy: Policy | str | None = None,
     target: str = "auto",
     min_bytes: int = MIN_BYTES,
-    window: int | str = WINDOW,
+    window: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
     verify: bool = False,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Offload what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
 
     Knows no blocks and no model, so weights are told by being parameters. Default policy: ``Offload()``.
@@ -203,14 +211,14 @@ def offload_saved_tensors(
     options = Options(
         target=target,  # pyright: ignore[reportArgumentType]
         min_bytes=min_bytes,
-        window_bytes=parse_size(window, name="window"),
+        window_bytes=None if window is None else parse_size(window, name="window"),
         disk_path=None if disk_path is None else str(disk_path),
         verify=verify,
     )
     engine = _open_engine(policy_of(policy) if policy is not None else Offload(), options)
     engine.begin_pass()
     try:
-        with offloading(engine, Block(name="context", kind="context", index=0, weights=tuple), []):
+        with offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), []):
             yield
     finally:
         engine.end_pass()

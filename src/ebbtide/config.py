@@ -18,9 +18,6 @@ TARGETS = ("auto", "host", "disk")
 MIN_BYTES = 64 * 1024
 """Smaller storages stay: a quarter of the saved tensors, under 1 % of their bytes, most of the per-tensor cost."""
 
-WINDOW = 256 * 1024**2
-"""Bytes allowed in flight each way."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
@@ -97,7 +94,9 @@ def policy_named(name: str) -> Policy:
     kind = POLICIES.get(name.lower())
     if kind is None:
         raise ConfigError(
-            f"policy is {name!r}", expected="one of " + ", ".join(POLICIES), hint=nearest(name, POLICIES) or "try 'auto'"
+            f"policy is {name!r}",
+            expected="one of " + ", ".join(POLICIES),
+            hint=nearest(name, POLICIES) or "try 'auto'",
         )
     return kind()
 
@@ -110,7 +109,7 @@ class Options:
         target: Where offloaded bytes wait: ``"host"``, ``"disk"``, or ``"auto"`` (host with an accelerator, disk
             without).
         min_bytes: Storages below this size stay, in bytes.
-        window_bytes: Bytes allowed in flight each way.
+        window_bytes: Bytes allowed in flight each way; ``None``: follows the model's largest block.
         host_budget_bytes: Most host memory to use, in bytes; ``None``: a fair share of what the machine has.
         disk_path: Directory for the disk tier's file (which never has a name there).
         verify: Compare every restored and every remade tensor with what was saved. Slow.
@@ -118,7 +117,7 @@ class Options:
 
     target: Literal["auto", "host", "disk"] = "auto"
     min_bytes: int = MIN_BYTES
-    window_bytes: int = WINDOW
+    window_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_path: str | None = None
     verify: bool = False
@@ -136,7 +135,7 @@ class Options:
                 expected="0 or more",
                 hint="0 moves everything, 65536 is a good size",
             )
-        if self.window_bytes <= 0:
+        if self.window_bytes is not None and self.window_bytes <= 0:
             raise ConfigError(
                 f"window is {self.window_bytes}", expected="more than 0 bytes", hint="such as window='256MiB'"
             )

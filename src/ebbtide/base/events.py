@@ -25,7 +25,7 @@ class Bus:
         """Whether anybody listens: ask before building costly fields."""
         return bool(self._listeners)
 
-    def emit(self, kind: str, **fields: Any) -> None:
+    def emit(self, kind: str, /, **fields: Any) -> None:
         """Tell every listener that ``kind`` happened."""
         for listener in self._listeners:
             listener(kind, fields)

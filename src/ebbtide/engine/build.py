@@ -114,8 +114,9 @@ class Builder:
             self.records[(id(node), output.output_nr)] = module
             if node.name() in ("ViewBackward0", "UnsafeViewBackward0"):  # a linear layer over more than two dimensions
                 inner, number = node.next_functions[0]
-                self._alive.append(inner)
-                self.records[(id(inner), number)] = module
+                if inner is not None:
+                    self._alive.append(inner)
+                    self.records[(id(inner), number)] = module
 
     def recipe(self, node: Node, output_nr: int) -> Expr | None:
         """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""
@@ -171,6 +172,4 @@ class Builder:
 def _signed(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         return value - 2 * _WRAP if value >= _WRAP else value
-    if isinstance(value, tuple):
-        return tuple(_signed(v) for v in value)
-    return value
+    return tuple(map(_signed, value)) if isinstance(value, tuple) else value  # pyright: ignore

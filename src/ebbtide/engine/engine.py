@@ -8,22 +8,22 @@ within one forward; keyed by address, gradients are silently wrong.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
-from ebbtide.base.actions import Action, Plan
+from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyIn, CopyOut
+from ebbtide.engine.flow import CopyIn, CopyOut, Window
 from ebbtide.engine.layout import byte_view, checksum, storage_bytes
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
@@ -36,6 +36,7 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide.engine")
 
 TensorFilter = Callable[[torch.Tensor], bool]
+_Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
 
 class _Backward:
@@ -89,8 +90,9 @@ class Engine:
         self._model_weights = model_weights
         self._weight_keys: set[int] = set()
         self._pass = Pass()
-        self._copy_out = CopyOut(options.window_bytes)
-        self._index: dict[int, tuple[_StorageRef, list[weakref.ref[Entry]]]] = {}
+        self._window = Window(options.window_bytes)
+        self._copy_out = CopyOut(self._window)
+        self._index: dict[int, _Known] = {}
         self._empties: dict[torch.device, torch.Tensor] = {}
         self._backwards: dict[int, _Backward] = {}
         self._copy_in_stall = 0.0
@@ -126,10 +128,12 @@ class Engine:
         run.pass_.tally.add_all(run.tally)
         run.pass_.checkpointed += checkpointed
         with self.lock:
+            self._window.saw_block(run.tally.offloaded)
             stall = self._copy_out.retire()
+        block = run.block
+        logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if not self.bus.active:
             return
-        block = run.block
         if stall > 0:
             self.bus.emit("stall", where="forward", block=block.name, seconds=stall, bytes=None)
         action = "checkpoint" if checkpointed else "mixed"
@@ -155,7 +159,7 @@ class Engine:
         """Let ``find`` find an entry while its storage lives."""
         known = self._index.get(id(storage))
         if known is None or known[0]() is not storage:
-            known = self._index[id(storage)] = (_StorageRef(storage, self._index), [])
+            known = self._index[id(storage)] = (_storage_ref(storage, self._index), [])
         known[1][:] = [r for r in known[1] if r() is not None]
         known[1].append(weakref.ref(entry))
         if entry.storage_ref is None:
@@ -242,7 +246,7 @@ class Engine:
         content = self._content(entry, backward, run)
         if content is None:
             began = time.perf_counter()
-            keep = None if backward is None else lambda e, c: self._keep(backward, e, c)
+            keep = None if backward is None else functools.partial(self._keep, backward)
             with _exact(entry.device_type):
                 content = evaluate(entry, lambda e: self._content(e, backward, run), keep)
             self._recomputes += 1
@@ -255,7 +259,9 @@ class Engine:
             )
         return content
 
-    def _content(self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None) -> Any:
+    def _content(
+        self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
+    ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
         if entry.source is not None:
             if entry.changed:
@@ -270,7 +276,9 @@ class Engine:
         if entry.tainted:
             raise _tainted(entry)
         if entry.slot is None:
-            return None if entry.recipe is not None else _raise(_tainted(entry))
+            if entry.recipe is None:
+                raise _tainted(entry)
+            return None
         content, stall = entry.slot.take()
         self._copy_in_stall += stall
         if backward is not None and run is not None:
@@ -298,7 +306,8 @@ class Engine:
         backward.run = run
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
-            flow = backward.flows[id(run.pass_)] = CopyIn(run, self.options.window_bytes)
+            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
+        logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
         flow.advance()
 
@@ -345,27 +354,20 @@ class Engine:
         )
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A weak reference to a storage that removes itself from the index when the storage dies."""
+def _storage_ref(storage: torch.UntypedStorage, index: dict[int, _Known]) -> weakref.ref[torch.UntypedStorage]:
+    """Return a weak reference to a storage that removes its key from the index when the storage dies."""
+    key = id(storage)
 
-    __slots__ = ("_index", "_key")
-
-    def __new__(cls, storage: torch.UntypedStorage, index: dict[int, Any]) -> _StorageRef:
-        return super().__new__(cls, storage, cls._gone)
-
-    def __init__(self, storage: torch.UntypedStorage, index: dict[int, Any]) -> None:
-        super().__init__(storage, self._gone)
-        self._key, self._index = id(storage), index
-
-    @staticmethod
-    def _gone(reference: _StorageRef) -> None:
-        known = reference._index.get(reference._key)
+    def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
+        known = index.get(key)
         if known is not None and known[0] is reference:
-            del reference._index[reference._key]
+            del index[key]
+
+    return weakref.ref(storage, gone)
 
 
 @contextmanager
-def _exact(device_type: str) -> Iterator[None]:
+def _exact(device_type: str) -> Generator[None]:
     """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe)."""
     with torch.no_grad():
         if torch.is_autocast_enabled(device_type):
@@ -381,7 +383,3 @@ def _tainted(entry: Entry) -> ModifiedInPlaceError:
         expected="saved tensors that stay as they are until their backward",
         hint="pass keep_filter=... to keep such tensors, or policy=Offload()",
     )
-
-
-def _raise(error: Exception) -> None:
-    raise error

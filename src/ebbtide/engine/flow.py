@@ -3,7 +3,8 @@
 [Note: window]
 Copy-out: a source stays until its copy is done. When the bytes still waiting exceed the window, compute waits for the
 oldest copy; that is a stall, and is counted. Copy-in: from the first sign of backward in a block on, what comes next is
-brought in, never more ahead of its reader than the window.
+brought in, never more ahead of its reader than the window. Unless the user gives a window it follows the model: two of
+its largest block's offloaded bytes on the way out (one being made, one being copied), one of them on the way in.
 
 [Note: turn-around]
 When backward begins, the sources of the last blocks are usually still there. Copies that have not begun are withdrawn,
@@ -12,6 +13,7 @@ and the bytes are served from the source.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -23,11 +25,43 @@ if TYPE_CHECKING:
     from ebbtide.engine.run import BlockRun
 
 
+LEAST_WINDOW = 16 * 1024**2
+"""Smallest window that follows the model: below this, copies are too short to hide anything."""
+
+
+class Window:
+    """Bytes allowed in flight each way. See [Note: window].
+
+    Args:
+        given_bytes: What the user asked for; None: follow the model.
+    """
+
+    def __init__(self, given_bytes: int | None) -> None:
+        self._given_bytes = given_bytes
+        self._block_bytes = 0
+
+    def saw_block(self, offloaded_bytes: int) -> None:
+        """A block offloaded this much."""
+        self._block_bytes = max(self._block_bytes, offloaded_bytes)
+
+    @property
+    def out_bytes(self) -> int:
+        """Window of the copy-out; without a limit until the first block was seen whole."""
+        if self._given_bytes is None and not self._block_bytes:
+            return sys.maxsize
+        return self._given_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
+
+    @property
+    def in_bytes(self) -> int:
+        """Window of the copy-in."""
+        return self._given_bytes or max(self._block_bytes, LEAST_WINDOW)
+
+
 class CopyOut:
     """Copies under way from the device to the store, oldest first."""
 
-    def __init__(self, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, window: Window) -> None:
+        self.window = window
         self.in_flight_bytes = 0
         self.stall_seconds = 0.0
         self._queue: deque[tuple[weakref.ref[Entry], int]] = deque()
@@ -44,7 +78,7 @@ class CopyOut:
             entry = self._queue[0][0]()
             if entry is not None and entry.source is not None and entry.slot is not None:
                 if not entry.slot.parked:
-                    if self.in_flight_bytes <= self.window_bytes:
+                    if self.in_flight_bytes <= self.window.out_bytes:
                         break
                     stall += entry.slot.wait_parked()
                 drop_source(entry)
@@ -79,11 +113,11 @@ class CopyIn:
 
     Args:
         run: The block in which the backward showed first.
-        window_bytes: Bytes brought in and not yet read, at most.
+        window: Bounds the bytes brought in and not yet read.
     """
 
-    def __init__(self, run: BlockRun, window_bytes: int) -> None:
-        self.window_bytes = window_bytes
+    def __init__(self, run: BlockRun, window: Window) -> None:
+        self.window = window
         self.ahead_bytes = 0
         self._asked: dict[weakref.ref[Entry], int] = {}
         self._next: weakref.ref[Entry] | None = None
@@ -98,7 +132,7 @@ class CopyIn:
                 continue
             if reference in self._asked:
                 continue
-            if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window_bytes:
+            if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._next = reference
                 return
             entry.slot.prefetch()

@@ -19,7 +19,7 @@ class Layout:
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
         """Return the layout of ``tensor``."""
-        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     @property
     def logical_bytes(self) -> int:

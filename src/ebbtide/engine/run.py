@@ -35,12 +35,14 @@ class Block:
         name: Path of the module in the model.
         kind: Name of its class; blocks of one kind share sites.
         index: Place in its stack.
+        count: Blocks in all.
         weights: The block's parameters and buffers whose bytes are there in its forward and in its backward.
     """
 
     name: str
     kind: str
     index: int
+    count: int
     weights: Callable[[], Iterable[torch.Tensor]]
 
 
@@ -159,8 +161,9 @@ class BlockRun:
         if self.builder is None or node is None or tensor._is_view() or tensor._version:
             return None
         ticket = self.builder.tickets.get((id(node), tensor.output_nr))
-        same = isinstance(ticket, Ticket) and ticket.layout == Layout.of(tensor)
-        return ticket.entry if same else None
+        if not isinstance(ticket, Ticket) or ticket.layout != Layout.of(tensor):
+            return None
+        return ticket.entry
 
     def _admit(self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage) -> Entry:
         """Make the entry of a storage and carry out the action chosen for it."""
@@ -172,7 +175,13 @@ class BlockRun:
         is_input = id(storage) in self._input_storages or self._casts_an_input(base)
         site = self._site("input" if is_input else node.name() if node is not None else "leaf")
         recipe = None
-        if whole and id(storage) not in self._input_storages and node is not None and self.builder is not None and engine.may_remake(tensor):
+        if (
+            whole
+            and id(storage) not in self._input_storages
+            and node is not None
+            and self.builder is not None
+            and engine.may_remake(tensor)
+        ):
             recipe = self.builder.recipe(node, base.output_nr)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes)
         entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)

@@ -55,8 +55,8 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "probe", "recipe", "restored",
-        "site", "slot", "source", "storage_ref", "tainted", "version",
+        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "probe", "recipe",
+        "restored", "site", "slot", "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(

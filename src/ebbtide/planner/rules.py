@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 
-
 CHECKPOINT_ABOVE = 3.0
 """A block whose stubborn bytes exceed this many times its inputs is re-run whole under ``Minimal``."""
 
@@ -61,7 +60,9 @@ def plan_for(policy: Policy) -> Plan:
     """Return the plan that follows from ``policy`` alone."""
     match policy:
         case Keep():
-            return _KeepPlan(policy, "keep", "keep: everything stays on the device; bytes are counted, nothing is saved")
+            return _KeepPlan(
+                policy, "keep", "keep: everything stays on the device; bytes are counted, nothing is saved"
+            )
         case Offload():
             return _OffloadPlan(policy, "offload", "offload: every storage worth moving leaves once; nothing is remade")
         case Inputs():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.actions import Action
-from ebbtide.base.errors import ConflictError
+from ebbtide.base.errors import ConflictError, DiskFullError
+from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
@@ -56,6 +57,7 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ran: set[str] = set()
+        self._room_checked = False
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._replace_forward(model, self._model_call)
         for module, block in blocks:
@@ -107,6 +109,7 @@ class Attachment:
             block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
         )
         whole = action is Action.CHECKPOINT
+        self._check_room()
         with offloading(engine, block, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
                         checkpointed=whole) as run:  # fmt: skip
             if whole:
@@ -120,6 +123,25 @@ class Attachment:
             finally:
                 scope.run = None
                 self._seen[block.kind] = run.tally
+
+    def _check_room(self) -> None:
+        """Once the first block has shown what blocks offload, see whether the store can hold the rest.
+
+        Raises:
+            DiskFullError: It cannot; raised in the first forward, before anything was computed from it.
+        """
+        if self._room_checked or not self._seen:
+            return
+        self._room_checked = True
+        tier, seen = self.engine.tier, next(iter(self._seen.values()))
+        needed, free = seen.offloaded * (len(self._blocks) - 1), tier.free_bytes
+        if tier.name == "disk" and free is not None and needed > free:
+            raise DiskFullError(
+                f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks offloaded "
+                f"{format_size(seen.offloaded)}",
+                expected=f"room for {format_size(needed)} more, for this batch size and sequence length",
+                hint="free some space, name another disk_path, or pass enable_ckpt=True, which offloads far less",
+            )
 
     # Installing
 
@@ -177,7 +199,7 @@ class _Scope:
 @contextmanager
 def offloading(
     engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False
-) -> Iterator[BlockRun]:
+) -> Generator[BlockRun]:
     """Open the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included."""
     run = engine.begin_block(block, inputs)
     try:
@@ -197,7 +219,7 @@ def _refuse_other_hooks(block: str) -> None:
     Raises:
         ConflictError: A checkpoint runs this block, or another offloader is on.
     """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
     if top is None:
         return
     pack = top[0]

@@ -46,7 +46,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | None = None) -> list[tu
     for name, module in found:
         inner = _under_fsdp1(module)
         stack = name.rpartition(".")[0]
-        block = Block(name=name, kind=_kind(inner), index=indices[stack], weights=_weights_of(inner))
+        block = Block(name=name, kind=_kind(inner), index=indices[stack], count=len(found), weights=_weights_of(inner))
         indices[stack] += 1
         blocks.append((inner, block))
     return blocks
