@@ -1,0 +1,191 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.runs import read_events
+from ebbtide.cli import compare as module
+from ebbtide.cli.compare import compare, run
+
+FAKE = Path(__file__).with_name("fake_child.py")
+CHILD = [sys.executable, str(FAKE)]
+MIB = 1024**2
+
+
+def console():
+    return Console(file=io.StringIO(), width=200)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """One comparison of two rounds, looked at by several tests."""
+    out, screen = tmp_path_factory.mktemp("compare") / "out", console()
+    return compare(["--max_steps", "3"], rounds=2, out=out, command=CHILD, console=screen), screen.file.getvalue()
+
+
+def test_each_mode_gets_its_flags_and_its_memory_is_seen_from_outside(done):
+    result, _ = done
+    assert result.exit_code == 0
+    by_mode = {mode["mode"]: mode for mode in result.modes}
+    assert list(by_mode) == ["plain", "checkpointing", "ebbtide"]
+    for name, height in (("plain", 96), ("checkpointing", 16), ("ebbtide", 32)):
+        outside = by_mode[name]["outside"]
+        assert outside["activation_bytes"] == pytest.approx(height * MIB, abs=6 * MIB), name
+        assert outside["peak_bytes"] >= outside["floor_bytes"] + outside["activation_bytes"] - 6 * MIB
+        assert outside["samples"] >= 18
+    assert by_mode["ebbtide"]["saved_percent"] == pytest.approx(100 * (1 - 32 / 96), abs=8)
+
+
+def test_ratios_and_losses_are_against_plain(done):
+    ratios = {mode["mode"]: mode["step_ratio"] for mode in done[0].modes}
+    assert ratios["checkpointing"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert ratios["ebbtide"]["median"] == pytest.approx(1.5)
+    assert [mode["loss_equal"] for mode in done[0].modes] == [True, True, True]
+    assert [mode["rounds"] for mode in done[0].modes] == [2, 2, 2]
+
+
+def test_modes_take_turns(done):
+    assert done[0].environment["orders"] == ["plain checkpointing ebbtide", "checkpointing ebbtide plain"]
+    starts = {
+        mode: [read_events(done[0].out / f"round-{turn}" / mode / "run.jsonl")[0]["t"] for turn in (1, 2)]
+        for mode in ("plain", "checkpointing", "ebbtide")
+    }
+    assert sorted(starts, key=lambda mode: starts[mode][0]) == ["plain", "checkpointing", "ebbtide"]
+    assert sorted(starts, key=lambda mode: starts[mode][1]) == ["checkpointing", "ebbtide", "plain"]
+
+
+def test_summary_page_and_table_are_written(done):
+    result, screen = done
+    summary = json.loads((result.out / "summary.json").read_text())
+    assert summary == {"schema": 1, "modes": result.modes, "environment": result.environment}
+    page = (result.out / "report.html").read_text()
+    assert "checkpointing" in page and "least and the greatest round" in page
+    for words in ("round 1 of 2  plain", "round 2 of 2  ebbtide", "×2.00", "equal", "report.html"):
+        assert words in screen, words
+
+
+def test_the_environment_of_children_is_set_and_recorded(done, tmp_path, monkeypatch):
+    assert done[0].environment["variables"] == {
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "MALLOC_TRIM_THRESHOLD_": "1048576",
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
+    child = [sys.executable, "-c", "import os; print(os.environ['THP_MEM_ALLOC_ENABLE'], 'was seen')"]
+    result = compare([], modes=["plain"], rounds=1, out=tmp_path / "out", command=child, console=console())
+    assert result.environment["variables"]["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert (tmp_path / "out" / "round-1" / "plain" / "output.txt").read_text() == "0 was seen\n"
+    assert result.exit_code == 1
+
+
+def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
+    screen, out = console(), tmp_path / "out"
+    result = compare(["--fail", "checkpointing"], rounds=1, out=out, command=CHILD, console=screen)
+    assert result.exit_code == 1
+    assert [mode["status"] for mode in result.modes] == ["ok", "error", "ok"]
+    assert result.modes[1]["failures"] == ["round 1: exit code 1"]
+    assert result.modes[2]["step_ratio"]["median"] == pytest.approx(1.5)
+    assert "the fake child was told to fail" in screen.file.getvalue()
+    assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
+
+
+def test_one_different_bit_makes_losses_differ(tmp_path):
+    arguments = ["--uneven", "ebbtide"]
+    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=console())
+    assert result.modes[1]["loss_equal"] is False
+    assert "differ" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number):
+    script = textwrap.dedent("""
+        import sys
+        from pathlib import Path
+        from ebbtide.cli.compare import compare
+        child = [sys.executable, sys.argv[1]]
+        result = compare(["--wait", "1"], modes=["plain"], rounds=2, out=Path(sys.argv[2]), command=child)
+        sys.exit(result.exit_code)
+    """)
+    out = tmp_path / "out"
+    record = out / "round-1" / "plain" / "run.jsonl"
+    with subprocess.Popen([sys.executable, "-c", script, str(FAKE), str(out)], env={**os.environ}) as parent:
+        wait_until(lambda: record.exists() and '"waiting"' in record.read_text(), parent)
+        parent.send_signal(number)
+        assert parent.wait(60) == 130
+    child = read_events(record)[0]["pid"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert read_events(record)[-1]["status"] == "interrupted"
+    assert json.loads((out / "summary.json").read_text())["modes"][0]["rounds"] == 0
+    assert not (out / "round-2").exists()
+
+
+def wait_until(condition, process):
+    """Wait for another process to get somewhere: bounded, and at once over if it ended."""
+    wake, until = threading.Event(), time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None, "the process ended early"
+        assert time.monotonic() < until
+        wake.wait(0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"modes": ["plian"]}, ConfigError, "(?s)unknown mode 'plian'.*did you mean 'plain'"),
+        ({"modes": ["plain", "plain"]}, ConfigError, "each mode once"),
+        ({"modes": []}, ConfigError, "modes are none"),
+        ({"rounds": 0}, ConfigError, "rounds is 0; expected 1 or more"),
+        ({"arguments": ["--gradient-checkpointing=true"]}, ConfigError, "--gradient_checkpointing is given"),
+        ({"arguments": ["--output_dir", "x"]}, ConfigError, "(?s)--output_dir is given.*--out"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, changes, error, words):
+    values = {"arguments": [], "out": tmp_path / "out", "command": ["/nowhere"], **changes}
+    with pytest.raises(error, match=words):
+        compare(values.pop("arguments"), **values)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_a_comparison_is_refused(done):
+    with pytest.raises(DataError, match="already holds a comparison"):
+        compare([], out=done[0].out)
+
+
+def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_path):
+    seen = {}
+
+    def fake(arguments, **options):
+        seen.update(options, arguments=arguments)
+        return module.CompareResult(out=options["out"], modes=[{"status": "ok"}], environment={})
+
+    monkeypatch.setattr(module, "compare", fake)
+    words = ["sft", "file.yaml", "--rounds", "2", "--model", "m", "--modes", "plain,ebbtide", "--out", str(tmp_path)]
+    assert run([*words, "--max_steps=3"]) == 0
+    assert seen == {
+        "arguments": ["file.yaml", "--model", "m", "--max_steps=3"],
+        "recipe": "sft",
+        "modes": ["plain", "ebbtide"],
+        "rounds": 2,
+        "out": tmp_path,
+    }
+    with pytest.raises(ConfigError, match="(?s)invalid int value.*ebbtide compare --help"):
+        run(["--rounds", "many"])
+
+
+def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):
+    assert module._flags("sft", "ebbtide", [], tmp_path) == [
+        "--activation_cpu_offload", "true", "--gradient_checkpointing", "false", "--output_dir", str(tmp_path),
+        "--save", "false",
+    ]  # fmt: skip
+    assert "false" not in module._flags("sft", "ebbtide-minimal", ["--save=true"], tmp_path)
