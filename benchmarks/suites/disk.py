@@ -1,9 +1,10 @@
 """How much of raw direct I/O the disk tier reaches.
 
-Raw is one thread that writes or reads blocks of one size, one after the other, between one aligned buffer and a file,
-with direct I/O. The tier moves tensors of that size: all parked, then waited for; and taken one by one with a few
-prefetched ahead, each dropped before the next. Both alternate, and swap who goes first, so that what else the machine
-does meets both. The first pair warms up (a file's blocks are written once) and is not counted.
+Raw is one thread that writes or reads blocks of one size, one after the other, with direct I/O, between aligned memory
+and a file: as much memory as the tier's (all of it written from, a few blocks read into again and again). The tier
+moves tensors of that size: all parked, then waited for; and taken one by one with a few prefetched ahead, each dropped
+before the next. Both alternate, and swap who goes first, so that what else the machine does meets both. The first pair
+warms up (a file's blocks are written once) and is not counted.
 
     python -m benchmarks.suites.disk [--path DIR] [--pairs 7] [--out DIR]
 """
@@ -13,17 +14,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
-import json
 import os
-import platform
-import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from benchmarks.results_folder import hardware, result_folder, summary, write_result
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import Buffer, view_memory
 from ebbtide.store.disk import DiskTier
@@ -36,15 +34,16 @@ AHEAD = 4
 
 def raw_rates(file: BackingFile, size_bytes: int, total_bytes: int) -> tuple[float, float]:
     """Return bytes per second of raw writes and reads of blocks of ``size_bytes``."""
-    buffer = Buffer(size_bytes, 0)
-    view = view_memory(buffer.address, size_bytes)
-    ctypes.memset(buffer.address, 1, size_bytes)
+    count = total_bytes // size_bytes
+    memory = Buffer(total_bytes, 0)
+    ctypes.memset(memory.address, 1, total_bytes)
+    views = [view_memory(memory.address + i * size_bytes, size_bytes) for i in range(count)]
     rates: list[float] = []
-    for call in (os.pwritev, os.preadv):
+    for call, ring in ((os.pwritev, count), (os.preadv, AHEAD + 1)):
         started = time.perf_counter()
-        for offset in range(0, total_bytes, size_bytes):
-            if call(file.fd, [view], offset) != size_bytes:
-                raise OSError(f"short raw transfer at {offset}")
+        for index in range(count):
+            if call(file.fd, [views[index % ring]], index * size_bytes) != size_bytes:
+                raise OSError(f"short raw transfer of block {index}")
         rates.append(total_bytes / (time.perf_counter() - started))
     return rates[0], rates[1]
 
@@ -96,28 +95,6 @@ def measure(directory: Path, size_bytes: int, total_bytes: int, pairs: int) -> d
     return found
 
 
-def summary(values: list[float]) -> dict[str, float]:
-    """Return median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return {"q1": low, "median": middle, "q3": high}
-
-
-def hardware(directory: Path) -> str:
-    """Return a slug of cores, processor family and disk driver, such as ``2core-epyc-virtio``."""
-    model = next(
-        (x.partition(":")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
-        platform.machine(),
-    )
-    words = re.sub(r"\((r|tm)\)|@.*|\b(amd|intel|cpu|processor|core|arm)\b|\d+-core", " ", model.lower())
-    family = (re.findall(r"[a-z][a-z0-9-]+", words) or [platform.machine()])[0]
-    number = os.stat(directory).st_dev
-    device = Path(os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")).name
-    driver = next(
-        (v for k, v in {"vd": "virtio", "nvme": "nvme", "sd": "sd", "dm": "dm"}.items() if device.startswith(k)), "disk"
-    )
-    return f"{os.cpu_count()}core-{family}-{driver}"
-
-
 def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return the README of a results folder."""
     lines = [
@@ -157,25 +134,19 @@ def main() -> None:
             found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
         runs[f"{size_mib} MiB"] = found
         sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
-    today = datetime.date.today()
+    folder = options.out or result_folder("disk", directory)
     result: dict[str, object] = {
         "suite": "disk",
         "hardware": hardware(directory),
-        "date": today.isoformat(),
+        "date": datetime.date.today().isoformat(),
         "filesystem": filesystem_of(directory),
-        "kernel": platform.release(),
-        "torch": torch.__version__,
         "total_mib": options.total_mib,
         "pairs": options.pairs,
         "summary": sizes,
         "runs_bytes_per_second": runs,
     }
-    results = Path(__file__).parents[1] / "results"
-    out = options.out or results / f"disk_{result['hardware']}_{today:%Y%m}"
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "run.json").write_text(json.dumps(result, indent=1) + "\n")
     text = report(result, sizes)
-    (out / "README.md").write_text(text)
+    write_result(folder, result, text)
     print(text)
 
 

@@ -8,6 +8,7 @@ kept for the next read of that size, up to a bound, until ``trim``.
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import threading
 import weakref
@@ -17,9 +18,15 @@ import torch
 from ebbtide.store.extents import round_up
 
 
+@functools.lru_cache(maxsize=256)
+def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
+    """Return the type of an array of bytes; making one anew for each transfer costs more than asking for it."""
+    return ctypes.c_ubyte * nbytes
+
+
 def view_memory(address: int, nbytes: int) -> memoryview:
     """Return a writable view of ``nbytes`` at ``address``; whoever calls keeps that memory alive."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address))
+    return memoryview(_array(nbytes).from_address(address))
 
 
 class Buffer:
@@ -37,7 +44,7 @@ class Buffer:
         if memory is None:
             memory = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         # The array, not the map, is what the storage keeps alive: its death tells that the map can be used again.
-        self._loan = (ctypes.c_ubyte * mapped).from_buffer(memory)
+        self._loan = _array(mapped).from_buffer(memory)
         if pool:
             weakref.finalize(self._loan, pool.give, memory).atexit = False
         self._nbytes, self._shift = nbytes, shift

@@ -52,7 +52,10 @@ class DiskWork:
         self.pool = BufferPool(window_bytes // 4)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        # Three conditions, so that a write that ends wakes who waits for it and not an idle reader.
+        self._to_write = threading.Condition(self._lock)
+        self._to_read = threading.Condition(self._lock)
+        self._done = threading.Condition(self._lock)
         self._writes: deque[Parcel] = deque()
         self._reads: deque[Read] = deque()
         self._dead: deque[Parcel] = deque()
@@ -67,8 +70,6 @@ class DiskWork:
         ]
         for thread in self._threads:
             thread.start()
-
-    # What callers ask; each takes the lock itself.
 
     @property
     def usable(self) -> bool:
@@ -130,7 +131,7 @@ class DiskWork:
             parcel.place, parcel.users = place, 1
             self._out_bytes += need
             self._writes.append(parcel)
-            self._changed.notify_all()
+            self._to_write.notify()
         self._trash.clear()
 
     def wait_parked(self, parcel: Parcel) -> float:
@@ -174,7 +175,7 @@ class DiskWork:
             try:
                 read.urgent = True
                 self._hasten(parcel)
-                self._changed.notify_all()
+                self._to_read.notify()
                 self._wait_until(lambda: read.done)
             except BaseException:
                 # An interrupt, or a dead worker: leave the read where free() and the next take() find it.
@@ -193,7 +194,12 @@ class DiskWork:
         if parcel.state is State.DEAD or not self.usable:
             return
         self._dead.append(parcel)
-        self._settle_if_free()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._lock.release()
+            self._trash.clear()
 
     def close(self, *, join: bool) -> None:
         """Let the threads go after what they do now; what has not begun is dropped.
@@ -206,19 +212,18 @@ class DiskWork:
         self._closed = True
         if self._lock.acquire(blocking=join):
             try:
-                self._changed.notify_all()
+                self._wake_all()
             finally:
                 self._lock.release()
         if join:
             for thread in self._threads:
                 thread.join()
 
-    # Bookkeeping; the lock is held.
-
+    # The lock is held from here to the threads.
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         while not happened():
             self.check_usable()
-            if not self._changed.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
+            if not self._done.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
                 raise DiskError("a worker thread of the disk tier is gone", hint="open a new tier in this process")
             self._settle()
 
@@ -226,7 +231,7 @@ class DiskWork:
         read = Read(parcel)
         parcel.users += 1
         self._reads.append(read)
-        self._changed.notify_all()
+        self._to_read.notify()
         return read
 
     def _hasten(self, parcel: Parcel) -> None:
@@ -234,25 +239,22 @@ class DiskWork:
             self._writes.remove(parcel)
             self._writes.appendleft(parcel)
 
+    def _wake_all(self) -> None:
+        self._to_write.notify_all()
+        self._to_read.notify_all()
+        self._done.notify_all()
+
     def _claim(self, read: Read) -> None:
         if read.ahead:
             read.ahead = False
             self._ahead_bytes -= read.parcel.nbytes
-            self._changed.notify_all()
+            self._to_read.notify()
 
     def _settle(self) -> None:
         while self._dead:
             parcel = self._dead.popleft()
             if parcel.state is not State.DEAD:
                 self._bury(parcel)
-
-    def _settle_if_free(self) -> None:
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
-            self._trash.clear()
 
     def _bury(self, parcel: Parcel) -> None:
         if parcel.state is State.QUEUED:
@@ -268,7 +270,8 @@ class DiskWork:
             self._claim(read)
             self._trash.append(read)
         self._release_if_unused(parcel)
-        self._changed.notify_all()
+        self._to_read.notify()
+        self._done.notify_all()
 
     def _written(self, parcel: Parcel) -> None:
         self._out_bytes -= parcel.split.interior_bytes
@@ -293,15 +296,12 @@ class DiskWork:
             self._broken = self._broken or broken
             self._running -= 1
             if self._running == 0:
-                for parcel in self._writes:
-                    self._trash.append(parcel.source)
-                    parcel.source = None
-                self._trash.extend((*self._writes, *self._reads))
-                self._writes.clear()
+                while self._writes:
+                    self._written(self._writes.popleft())
                 self._reads.clear()
                 self._file.close()
                 self.pool.trim(limit_bytes=0)
-            self._changed.notify_all()
+            self._wake_all()
         self._trash.clear()
 
     def _write_loop(self) -> None:
@@ -309,7 +309,7 @@ class DiskWork:
             with self._lock:
                 self._settle()
                 while not self._writes and not self._closed:
-                    self._changed.wait(_WAKE_SECONDS)
+                    self._to_write.wait(_WAKE_SECONDS)
                     self._settle()
                 if self._closed:
                     return
@@ -327,6 +327,7 @@ class DiskWork:
             self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is State.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
+        parcel.source = None  # before anybody hears that it is parked: whoever waited for that finds the memory free
         with self._lock:
             self._counters.out_seconds += time.perf_counter() - started
             self._counters.out_bytes += 0 if fault else parcel.nbytes
@@ -335,7 +336,9 @@ class DiskWork:
                 parcel.state = State.FAILED if fault else State.PARKED
             self._written(parcel)
             self._release_if_unused(parcel)
-            self._changed.notify_all()
+            if self._reads:
+                self._to_read.notify()
+            self._done.notify_all()
         self._trash.clear()
 
     def _read_loop(self) -> None:
@@ -343,7 +346,7 @@ class DiskWork:
             with self._lock:
                 self._settle()
                 while (read := self._next_read()) is None and not self._closed:
-                    self._changed.wait(_WAKE_SECONDS)
+                    self._to_read.wait(_WAKE_SECONDS)
                     self._settle()
                 if read is None or self._closed:
                     return
@@ -393,5 +396,5 @@ class DiskWork:
             read.tensor, read.fault, read.done = tensor, fault, True
             parcel.users -= 1
             self._release_if_unused(parcel)
-            self._changed.notify_all()
+            self._done.notify_all()
         self._trash.clear()
