@@ -252,7 +252,7 @@ def policy_of(policy: Policy | str | None) -> Policy:
         return policy_named(policy)
     if not isinstance(policy, Policy):
         raise ConfigError(
-            f"policy is a {type(policy).__name__}",
+            f"policy is {policy!r}",
             expected="Auto(...), Offload(), Inputs(), Minimal(), Keep() or a name",
             hint="call the class: Minimal(), not Minimal",
         )

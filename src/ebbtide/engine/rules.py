@@ -190,7 +190,11 @@ def _inner_length(operand: Operand | None) -> int:
 
 def rule_table() -> dict[str, Rule]:
     """Return a new table from node name to rule."""
-    table: dict[str, Rule] = {
+    return _element_rules() | _shape_rules() | _product_rules()
+
+
+def _element_rules() -> dict[str, Rule]:
+    return {
         "AddBackward0": binary(torch.add, alpha=True),
         "SubBackward0": binary(torch.sub, alpha=True),
         "MulBackward0": binary(torch.mul),
@@ -224,12 +228,11 @@ def rule_table() -> dict[str, Rule]:
         "StackBackward0": _joined(torch.stack),
         "NativeLayerNormBackward0": _norm(torch.nn.LayerNorm, F.layer_norm, "normalized_shape", "eps"),
         "NativeGroupNormBackward0": _norm(torch.nn.GroupNorm, F.group_norm, "num_groups", "eps"),
-        "MmBackward0": _product(torch.mm, "self", "mat2"),
-        "BmmBackward0": _product(torch.bmm, "self", "mat2"),
-        "AddmmBackward0": _product(torch.addmm, "mat1", "mat2", bias=True),
-        "BaddbmmBackward0": _product(torch.baddbmm, "batch1", "batch2", bias=True),
     }
-    table |= {
+
+
+def _shape_rules() -> dict[str, Rule]:
+    return {
         "ViewBackward0": _to_shape("view"),
         "UnsafeViewBackward0": _to_shape("view"),
         "ReshapeAliasBackward0": _to_shape("reshape"),
@@ -250,4 +253,12 @@ def rule_table() -> dict[str, Rule]:
         "UnsafeSplitBackward0": _part("split", "split_size", "dim"),
         "UnbindBackward0": _part("unbind", "dim"),
     }
-    return table
+
+
+def _product_rules() -> dict[str, Rule]:
+    return {
+        "MmBackward0": _product(torch.mm, "self", "mat2"),
+        "BmmBackward0": _product(torch.bmm, "self", "mat2"),
+        "AddmmBackward0": _product(torch.addmm, "mat1", "mat2", bias=True),
+        "BaddbmmBackward0": _product(torch.baddbmm, "batch1", "batch2", bias=True),
+    }

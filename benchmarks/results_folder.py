@@ -1,0 +1,63 @@
+"""What every suite shares: the name of its results folder, what is noted beside the numbers, medians and quartiles."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Return median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    return {"q1": low, "median": middle, "q3": high}
+
+
+def hardware(directory: Path) -> str:
+    """Return a slug of cores, processor family and disk driver, such as ``2core-epyc-virtio``."""
+    model = next(
+        (x.partition(":")[2] for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")),
+        platform.machine(),
+    )
+    words = re.sub(r"\((r|tm)\)|@.*|\b(amd|intel|cpu|processor|core|arm)\b|\d+-core", " ", model.lower())
+    family = (re.findall(r"[a-z][a-z0-9-]+", words) or [platform.machine()])[0]
+    number = os.stat(directory).st_dev
+    device = Path(os.path.realpath(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")).name
+    driver = next(
+        (v for k, v in {"vd": "virtio", "nvme": "nvme", "sd": "sd", "dm": "dm"}.items() if device.startswith(k)), "disk"
+    )
+    return f"{os.cpu_count()}core-{family}-{driver}"
+
+
+def result_folder(theme: str, directory: Path | None = None) -> Path:
+    """Return ``benchmarks/results/<theme>_<hardware>_<yyyymm>`` for measurements on ``directory``'s disk."""
+    return RESULTS / f"{theme}_{hardware(directory or RESULTS)}_{datetime.date.today():%Y%m}"
+
+
+def write_result(folder: Path, result: dict[str, Any], text: str) -> None:
+    """Write ``run.json`` (the result, with date, versions and commit) and ``README.md``."""
+    found = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": found or None,
+        "command": " ".join(sys.orig_argv[1:]),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    (folder / "README.md").write_text(text)

@@ -1,0 +1,125 @@
+"""What a saved tensor costs, by what is done with it: µs of pack and unpack together.
+
+A chain of element-wise operators saves one tensor each. The same chain runs without hooks, with hooks that do nothing,
+and under the engine with every tensor light (below ``min_bytes``), kept, offloaded, or recomputed; all variants run in
+turn, so that what else the machine does meets each. Gradients are compared with the plain chain's first: no number on a
+red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes.
+
+    python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.results_folder import result_folder, summary, write_result
+from ebbtide.base.events import Bus
+from ebbtide.config import Keep, Minimal, Offload, Options, Policy
+from ebbtide.engine import Block, Engine
+from ebbtide.planner import plan_for
+from ebbtide.store import open_tier
+from ebbtide.wrap.attach import offloading
+
+SAVED = 200
+"""Operators in the chain, hence saved tensors."""
+
+SHAPE = (64, 64)
+
+Scope = Callable[[], AbstractContextManager[object]]
+
+
+def chain(x: torch.Tensor, scope: AbstractContextManager[object]) -> torch.Tensor:
+    """Return the gradient of a chain of operators that each save their input."""
+    leaf = x.detach().requires_grad_()
+    with scope:
+        y = leaf
+        for _ in range(SAVED):
+            y = torch.sin(y)
+    (gradient,) = torch.autograd.grad(y.sum(), leaf)
+    return gradient
+
+
+@contextmanager
+def under(engine: Engine) -> Generator[None]:
+    """Run one pass of one block under the engine."""
+    engine.begin_pass()
+    with offloading(engine, Block(name="chain", kind="chain", index=0, count=1, weights=tuple), []):
+        yield
+    engine.end_pass()
+
+
+def variants() -> dict[str, Scope]:
+    """Return how each variant opens its hooks."""
+
+    def engine(policy: Policy, min_bytes: int) -> Scope:
+        made = Engine(plan_for(policy), open_tier("disk"), Options(target="disk", min_bytes=min_bytes), Bus())
+        return lambda: under(made)
+
+    return {
+        "no hooks": nullcontext,
+        "empty hooks": lambda: saved_tensors_hooks(lambda t: t.detach(), lambda t: t),
+        "light": engine(Keep(), 1 << 20),
+        "keep": engine(Keep(), 0),
+        "offload": engine(Offload(), 0),
+        "recompute": engine(Minimal(), 0),
+    }
+
+
+def measure(pairs: int) -> dict[str, list[float]]:
+    """Return µs per saved tensor of every variant, in every round."""
+    scopes, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1]).view(SHAPE)
+    expected = chain(x, nullcontext())
+    for name, scope in scopes.items():
+        if not torch.equal(chain(x, scope()), expected):
+            raise SystemExit(f"{name}: the gradient differs; no speed number on a red gate")
+    found: dict[str, list[float]] = {name: [] for name in scopes}
+    for _ in range(pairs):
+        for name, scope in scopes.items():
+            started = time.perf_counter()
+            chain(x, scope())
+            found[name].append((time.perf_counter() - started) / SAVED * 1e6)
+    return found
+
+
+def main() -> None:
+    """Measure, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    samples = measure(given.pairs)
+    base = statistics.median(samples["no hooks"])
+    rows = ["| saved tensors are | µs per saved tensor above no hooks | quartiles |", "| --- | --- | --- |"]
+    for name, values in samples.items():
+        if name != "no hooks":
+            row = summary([v - base for v in values])
+            rows.append(f"| {name} | {row['median']:.1f} | {row['q1']:.1f} … {row['q3']:.1f} |")
+    text = "\n".join(
+        [
+            "# What a saved tensor costs",
+            "",
+            f"A chain of {SAVED} `sin` on {SHAPE[0]} x {SHAPE[1]} float32, forward and backward, one thread.",
+            "`offload` includes a direct write and read of 16 KiB, `recompute` one `sin`; a training step moves",
+            "tensors of MiB, where the bytes count and this does not.",
+            "",
+            *rows,
+            "",
+        ]
+    )
+    print(text)
+    folder = given.out or result_folder("overhead")
+    write_result(folder, {"suite": "overhead", "pairs": given.pairs, "us_per_saved_tensor": samples}, text)
+    print(f"written to {folder}")
+
+
+if __name__ == "__main__":
+    main()
