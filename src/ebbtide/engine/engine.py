@@ -24,7 +24,7 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import CopyIn, CopyOut, Window
-from ebbtide.engine.layout import byte_view, checksum, storage_bytes
+from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
@@ -251,7 +251,7 @@ class Engine:
                 content = evaluate(entry, lambda e: self._content(e, backward, run), keep)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
-        if entry.checksum is not None and checksum(storage_bytes(content)) != entry.checksum:
+        if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
             raise RestoreError(
                 f"the bytes of {entry.site} came back different ({entry.action.value})",
                 expected="what was saved",

@@ -50,15 +50,22 @@ class Layout:
         return True
 
     def over(self, content: torch.Tensor, first_byte: int) -> torch.Tensor:
-        """Return this view over ``content``'s storage, whose byte 0 is byte ``first_byte`` of the old storage."""
+        """Return this view over ``content``, whose first byte is byte ``first_byte`` of the old storage."""
         view = torch.empty(0, dtype=self.dtype, device=content.device)
-        offset = self.offset - first_byte // self.dtype.itemsize
+        shift = int(content.storage_offset()) * content.itemsize - first_byte  # the source lies in a larger storage
+        offset = self.offset + shift // self.dtype.itemsize
         return view.set_(content.untyped_storage(), offset, self.size, self.stride)
 
 
 def byte_view(storage: torch.UntypedStorage, first: int, last: int) -> torch.Tensor:
     """Return bytes ``first`` to ``last`` of a storage as a one-dimensional ``uint8`` tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
+
+
+def content_bytes(content: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return the ``nbytes`` bytes that begin where ``content`` begins as a one-dimensional ``uint8`` tensor."""
+    first = int(content.storage_offset()) * content.itemsize
+    return byte_view(content.untyped_storage(), first, first + nbytes)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -137,7 +137,13 @@ class BlockRun:
         nbytes = storage.nbytes()
         if engine.storage_key(storage) in self._weights or engine.is_weight(storage):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
-        if nbytes < max(engine.options.min_bytes, 1) or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if (
+            not tensor.numel()
+            or nbytes < engine.options.min_bytes
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.is_quantized
+        ):
             self.tally.add_small(nbytes)
             return LightTicket(tensor)
         return None
