@@ -1,6 +1,6 @@
 """A real device with streams: whatever ``torch.accelerator`` names (CUDA and ROCm, XPU, NPU).
 
-Nothing here names a vendor; what a device can do is tried once. Constructed only where an accelerator is.
+What a device can do is tried once: streams, events, pinned memory. Constructed only where an accelerator is.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from ebbtide.base.errors import TargetError
 from ebbtide.store.device import Capabilities
 
 _LOG = logging.getLogger("ebbtide.store")
-_SYNCHRONOUS_ONLY = frozenset({"npu", "mps"})
-"""Kinds whose asynchronous copies between pinned memory and device are not to be relied on, or do not exist."""
+_UNRELIABLE = frozenset({"npu"})
+"""Kinds whose asynchronous copies exist and pass a trial, but are not to be relied on."""
 
 
 class AcceleratorDevice:
@@ -34,7 +34,7 @@ class AcceleratorDevice:
             )
         self.kind = found.type
         pinned = self._can_pin()
-        asynchronous = pinned and self.kind not in _SYNCHRONOUS_ONLY
+        asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(found)
         self.capabilities = Capabilities(asynchronous_copies=asynchronous, pinned_host=pinned)
         if not asynchronous:
             _LOG.warning("copies to host memory are synchronous on %s: each one halts compute", self.kind)
@@ -45,6 +45,15 @@ class AcceleratorDevice:
             return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
         except RuntimeError:
             return False
+
+    def _can_order(self, where: torch.device) -> bool:
+        try:
+            stream = torch.Stream(device=where)
+            stream.wait_event(self.record(torch.accelerator.current_stream(where)))
+            self.record(stream).synchronize()
+        except (RuntimeError, NotImplementedError, TypeError):
+            return False
+        return True
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on such a device."""

@@ -282,6 +282,7 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
     assert torch.equal(slot.take()[0], source)
     slot.free()
     assert tier.used_bytes == 0
+    assert tier.counters.in_bytes == MIB  # the interrupted read was taken up again, not done twice
 
 
 def test_after_close(disk: Path) -> None:
