@@ -66,6 +66,11 @@ class Plan(Protocol):
         """Short name for logs and reports."""
         ...
 
+    @property
+    def remakes(self) -> bool:
+        """Whether the plan may answer RECOMPUTE; if not, no recipes need to be built."""
+        ...
+
     def choose(self, candidate: Candidate) -> Action:
         """Return KEEP, OFFLOAD or RECOMPUTE for a storage."""
         ...

@@ -75,15 +75,18 @@ class BlockRun:
         self.task = -1  # the backward in which this block showed last
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
-        self.modules: list[str] = []
+        self.modules: list[tuple[str, torch.nn.Module]] = []  # that are running, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self._weights = engine.storage_keys(block.weights())
         self._inputs = inputs  # hold the tensors while the block runs: ids of their storages and nodes stay valid
-        self._input_storages = {id(t.untyped_storage()) for t in inputs if t.layout == torch.strided}
+        strided = [t for t in inputs if t.layout == torch.strided and not t.is_nested]
+        self._input_storages = {id(t.untyped_storage()) for t in strided}
         outside = {(id(n), t.output_nr) for t in inputs if (n := t.grad_fn) is not None}
         self._nodes = [t.grad_fn for t in inputs]
-        self.tally.input_bytes = sum(t.untyped_storage().nbytes() for t in inputs if t.requires_grad)
-        self.builder: Builder | None = Builder(engine.rules, self._usable_weight, outside)
+        self.tally.input_bytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
+        self.builder: Builder | None = Builder(
+            engine.rules, self._usable_weight, outside, checks_weights=engine.checks_weights
+        )
 
     # Forward
 
@@ -106,7 +109,7 @@ class BlockRun:
                 ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
                 self._list(entry)
         except BaseException as error:
-            where = self.modules[-1] if self.modules else "(block)"
+            where = self.modules[-1][0] if self.modules else "(block)"
             error.add_note(f"while saving a {list(tensor.shape)} tensor in {where} of block {self.block.name!r}")
             raise
         self.tally.add_saved(layout.logical_bytes)
@@ -131,7 +134,8 @@ class BlockRun:
         base = tensor._base
         if isinstance(tensor, torch.nn.Parameter) or isinstance(base, torch.nn.Parameter):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not engine.tier.owns(tensor):
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
+        if not plain or not engine.tier.owns(tensor):
             return LightTicket(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -157,7 +161,7 @@ class BlockRun:
         return not self.engine.weights_move or self.engine.storage_key(tensor.untyped_storage()) in self._weights
 
     def _site(self, node_name: str) -> Site:
-        module = self.modules[-1] if self.modules else ""
+        module = self.modules[-1][0] if self.modules else ""
         self._counts[module, node_name] += 1
         return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
 
@@ -187,9 +191,13 @@ class BlockRun:
             and node is not None
             and self.builder is not None
             and engine.may_remake(tensor)
+            and (engine.plan.remakes or node.name() == "ToCopyBackward0")  # a weight's copy never crosses the link
         ):
             recipe = self.builder.recipe(node, base.output_nr)
-        region = (0, nbytes) if recipe is not None else _region(layout, nbytes)
+        elif whole and node is None and engine.may_remake(tensor):
+            recipe = self._cast_of_frozen_weight(base)
+        taken = engine.bytes_apart(storage, tensor._version)
+        region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
         entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
         candidate = Candidate(
             site=site,
@@ -206,6 +214,17 @@ class BlockRun:
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
+
+    def _cast_of_frozen_weight(self, base: torch.Tensor) -> Expr | None:
+        """Return the recipe of autocast's copy of a weight that requires no gradient: nothing but the module tells."""
+        builder, dtype = self.builder, base.dtype
+        if builder is None or not self.modules or not base.is_floating_point():
+            return None
+        weights = [w for w in self.modules[-1][1].parameters(recurse=False) if w.shape == base.shape]
+        if len(weights) != 1 or weights[0].requires_grad or weights[0].dtype == dtype:
+            return None
+        weight = builder.weight(weights[0])
+        return None if weight is None else Expr(lambda w: w.to(dtype), (weight,), key=("cast", dtype))
 
     def _casts_an_input(self, base: torch.Tensor) -> bool:
         node = base.grad_fn
@@ -231,7 +250,8 @@ class BlockRun:
             entry.action = Action.OFFLOAD
             engine.park(entry, tensor)
             return
-        entry.action = Action.KEEP
+        entry.action, entry.checksum = Action.KEEP, None
+        entry.first, entry.last = 0, tensor.untyped_storage().nbytes()  # a part would hold the whole storage too
         engine.hold(entry, tensor)
 
     def _narrowed(self, entry: Entry, base: torch.Tensor) -> Expr | None:
@@ -283,11 +303,19 @@ class BlockRun:
         self.reads = []
 
 
-def _region(layout: Layout, storage_bytes: int) -> tuple[int, int]:
-    """Return the bytes to move for a view: the storage, or only the view's extent where that is under half of it."""
+def _region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
+    """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
+
+    Args:
+        layout: The view.
+        storage_bytes: Size of its storage.
+        taken_bytes: Bytes of other parts that have entries of their own. All parts together stay under half of the
+            storage: many overlapping windows would cross the link more often than the storage does.
+    """
     first, last = layout.extent()
     aligned = first % 16 == 0
-    return (first, last) if aligned and 2 * (last - first) < storage_bytes else (0, storage_bytes)
+    apart = aligned and 2 * (taken_bytes + last - first) < storage_bytes
+    return (first, last) if apart else (0, storage_bytes)
 
 
 def _casts_a_weight(recipe: Expr) -> bool:

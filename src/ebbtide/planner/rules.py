@@ -17,6 +17,10 @@ class _PolicyPlan:
     name: str
     text: str
 
+    @property
+    def remakes(self) -> bool:
+        return isinstance(self.policy, (Auto, Minimal))
+
     def explain(self) -> str:
         return self.text
 

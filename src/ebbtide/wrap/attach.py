@@ -137,8 +137,8 @@ class Attachment:
         needed, free = seen.offloaded * (len(self._blocks) - 1), tier.free_bytes
         if tier.name == "disk" and free is not None and needed > free:
             raise DiskFullError(
-                f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks offloaded "
-                f"{format_size(seen.offloaded)}",
+                f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks "
+                f"offloaded {format_size(seen.offloaded)}",
                 expected=f"room for {format_size(needed)} more, for this batch size and sequence length",
                 hint="free some space, name another disk_path, or pass enable_ckpt=True, which offloads far less",
             )
@@ -184,7 +184,7 @@ class _Scope:
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         if self.run is not None:
-            self.run.modules.append(name)
+            self.run.modules.append((name, module))
 
     def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
         run = self.run
