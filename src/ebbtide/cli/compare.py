@@ -149,8 +149,8 @@ class _Board:
         problem, run = _read(mode, ended)
         if run is None:
             self._failures.setdefault(mode, []).append(f"round {turn}: {problem}")
-            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False)
-            self._console.print(ended.tail, markup=False, highlight=False, style="dim")
+            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
             return
         self._rounds.setdefault(turn, {})[mode] = run
         view = measured(run.summary)
@@ -160,7 +160,7 @@ class _Board:
             f"activations {size(view.get('activation_bytes'))}",
             f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
         ]
-        self._console.print(head + "  ".join(said), highlight=False, markup=False)
+        self._console.print(head + "  ".join(said), highlight=False, markup=False, soft_wrap=True)
 
     def finish(self, environment: dict[str, Any], *, interrupted: bool) -> CompareResult:
         """Merge, write ``summary.json`` and ``report.html``, print the table."""
@@ -182,9 +182,12 @@ class _Board:
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
         table = Table(title=None, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for index, head in enumerate(strings.columns):
-            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(head, justify="left" if index == 0 else "right")
         for row in strings.rows:
-            table.add_row(*row, style="bold" if row[0].startswith("ebbtide") else None)
+            # On a narrow terminal the heads may wrap; a number and its unit stay together.
+            table.add_row(
+                *(cell.replace(" ", "\u00a0") for cell in row), style="bold" if row[0].startswith("ebbtide") else None
+            )
         self._console.print()
         self._console.print(table)
         self._console.print(f"\n{self._out / REPORT_FILE}", markup=False, highlight=False, soft_wrap=True)

@@ -32,7 +32,7 @@ class Peak:
         t: When it was taken, in seconds of the run's clock.
         phase: The phase it fell into; ``None`` between phases.
         step: That phase's step.
-        block: The last block that had begun its backward, or ended its forward, in that phase.
+        block: The block at work; ``None`` if that is not known, or after the last block's forward.
     """
 
     bytes_: int
@@ -118,11 +118,7 @@ class Run:
             return None
         t, size = max(curve, key=lambda point: point[1])
         span = next((span for span in self.phases() if span.begin <= t <= span.end), None)
-        block = None
-        if span is not None:
-            kind = "block_backward" if span.name == "backward" else "block"
-            seen = [event for event in self.all(kind) if span.begin <= event["t"] <= t]
-            block = seen[-1].get("name") if seen else None
+        block = self._block_at(t, span) if span is not None else None
         return Peak(
             bytes_=size,
             t=t,
@@ -130,6 +126,13 @@ class Run:
             step=span.step if span is not None else None,
             block=block,
         )
+
+    def _block_at(self, t: float, span: Span) -> str | None:
+        """Return the block at work: forward events tell a block's end, backward events its begin."""
+        if span.name == "backward":
+            begun = [event for event in self.all("block_backward") if span.begin <= event["t"] <= t]
+            return begun[-1].get("name") if begun else None
+        return next((event.get("name") for event in self.all("block") if t <= event["t"] <= span.end), None)
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:

@@ -16,7 +16,11 @@ def peak_sentence(run: Run) -> str:
     if peak.phase is None:
         where = "outside of any phase (loading, warm-up or between steps)"
     else:
-        where = f"in {peak.phase} of step {peak.step}" + (f", at block {peak.block}" if peak.block else "")
+        where = f"in {peak.phase} of step {peak.step}"
+        if peak.block:
+            where += f", at block {peak.block}"
+        elif peak.phase == "forward" and run.blocks(peak.step):
+            where += ", after the last block"
     return f"{run.name}: {size(peak.bytes_)} {where}."
 
 

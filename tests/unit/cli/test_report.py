@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.cli.report import report, run
+from tests.unit.report.runs import write_run
+
+
+def test_html_goes_into_the_run_folder(tmp_path, capsys):
+    write_run(tmp_path)
+    assert run([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_text_and_json_are_printed(tmp_path, capsys):
+    write_run(tmp_path)
+    assert report(tmp_path, format="text") is None
+    assert "activation memory   800.0 MiB" in capsys.readouterr().out
+    assert report(tmp_path, format="json") is None
+    assert json.loads(capsys.readouterr().out)["summary"]["steps"] == 3
+
+
+def test_the_trace_is_a_file(tmp_path):
+    write_run(tmp_path)
+    assert json.loads(report(tmp_path, format="trace").read_text())["traceEvents"]
+
+
+def test_a_killed_run_gets_its_summary_here(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    lines = (tmp_path / "run.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_text("".join(lines[:-1]) + '{"t": 1')
+    report(tmp_path)
+    assert "plain was killed" in capsys.readouterr().out
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "killed"
+
+
+def test_a_stale_summary_is_made_again_only_by_force(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "mode": "stale"}))
+    report(tmp_path)
+    assert capsys.readouterr().out.startswith("stale")
+    report(tmp_path, force=True)
+    assert capsys.readouterr().out.startswith("plain")
+
+
+def test_an_output_is_replaced_only_by_force(tmp_path):
+    write_run(tmp_path)
+    target = tmp_path / "there.txt"
+    target.write_text("mine")
+    with pytest.raises(DataError, match="(?s)is there already.*--force"):
+        report(tmp_path, output=target)
+    assert target.read_text() == "mine"
+    assert report(tmp_path, output=target, force=True) == target
+    assert target.read_text().startswith("plain: tiny-llama")
+
+
+def write_comparison(folder):
+    for turn, height in ((1, 100), (2, 200), (10, 300)):
+        write_run(folder / f"round-{turn}" / "plain", "plain", height=height * 2**20)
+        if turn != 10:
+            write_run(folder / f"round-{turn}" / "ebbtide", "ebbtide", height=50 * 2**20, engine=True)
+    modes = [json.loads((folder / "round-2" / mode / "summary.json").read_text()) for mode in ("plain", "ebbtide")]
+    (folder / "summary.json").write_text(json.dumps({"schema": 1, "modes": modes, "environment": {"rounds": 3}}))
+
+
+def test_the_folder_of_a_comparison_is_known(tmp_path, capsys):
+    write_comparison(tmp_path)
+    report(tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["mode", "plain", "ebbtide"]
+    assert "75.0 %" in lines[2]
+    page = report(tmp_path, format="html").read_text()
+    assert "plain: 3.30 s, peak 1.26 GiB" in page, "the last round that has both modes"
+    with pytest.raises(ConfigError, match="(?s)expected text or html.*round-1/plain"):
+        report(tmp_path, format="trace")
+
+
+def test_a_folder_without_anything_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="run.jsonl cannot be read"):
+        report(tmp_path)
+    (tmp_path / "summary.json").write_text("garbled")
+    with pytest.raises(DataError, match="run.jsonl cannot be read"):
+        report(tmp_path)
+
+
+def test_bad_arguments_are_errors_of_this_command_line():
+    with pytest.raises(ConfigError, match="(?s)invalid choice: 'pdf'.*ebbtide report --help"):
+        run(["folder", "--format", "pdf"])

@@ -1,0 +1,259 @@
+import dataclasses
+import json
+import math
+import re
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import pytest
+
+from ebbtide.base.errors import DataError, EbbtideError
+from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeline_svg
+from ebbtide.report.blocks import block_bytes, blocks_svg
+from ebbtide.report.run import common_step
+from ebbtide.report.story import peak_sentence
+from ebbtide.report.style import ticks
+from ebbtide.report.table import headline, losses_table, measured
+from tests.unit.report.runs import BLOCKS, MIB, PLAN, write_run
+from tests.unit.track.events import event
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "plain", "plain")
+    write_run(root / "checkpointing", "checkpointing", height=100 * MIB, slow=1.4, start=900.0)
+    write_run(root / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, start=50.0, engine=True)
+    return [load_run(root / name) for name in ("plain", "checkpointing", "ebbtide")]
+
+
+def with_events(run, *events):
+    return dataclasses.replace(run, events=sorted([*run.events, *events], key=lambda e: e["t"]))
+
+
+def titles(picture):
+    return [element.text for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}title")]
+
+
+def words(picture):
+    return [element.text for element in ET.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_run_is_read_with_its_name_and_samples(runs, tmp_path):
+    assert [run.name for run in runs] == ["plain", "checkpointing", "ebbtide"]
+    assert runs[0].memory_kind == "resident memory, watched from outside"
+    nameless = load_run(write_run(tmp_path / "here", None))
+    assert nameless.name == "here"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_summary_is_an_error_with_a_way_out(tmp_path, content):
+    write_run(tmp_path)
+    (tmp_path / "summary.json").write_text(content)
+    with pytest.raises(DataError, match="(?s)is not a summary.*hint: remove it"):
+        load_run(tmp_path)
+
+
+def test_missing_files_are_errors(tmp_path):
+    with pytest.raises(DataError, match="run.jsonl cannot be read"):
+        load_run(tmp_path)
+    write_run(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    with pytest.raises(DataError, match="(?s)summary.json cannot be read.*hint: `ebbtide report"):
+        load_run(tmp_path)
+
+
+def test_the_peak_is_placed_in_its_phase_and_block(runs):
+    peak = runs[2].peak()
+    assert (peak.phase, peak.step, peak.block) == ("backward", 1, "layers.7")
+    assert peak.bytes_ == max(sample["rss_bytes"] for sample in runs[2].outside)
+
+
+@pytest.mark.parametrize(
+    ("t", "phase", "block", "words"),
+    [
+        (50.95, "forward", "layers.3", "in forward of step 1, at block layers.3"),
+        (51.55, "forward", None, "in forward of step 1, after the last block"),
+        (53.85, "optimizer", None, "in optimizer of step 1."),
+        (50.2, None, None, "outside of any phase"),
+    ],
+)
+def test_a_peak_is_placed_where_it_was(runs, t, phase, block, words):
+    run = dataclasses.replace(runs[2], outside=[event(t, "memory", rss_bytes=10**12)])
+    assert (run.peak().phase, run.peak().block) == (phase, block)
+    assert words in peak_sentence(run)
+
+
+def test_pictures_show_the_last_step_that_all_finished(runs):
+    assert common_step(runs) == 3
+    cut = [e for e in runs[0].events if not (e["event"] == "phase" and e.get("step") == 3 and e["edge"] == "end")]
+    assert common_step([dataclasses.replace(runs[0], events=cut), *runs[1:]]) == 2
+    assert common_step([dataclasses.replace(runs[0], events=[]), *runs[1:]]) is None
+    assert common_step([]) is None
+
+
+def test_the_timeline_is_one_svg_that_stands_alone(runs):
+    picture = timeline_svg(runs)
+    root = ET.fromstring(picture)
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", "")
+    assert "prefers-color-scheme: dark" in picture
+    lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
+    assert len(lines) == 3
+    assert "ebbtide: backward, 2.200 s" in titles(picture)
+    assert "stall in backward, block layers.4: 0.2500 s" in titles(picture)
+    assert any(word.startswith("plain: 3.30 s, peak 1.8") for word in words(picture))
+
+
+def test_curves_are_aligned_at_the_forwards_begin_and_high_as_measured(runs):
+    lines = ET.fromstring(timeline_svg(runs)).iter("{http://www.w3.org/2000/svg}polyline")
+    curves = [[tuple(map(float, p.split(","))) for p in line.get("points").split()] for line in lines]
+    assert {curve[0][0] for curve in curves} == {116.0}
+    tops = [62 + 280 - min(y for _, y in curve) for curve in curves]
+    peaks = [max(s["rss_bytes"] for s in run.outside) for run in runs]
+    for top, peak in zip(tops, peaks, strict=True):
+        assert top == pytest.approx(280 * peak / (2 * 1024**3), abs=1.0)
+    ends = [curve[-1][0] - 116 for curve in curves]
+    assert ends[0] / ends[1] == pytest.approx(3.3 / 4.1, abs=0.005)
+
+
+def test_without_a_finished_step_the_timeline_says_so(runs):
+    empty = dataclasses.replace(runs[0], events=[])
+    for shown in ([empty], []):
+        assert words(timeline_svg(shown)) == ["No finished step with memory samples in these runs."]
+
+
+def test_blocks_are_stacked_by_action(runs):
+    picture = blocks_svg(runs[2], 3)
+    assert f"layers.{BLOCKS - 1}: offloaded 7.0 MiB" in titles(picture)
+    assert len(titles(picture)) == 3 * BLOCKS - 1
+    assert blocks_svg(runs[0], 3) is None and blocks_svg(runs[2], 99) is None
+    checkpointed = {"action": "checkpoint", "kept_bytes": 3, "offloaded_bytes": 4, "recomputed_bytes": 0}
+    assert block_bytes(checkpointed) == {"kept": 0, "offloaded": 0, "recomputed": 0, "checkpointed": 7}
+
+
+def test_the_page_is_one_offline_file_without_scripts(runs, tmp_path):
+    page = html(runs, tmp_path / "report.html").read_text()
+    assert not re.search(r"<script|<link|<img|@import|url\(|src=|href=", page)
+
+    class Strict(HTMLParser):
+        open_tags = []
+
+        def handle_starttag(self, tag, attrs):
+            if tag not in ("meta", "br", "line", "rect", "circle", "polyline", "polygon"):
+                self.open_tags.append(tag)
+
+        def handle_endtag(self, tag):
+            if tag not in ("line", "rect", "circle", "polyline", "polygon"):
+                assert self.open_tags.pop() == tag
+
+    parser = Strict()
+    parser.feed(page)
+    assert parser.open_tags == []
+    assert page.count("<svg") == 2
+    for part in (PLAN, "Compute", "layers.4", "equal", "81.2 %", "×1.24", "What holds the peak"):
+        assert (part in page) is (part != "Compute"), part
+
+
+def test_what_others_wrote_is_escaped(runs, tmp_path):
+    evil = "<script>alert(1)</script>"
+    run = with_events(
+        dataclasses.replace(runs[2], name=evil),
+        event(60.0, "message", level="warning", code="x", text=evil),
+        event(60.0, "plan", name=evil, text=evil),
+    )
+    page = html([run], tmp_path / "report.html").read_text()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    ET.fromstring(timeline_svg([run]))
+
+
+def test_a_run_that_ended_badly_says_so_on_top(tmp_path):
+    folder = write_run(tmp_path / "bad", "plain", steps=1)
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps({**summary, "status": "killed"}))
+    page = html([load_run(folder)], tmp_path / "report.html").read_text()
+    assert "plain was killed, or still runs" in page
+    assert "plain was killed" in text(load_run(folder))
+
+
+def test_a_page_of_a_run_with_nothing_in_it_can_be_made(runs, tmp_path):
+    bare = dataclasses.replace(runs[0], events=[], outside=[], summary={"schema": 1})
+    page = html([bare], tmp_path / "report.html").read_text()
+    assert "no memory samples" in page and "No finished step" in page
+
+
+def test_jinja2_missing_names_the_extra(runs, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(EbbtideError, match=r"(?s)jinja2 is not installed.*pip install 'ebbtide\[track\]'"):
+        html(runs, tmp_path / "report.html")
+
+
+def test_the_head_table_holds_modes_against_plain(runs):
+    rows = {row[0]: row[1:] for row in headline([run.summary for run in runs], [run.name for run in runs]).rows}
+    assert rows["plain"][:2] == ("1.84 GiB", "800.0 MiB")
+    assert rows["ebbtide"][1:5] == ("150.0 MiB", "81.2 %", "3.500 s", "×1.06")
+    assert [row[-1] for row in rows.values()] == ["equal"] * 3
+    uneven = {**runs[2].summary, "loss": [3.0, 1.5, 1.0000000000000002]}
+    assert headline([runs[0].summary, uneven], ["plain", "ebbtide"]).rows[1][-1] == "differ"
+
+
+def test_on_a_device_memory_is_the_devices_own():
+    views = {"inside": {"peak_bytes": 5}, "outside": {"peak_bytes": 7}}
+    assert measured({"device": "cuda", **views}) == {"peak_bytes": 5}
+    assert measured({"device": "cpu", **views}) == {"peak_bytes": 7}
+    assert measured({"device": "cpu", "inside": {"peak_bytes": 5}, "outside": None}) == {"peak_bytes": 5}
+
+
+def test_losses_are_held_against_each_other_digit_by_digit():
+    summaries = [{"loss": [0.1, 0.3, "nan"]}, {"loss": [0.1, 0.30000000000000004, "nan", 2.0]}]
+    rows = losses_table(summaries, ["a", "b"]).rows
+    assert [row[-1] for row in rows] == ["equal", "differ", "equal", "–"]
+    assert rows[1][1:3] == ("0.3", "0.30000000000000004")
+
+
+def test_the_text_tells_plan_and_what_happened(runs):
+    said = text(runs[2])
+    for part in (f"plan      minimal: {PLAN}", "32.0 MiB kept, 28.0 MiB offloaded, 72.0 MiB recomputed", "7.14 %"):
+        assert part in said
+    assert re.search(r"layers\.4 +backward +3 +0\.7500 s +0\.2500 s", said)
+    assert "plan" not in text(runs[0])
+
+
+def test_the_trace_is_what_chrome_reads(runs):
+    trace = json.loads(json.dumps(chrome_trace(runs[2]), allow_nan=False))
+    events = trace["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {e["name"] for e in slices} == {
+        "forward",
+        "backward",
+        "optimizer",
+        "stall in backward",
+        "step 1",
+        "step 2",
+        "step 3",
+    }
+    first = next(e for e in slices if e["name"] == "backward")
+    assert (first["ts"], first["dur"]) == (pytest.approx(1.6e6), pytest.approx(2.2e6))
+    stall = next(e for e in slices if e["name"].startswith("stall"))
+    assert (stall["ts"], stall["dur"]) == (pytest.approx(2.35e6), pytest.approx(0.25e6))
+    assert all(e["ts"] > -0.06e6 for e in events if "ts" in e)
+    assert sum(e["name"] == "layers.3" for e in events) == 6
+    assert {e["pid"] for e in events} == {4321}
+
+
+def test_the_values_for_programs(runs):
+    values = json.loads(json.dumps(as_values(runs[2]), allow_nan=False))
+    assert values["summary"] == runs[2].summary
+    assert (values["step"], values["peak"]["block"], len(values["blocks"])) == (3, "layers.7", BLOCKS)
+    assert values["blocks"][2]["offloaded"] == 2 * MIB
+    assert [stall["seconds"] for stall in values["stalls"]] == [0.25] * 3
+
+
+@pytest.mark.parametrize("base", [2, 10])
+@pytest.mark.parametrize("highest", [0.003, 0.9, 1, 7, 39.9, 1000, 1.84 * 1024**3, 70 * 1024**3])
+def test_ticks_cover_what_must_fit_in_few_even_steps(highest, base):
+    found = ticks(highest, base=base)
+    assert found[0] == 0 and found[-1] >= highest > found[-2]
+    assert 3 <= len(found) <= 7
+    step = found[1]
+    assert step == 2.0 ** round(math.log2(step)) if base == 2 else f"{step:.0e}"[0] in "125"
