@@ -31,6 +31,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare
+	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --rounds 3 --out runs/demo
 
 test: setup  ## Run the tests, but for the slow ones

@@ -1,0 +1,124 @@
+"""The engine on a real device: bitwise, in order, within its memory, without growth.
+
+Skipped, with the reason, where there is no accelerator.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from tests.helpers.models import build
+from tests.helpers.oracle import differences
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
+]
+
+POLICIES = ["keep", "offload", "inputs", "minimal", "auto"]
+
+
+class Block(nn.Module):
+    """A residual gated block whose sizes give saved tensors of some MiB."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.before: Callable[[], None] = lambda: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before()
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def _model(width: int = 512, depth: int = 6) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(depth))).to(torch.accelerator.current_accelerator())
+
+
+def _batch(width: int = 512, tokens: int = 2048) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(tokens, width).to(torch.accelerator.current_accelerator())
+
+
+def _step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
+def test_gradients_are_those_of_plain_training(name: str, dtype: torch.dtype, policy: str) -> None:
+    device = torch.accelerator.current_accelerator()
+    tiny = build(name, dtype=dtype, seed=0)
+    tiny.model.to(device)
+    tiny.inputs.update({k: v.detach().to(device).requires_grad_(v.requires_grad)
+                        for k, v in tiny.inputs.items() if isinstance(v, torch.Tensor)})  # fmt: skip
+    plain = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
+        for _ in range(3):
+            assert differences(plain, tiny.step()) == []
+        assert handle.stats().live_tickets == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch.cuda._sleep to delay a stream")
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_nothing_is_read_before_its_copy_when_compute_is_late(policy: str) -> None:
+    model, x = _model(), _batch()
+    plain = _step(model, x)
+    for block in model:
+        block.before = lambda: torch.cuda._sleep(20_000_000)  # the copy streams run ahead of compute if they can
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1MiB"):
+        for _ in range(3):
+            assert _same(plain, _step(model, x))
+            torch.full((64 * 2**20,), float("nan"), device=x.device)  # freed blocks are handed out again, poisoned
+
+
+def test_memory_after_forward_is_what_is_kept_and_the_window() -> None:
+    model, x = _model(), _batch()
+    _step(model, x)
+    with ebbtide.enable_activation_offloading(model, policy="offload", window="16MiB") as handle:
+        _step(model, x)
+        model.zero_grad()
+        gc.collect()
+        torch.accelerator.synchronize()
+        before = torch.cuda.memory_allocated() if x.device.type == "cuda" else torch.accelerator.memory_allocated()
+        loss = model(x).square().mean()
+        torch.accelerator.synchronize()
+        after = torch.cuda.memory_allocated() if x.device.type == "cuda" else torch.accelerator.memory_allocated()
+        stats = handle.stats()
+        output = x.numel() * x.element_size()
+        block = stats.unique_bytes // len(model)
+        assert after - before <= stats.kept_bytes + 16 * 2**20 + block + 3 * output
+        loss.backward()
+
+
+def test_a_hundred_steps_do_not_grow() -> None:
+    model, x = _model(width=128, depth=4), _batch(width=128, tokens=512)
+    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0) as handle:
+        sizes = []
+        for step in range(100):
+            _step(model, x)
+            model.zero_grad()
+            if step in (9, 99):
+                torch.accelerator.synchronize()
+                sizes.append(torch.accelerator.memory_allocated())
+        assert sizes[1] <= sizes[0]
+        assert handle.stats().live_tickets == 0
+        assert handle.stats().store_bytes == 0
