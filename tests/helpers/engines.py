@@ -8,6 +8,7 @@ autograd, the oracle, or an engine with a policy over a tier.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import tempfile
 import threading
 import time
@@ -135,7 +136,13 @@ class Observed:
 
 
 def observe(
-    program: Program, leaves: Leaves, engine: Engine | str = "plain", *, thread: bool = False, seed: int = 7
+    program: Callable[..., Sequence[Tensor]],
+    leaves: Leaves,
+    engine: Engine | str = "plain",
+    *,
+    thread: bool = False,
+    seed: int = 7,
+    blocks: bool = False,
 ) -> Observed:
     """Run a program's forward and backward from fresh leaves.
 
@@ -145,14 +152,18 @@ def observe(
         engine: ``"plain"``, ``"oracle"`` or an engine.
         thread: Backward in a thread of its own, as an accelerator does it.
         seed: Of the forward and of the gradients fed in.
+        blocks: The program opens its blocks itself, by the function that it is given beside the leaves.
     """
     fresh = {k: _fresh(v) for k, v in leaves.items()}
     weights = [v for v in fresh.values() if isinstance(v, nn.Parameter)]
     inputs = [v for v in fresh.values() if not isinstance(v, nn.Parameter)]
     torch.manual_seed(seed)
     try:
-        with _around(engine, inputs, weights):
-            outputs = list(program(fresh))
+        if blocks:
+            outputs = list(_in_blocks(program, fresh, engine, weights))
+        else:
+            with _around(engine, inputs, weights):
+                outputs = list(program(fresh))
     except RuntimeError as error:
         return Observed(outputs=[], grads={}, error=(type(error), "forward"))
     kept = [o.detach().clone() for o in outputs]
@@ -246,6 +257,19 @@ def _fresh(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, requires_grad=tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)
+
+
+def _in_blocks(
+    program: Callable[..., Sequence[Tensor]], leaves: Leaves, engine: Engine | str, weights: list[Tensor]
+) -> Sequence[Tensor]:
+    if not isinstance(engine, Engine):
+        return program(leaves, lambda *inputs: _around(engine, [], []))
+    count = itertools.count()
+    engine.begin_pass()
+    try:
+        return program(leaves, lambda *inputs: block(engine, *inputs, weights=weights, index=next(count)))
+    finally:
+        engine.end_pass()
 
 
 def _around(

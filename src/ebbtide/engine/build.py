@@ -11,6 +11,7 @@ later in-place change is legal.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from ebbtide.engine.tickets import LightTicket, Ticket
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
+
+logger = logging.getLogger("ebbtide.engine")
 
 Rule = Callable[["NodeView"], "Expr | None"]
 
@@ -87,6 +90,7 @@ class Builder:
         rules: Node name to rule.
         usable_weight: Whether a weight will have its bytes when the block's backward runs.
         outside: Values that came into the block, as ``(id(node), output_nr)``.
+        checks_weights: Whether reading a weight checks that it was not changed in place.
     """
 
     def __init__(
@@ -94,7 +98,10 @@ class Builder:
         rules: dict[str, Rule],
         usable_weight: Callable[[torch.Tensor], bool],
         outside: set[tuple[int, int]],
+        *,
+        checks_weights: bool = True,
     ) -> None:
+        self.checks_weights = checks_weights
         self.rules, self.usable_weight, self.outside = rules, usable_weight, outside
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self.records: dict[tuple[int, int], torch.nn.Module] = {}
@@ -111,12 +118,12 @@ class Builder:
         node = output.grad_fn
         if node is not None:
             self._alive.append(node)
-            self.records[(id(node), output.output_nr)] = module
+            self.records.setdefault((id(node), output.output_nr), module)  # later ones only pass it on
             if node.name() in ("ViewBackward0", "UnsafeViewBackward0"):  # a linear layer over more than two dimensions
                 inner, number = node.next_functions[0]
                 if inner is not None:
                     self._alive.append(inner)
-                    self.records[(id(inner), number)] = module
+                    self.records.setdefault((id(inner), number), module)
 
     def recipe(self, node: Node, output_nr: int) -> Expr | None:
         """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""
@@ -126,11 +133,20 @@ class Builder:
         self._alive.append(node)
         self._known[key] = None  # a value cannot be its own operand
         rule = self.rules.get(node.name())
-        expr = rule(NodeView(node, output_nr, self)) if rule is not None else None
+        expr = self._apply(rule, NodeView(node, output_nr, self)) if rule is not None else None
         if expr is not None and expr.depth > MAX_DEPTH:
             expr = None
         self._known[key] = expr
         return expr
+
+    def _apply(self, rule: Rule, view: NodeView) -> Expr | None:
+        try:
+            return rule(view)
+        except Exception as error:  # a rule that cannot run must not cost the user the step
+            name = view.node.name()
+            logger.warning("the rule for %s failed and is left out: %s: %s", name, type(error).__name__, error)
+            self.rules.pop(name, None)
+            return None
 
     def value(self, node: Node | None, output_nr: int) -> Operand | None:
         """Return a value as an operand. See [Note: operand sources]."""
@@ -156,12 +172,14 @@ class Builder:
             return self._usable(packed)
         if isinstance(packed, torch.Tensor) and packed.ndim == 0:  # a Python number: hooks do not see it
             number = packed.item()
-            return Expr(lambda: number, (), key=("number", number))  # type: ignore[arg-type, return-value]
+            return Expr(lambda: number, (), key=("number", type(number)))  # type: ignore[arg-type, return-value]
         return None
 
     def weight(self, tensor: torch.Tensor) -> Operand | None:
         """Return a parameter or buffer as an operand, if its bytes will be there in backward."""
-        return LightTicket(tensor, weight=True) if self.usable_weight(tensor) else None
+        if not self.usable_weight(tensor):
+            return None
+        return LightTicket(tensor, weight=True, checked=self.checks_weights)
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
         if isinstance(ticket, LightTicket) and ticket.weight and not self.usable_weight(ticket.alias):

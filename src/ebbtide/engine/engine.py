@@ -77,7 +77,6 @@ class Engine:
     ) -> None:
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.weights_move = weights_move
-        self.checks_weights = not weights_move
         self.rules = rules if rules is not None else rule_table()
         self.lock = threading.RLock()
         self.live_tickets: set[int] = set()
@@ -97,6 +96,11 @@ class Engine:
         self._backwards: dict[int, _Backward] = {}
         self._copy_in_stall = 0.0
         self._recomputes, self._recompute_seconds = 0, 0.0
+
+    @property
+    def checks_weights(self) -> bool:
+        """Whether a weight that was changed in place since it was saved is an error."""
+        return not self.weights_move
 
     # Passes and blocks
 
@@ -154,6 +158,14 @@ class Engine:
             if entry is not None and entry.version == version and entry.first <= first and last <= entry.last:
                 return entry
         return None
+
+    def bytes_apart(self, storage: torch.UntypedStorage, version: int) -> int:
+        """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
+        known = self._index.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return 0
+        entries = [e for r in known[1] if (e := r()) is not None and e.version == version]
+        return sum(e.nbytes for e in entries if e.nbytes < storage.nbytes())
 
     def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
         """Let ``find`` find an entry while its storage lives."""

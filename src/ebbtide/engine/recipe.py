@@ -50,10 +50,19 @@ class Expr:
         inner = [o for o in operands if isinstance(o, Expr)]
         self.depth = 1 + max((o.depth for o in inner), default=0)
         self.flops = flops + sum(o.flops for o in inner)
-        self.signature = hash((key, tuple(o.signature if isinstance(o, Expr) else 0 for o in operands)))
+        self.signature = hash((key, tuple(_signature(o) for o in operands)))
 
 
 Operand = Expr | Ticket | LightTicket
+
+
+def _signature(operand: Operand) -> Any:
+    """Return what of an operand decides which kernel runs on it."""
+    if isinstance(operand, Expr):
+        return operand.signature
+    if isinstance(operand, Ticket):
+        return operand.layout.dtype, operand.layout.size, operand.layout.stride
+    return operand.alias.dtype, tuple(operand.alias.shape), operand.alias.layout
 
 
 def evaluate(target: Expr | Entry, read: Reader, keep: Callable[[Entry, torch.Tensor], None] | None) -> torch.Tensor:

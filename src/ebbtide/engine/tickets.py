@@ -68,6 +68,8 @@ class Entry:
         base_layout: Layout,
         live: set[int],
     ) -> None:
+        self.live = live  # first these two: __del__ needs them, wherever this is interrupted
+        self.slot: Slot | None = None
         self.site = site
         self.device_type = tensor.device.type
         self.first, self.last = region
@@ -76,13 +78,11 @@ class Entry:
         self.action = Action.KEEP
         self.source: torch.Tensor | None = None
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
-        self.slot: Slot | None = None
         self.recipe: Expr | None = None
         self.restored: torch.Tensor | None = None
         self.checksum: tuple[int, int] | None = None
         self.probe: torch.Tensor | None = None
         self.tainted = False
-        self.live = live
         live.add(id(self))
 
     @property
@@ -107,13 +107,13 @@ class Ticket:
     __slots__ = ("__weakref__", "entry", "layout", "live", "probe", "run", "version")
 
     def __init__(self, tensor: torch.Tensor, entry: Entry, layout: Layout, run: BlockRun, empty: torch.Tensor) -> None:
+        self.live = run.engine.live_tickets  # first: __del__ needs it, wherever this is interrupted
         self.entry, self.layout, self.run = entry, layout, run
         self.version = tensor._version
         self.probe = tensor.detach()
         self.probe.data = empty  # [Note: version probe]
         if entry.probe is None and entry.version == self.version:
             entry.probe = self.probe
-        self.live = run.engine.live_tickets
         self.live.add(id(self))
 
     def __del__(self) -> None:

@@ -1,0 +1,65 @@
+"""Random graphs under every policy give plain autograd's bits, or fail where it fails. Invariants 1, 4, 5 and 6."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers.engines import POLICIES, assert_nothing_left, compare, hooks_are_closed, observe, open_engine
+from tests.helpers.graphs import Graph, graphs, leaves
+
+LEAVES = leaves()
+RATES = st.sampled_from([10.0, 1e3, 1e9])
+WINDOWS = st.sampled_from([1, 200, 1 << 20])
+
+
+def check(graph: Graph, policy: str, tier: str, *, rate: float, window_bytes: int, thread: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch says of an operator, it says in plain training too
+        expected = observe(graph, LEAVES, blocks=True)
+        if expected.error is None:
+            assert compare(expected, observe(graph, LEAVES, "oracle", blocks=True)) == []
+        with open_engine(policy, tier, rate=rate, window_bytes=window_bytes, verify=thread) as engine:
+            for _ in range(2):  # the second time recipes are trusted
+                assert compare(expected, observe(graph, LEAVES, engine, blocks=True, thread=thread)) == []
+                assert hooks_are_closed()
+                assert_nothing_left(engine)
+
+
+@settings(max_examples=60)
+@given(graphs(), st.sampled_from(sorted(POLICIES)), RATES, WINDOWS, st.booleans())
+def test_gradients_are_those_of_plain_training(
+    graph: Graph, policy: str, rate: float, window_bytes: int, thread: bool
+) -> None:
+    check(graph, policy, "host", rate=rate, window_bytes=window_bytes, thread=thread)
+
+
+@settings(max_examples=60)
+@given(graphs(changes=True), st.sampled_from(sorted(POLICIES)), RATES, WINDOWS, st.booleans())
+def test_changes_in_place_raise_what_plain_training_raises(
+    graph: Graph, policy: str, rate: float, window_bytes: int, thread: bool
+) -> None:
+    check(graph, policy, "host", rate=rate, window_bytes=window_bytes, thread=thread)
+
+
+@settings(max_examples=25)
+@given(graphs(changes=True), st.sampled_from(sorted(POLICIES)), WINDOWS, st.booleans())
+def test_the_disk_gives_the_same_bits(graph: Graph, policy: str, window_bytes: int, thread: bool) -> None:
+    check(graph, policy, "disk", rate=1, window_bytes=window_bytes, thread=thread)
+
+
+@pytest.mark.slow
+@settings(max_examples=4000)
+@given(
+    graphs(changes=True, most=30),
+    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(["host", "disk"]),
+    RATES,
+    WINDOWS,
+    st.booleans(),
+)
+def test_long_graphs(graph: Graph, policy: str, tier: str, rate: float, window_bytes: int, thread: bool) -> None:
+    check(graph, policy, tier, rate=rate, window_bytes=window_bytes, thread=thread)
