@@ -180,14 +180,16 @@ class _Board:
         from rich.table import Table
 
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
-        table = Table(title=None, box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for index, head in enumerate(strings.columns):
-            table.add_column(head, justify="left" if index == 0 else "right")
+        # What a narrow terminal has no room for stands in report.html.
+        dropped = {"tokens / s", "stall"} if self._console.width < 110 else set[str]()
+        shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for index in shown:
+            head = strings.columns[index].replace(" memory", "\nmemory").replace(" / ", "\n/ ")
+            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
         for row in strings.rows:
-            # On a narrow terminal the heads may wrap; a number and its unit stay together.
-            table.add_row(
-                *(cell.replace(" ", "\u00a0") for cell in row), style="bold" if row[0].startswith("ebbtide") else None
-            )
+            cells = [row[index] for index in shown]
+            table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
         self._console.print()
         self._console.print(table)
         self._console.print(f"\n{self._out / REPORT_FILE}", markup=False, highlight=False, soft_wrap=True)

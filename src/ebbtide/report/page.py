@@ -92,8 +92,9 @@ def _rounds(comparison: Mapping[str, Any] | None) -> str:
     if comparison is None:
         return ""
     rounds = section(comparison, "environment").get("rounds")
+    times = "1 round" if rounds == 1 else f"{rounds} rounds"
     return (
-        f"Medians over {rounds} rounds of fresh processes; step times are compared pair by pair within a round, "
+        f"Medians over {times} of fresh processes; step times are compared pair by pair within a round, "
         "and the spread is the least and the greatest round. The pictures show the last round."
     )
 

@@ -21,13 +21,20 @@ def peak_sentence(run: Run) -> str:
             where += f", at block {peak.block}"
         elif peak.phase == "forward" and run.blocks(peak.step):
             where += ", after the last block"
+        elif peak.phase == "backward" and run.blocks(peak.step):
+            where += ", before the first block (head and loss)"
     return f"{run.name}: {size(peak.bytes_)} {where}."
 
 
 def plans(run: Run) -> list[tuple[str, str]]:
-    """Return the plan's texts in the order in which they were told: what was intended, then what it became."""
+    """Return the plan's texts in the order in which they were told: what was intended, then what it became.
+
+    A text that the next one repeats and continues is left out.
+    """
     told = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
-    return list(dict.fromkeys(told))
+    following = [words for _, words in told[1:]]
+    repeated = [after.startswith(words) for (_, words), after in zip(told, following, strict=False)]
+    return [plan for plan, again in zip(told, [*repeated, False], strict=False) if not again]
 
 
 def happened(run: Run) -> list[str]:

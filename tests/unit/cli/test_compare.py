@@ -74,6 +74,15 @@ def test_summary_page_and_table_are_written(done):
         assert words in screen, words
 
 
+def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
+    narrow = Console(file=io.StringIO(), width=80)
+    module._Board(out=done[0].out, modes=("plain",), console=narrow)._print(done[0].modes)
+    lines = narrow.file.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert next(line for line in lines if line.startswith("checkpointing")).split()[-2:] == ["×2.00", "equal"]
+    assert "…" not in narrow.file.getvalue()
+
+
 def test_the_environment_of_children_is_set_and_recorded(done, tmp_path, monkeypatch):
     assert done[0].environment["variables"] == {
         "MALLOC_MMAP_THRESHOLD_": "1048576",

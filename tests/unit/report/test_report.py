@@ -12,7 +12,7 @@ from ebbtide.base.errors import DataError, EbbtideError
 from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeline_svg
 from ebbtide.report.blocks import block_bytes, blocks_svg
 from ebbtide.report.run import common_step
-from ebbtide.report.story import peak_sentence
+from ebbtide.report.story import peak_sentence, plans
 from ebbtide.report.style import ticks
 from ebbtide.report.table import headline, losses_table, measured
 from tests.unit.report.runs import BLOCKS, MIB, PLAN, write_run
@@ -76,6 +76,7 @@ def test_the_peak_is_placed_in_its_phase_and_block(runs):
         (50.95, "forward", "layers.3", "in forward of step 1, at block layers.3"),
         (51.55, "forward", None, "in forward of step 1, after the last block"),
         (53.85, "optimizer", None, "in optimizer of step 1."),
+        (51.605, "backward", None, "in backward of step 1, before the first block (head and loss)"),
         (50.2, None, None, "outside of any phase"),
     ],
 )
@@ -217,6 +218,14 @@ def test_the_text_tells_plan_and_what_happened(runs):
         assert part in said
     assert re.search(r"layers\.4 +backward +3 +0\.7500 s +0\.2500 s", said)
     assert "plan" not in text(runs[0])
+
+
+def test_a_plan_that_is_told_again_with_more_is_shown_once(runs):
+    longer = with_events(runs[2], event(60.0, "plan", name="minimal", text=PLAN + " And more."))
+    assert plans(longer) == [("minimal", PLAN + " And more.")]
+    other = with_events(runs[2], event(60.0, "plan", name="minimal", text="Another."))
+    assert plans(other) == [("minimal", PLAN), ("minimal", "Another.")]
+    assert plans(runs[0]) == []
 
 
 def test_the_trace_is_what_chrome_reads(runs):
