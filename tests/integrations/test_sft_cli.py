@@ -62,8 +62,11 @@ def test_bad_input_is_two_lines_and_a_traceback_only_for_debug(settings: Path, l
     assert ("Traceback" in result.stderr) is traceback
 
 
-def test_ctrl_c_closes_the_run_file(settings: Path) -> None:
-    argv = command(settings, "--max_steps", 1_000_000)
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_ctrl_c_closes_the_run_file(settings: Path, offload: str) -> None:
+    store = settings.parent / "store"
+    store.mkdir()
+    argv = command(settings, "--max_steps", 1_000_000, "--activation_cpu_offload", offload, "--disk_path", store)
     with subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         before = [next(line for line in process.stderr if " step 2/" in line)]
@@ -77,3 +80,4 @@ def test_ctrl_c_closes_the_run_file(settings: Path) -> None:
     summary = json.loads((settings.parent / "out" / "summary.json").read_text())
     assert summary["status"] == "interrupted"
     assert summary["steps"] >= 2
+    assert list(store.iterdir()) == []

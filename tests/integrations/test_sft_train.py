@@ -53,6 +53,33 @@ def test_checkpointing_computes_the_same_losses(plain: dict, tiny_model: Path, t
     assert checkpointed["summary"]["mode"] == "checkpointing"
 
 
+def test_checkpointed_lora_computes_the_same_losses(tiny_model: Path, tmp_path: Path) -> None:
+    runs = [
+        train(tiny_model, tmp_path / str(on), train_type="lora", lora_rank=2, gradient_checkpointing=on)
+        for on in (False, True)
+    ]
+    assert losses(runs[0]) == losses(runs[1])
+
+
+def test_a_run_that_fails_says_so(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ebbtide.base.errors import DiskFullError
+    from ebbtide_recipes.sft.trainer import RecipeTrainer
+
+    real = RecipeTrainer.training_step
+
+    def second_fails(self: RecipeTrainer, *args: object, **kwargs: object) -> object:
+        if self.state.global_step == 1:
+            raise DiskFullError("the disk is full")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(RecipeTrainer, "training_step", second_fails)
+    with pytest.raises(DiskFullError):
+        train(tiny_model, tmp_path, save=True)
+    end = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
+    assert (end["event"], end["status"], end["error"]) == ("run_end", "error", "DiskFullError: the disk is full")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 def test_checkpointing_really_checkpoints(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.utils.checkpoint
     from transformers import modeling_layers
@@ -175,6 +202,8 @@ def test_an_earlier_run_is_not_overwritten_unasked(tiny_model: Path, tmp_path: P
     [
         ({"max_length": 129}, ConfigError, "at most 128"),
         ({"train_type": "lora", "target_modules": ("q_porj",)}, ConfigError, "q_proj"),
+        ({"report_to": ("wandbb",)}, ConfigError, "did you mean 'wandb'"),
+        ({"report_to": ("wandb",)}, ConfigError, "a tracker that is installed"),
         ({"model": "builtin:smollm"}, DataError, "builtin:smollm2"),
         ({"model": "./nowhere"}, DataError, "no model folder"),
     ],

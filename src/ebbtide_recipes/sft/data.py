@@ -199,9 +199,12 @@ def _shaped(shape: Shape, row: Row, name: str, number: int) -> Row:
         result = shape(row)
     except (KeyError, TypeError) as error:
         raise DataError(f"row {number} of data set {name!r} does not fit: {error!r}", expected=ACCEPTED) from error
-    if any(not value for value in result.values()):
-        empty = ", ".join(key for key, value in result.items() if not value)
-        raise DataError(f"row {number} of data set {name!r} has nothing in {empty}", expected="text in every column")
+    for column, value in result.items():
+        # A prompt may be empty: then the completion is learned from nothing, which is what was asked for.
+        if not isinstance(value, str | list) or not (value or column == "prompt"):
+            raise DataError(
+                f"row {number} of data set {name!r} has {value!r} as {column}", expected="text, or a list of messages"
+            )
     return result
 
 
@@ -212,20 +215,23 @@ def _turn(question: str, answer: str) -> Row:
 
 def _plain_turn(question: str, answer: str) -> Row:
     """One question and its answer, as plain text."""
+    if not isinstance(question, str):
+        raise TypeError(f"{question!r} is not text")
     return {"prompt": f"{question}\n", "completion": answer}
 
 
 def _chat(row: Row) -> Row:
     """A chat, with the keys and role names of either convention."""
-    messages = row.get("messages") or row["conversations"]
+    messages = row["messages"] if "messages" in row else row["conversations"]
     return {
         "messages": [
-            _message(m["role"], m["content"]) if "role" in m else _message(ROLES.get(m["from"], m["from"]), m["value"])
-            for m in messages
+            dict(m) if "role" in m else _message(ROLES.get(m["from"], m["from"]), m["value"]) for m in messages
         ]
     }
 
 
 def _message(role: str, content: str) -> dict[str, str]:
     """One message of a chat."""
+    if not isinstance(content, str):
+        raise TypeError(f"{content!r} is not text")
     return {"role": role, "content": content}

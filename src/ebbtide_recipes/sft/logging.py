@@ -54,11 +54,12 @@ def _terminal() -> logging.Handler:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         return handler
+    from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
     from ebbtide_recipes.sft.progress import console
 
-    return RichHandler(console=console(), show_path=False, show_time=False)
+    return RichHandler(console=console(), show_path=False, show_time=False, highlighter=NullHighlighter())
 
 
 @contextmanager

@@ -92,10 +92,12 @@ def _train(config: SftConfig, trainer: RecipeTrainer, folder: Path) -> None:
             trainer.record_with(StepRecorder(handle, bar))
             _tell_plan(handle)
             trainer.train()
-            _tell_plan(handle)
-        if config.save:
-            save(trainer, folder)
-        _sum_up(handle, trainer, folder)
+        if handle is not None:
+            LOGGER.debug("what became of the plan: %s", handle.explain())
+    if config.save:
+        save(trainer, folder)
+    steps = trainer.state.global_step
+    LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
 
 
 @contextmanager
@@ -121,20 +123,6 @@ def _offloading(config: SftConfig, model: nn.Module) -> Generator[Any | None, No
 
 
 def _tell_plan(handle: Any | None) -> None:
-    """Emit the plan: before the first step what is intended, after the last what became of it."""
+    """Emit the plan once more: it was made before the run file was there to hear it."""
     if handle is not None:
-        BUS.emit("plan", name=handle.plan.name, text=handle.explain())
-
-
-def _sum_up(handle: Any | None, trainer: RecipeTrainer, folder: Path) -> None:
-    """Say what was saved and where the record is."""
-    if handle is not None:
-        stats = handle.stats()
-        percent = stats.memory_saved_percent or 0.0
-        LOGGER.info("Memory saved: %.2f GB (%.0f%% reduction)", stats.memory_saved_bytes / 1e9, percent)
-    LOGGER.info(
-        "%d steps done; the record is in %s: `ebbtide report %s` makes report.html",
-        trainer.state.global_step,
-        folder,
-        folder,
-    )
+        BUS.emit("plan", name=handle.plan.name, text=handle.plan.explain())

@@ -136,7 +136,11 @@ def load(config: SftConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             place, dtype=dtype_name(config.torch_dtype), attn_implementation=config.attn_impl
         )
     except ImportError as error:
-        raise ConfigError(f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {error}") from error
+        raise ConfigError(
+            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {error}",
+            expected="the packages that the model and its attention need",
+            hint="--attn_impl sdpa needs none; for the rest install what the message names",
+        ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

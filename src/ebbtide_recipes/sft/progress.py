@@ -36,7 +36,13 @@ class StepBar:
 
             text = TextColumn("{task.fields[said]}")
             self._progress = Progress(
-                BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), console=console(), transient=True
+                BarColumn(),
+                MofNCompleteColumn(),
+                text,
+                TimeRemainingColumn(),
+                console=console(),
+                transient=True,
+                auto_refresh=False,
             )
             self._progress.start()
         return self
@@ -57,4 +63,5 @@ class StepBar:
         said = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
         if self._task is None:
             self._task = self._progress.add_task("", total=steps, said=said)
-        self._progress.update(self._task, completed=step, total=steps, said=said)
+        # Refreshed here alone: a thread that redraws would take time from the training it shows.
+        self._progress.update(self._task, completed=step, total=steps, said=said, refresh=True)

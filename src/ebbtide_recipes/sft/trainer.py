@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.callback import StepRecorder
 
@@ -68,6 +69,7 @@ def arguments(config: SftConfig) -> TrlConfig:
     Every argument that could make two modes differ, write files or phone home is set here rather than left to a
     default: TRL's defaults switch on checkpointing and bfloat16 autocast.
     """
+    _check_trackers(config.report_to)
     accelerated = torch.accelerator.is_available()
     made = TrlConfig(
         output_dir=config.output_dir,
@@ -99,6 +101,22 @@ def arguments(config: SftConfig) -> TrlConfig:
         # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
         made._n_gpu = 1
     return made
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that transformers does not know, or that are not installed."""
+    from transformers import integrations
+
+    known = {"none", "all", *integrations.INTEGRATION_TO_CALLBACK}
+    usable = {"none", "all", *integrations.get_available_reporting_integrations()}
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known) or "none reports to no tracker"
+            raise ConfigError(f"report_to names {name!r}", expected=f"some of {', '.join(sorted(known))}", hint=hint)
+        if name not in usable:
+            raise ConfigError(
+                f"report_to names {name!r}", expected="a tracker that is installed", hint="install its package"
+            )
 
 
 def _checkpointing(*, on: bool) -> dict[str, Any]:
