@@ -90,6 +90,7 @@ class Builder:
         rules: Node name to rule.
         usable_weight: Whether a weight will have its bytes when the block's backward runs.
         outside: Values that came into the block, as ``(id(node), output_nr)``.
+        is_weight: Whether a leaf is a parameter or a buffer.
         checks_weights: Whether reading a weight checks that it was not changed in place.
     """
 
@@ -99,9 +100,10 @@ class Builder:
         usable_weight: Callable[[torch.Tensor], bool],
         outside: set[tuple[int, int]],
         *,
+        is_weight: Callable[[torch.Tensor], bool],
         checks_weights: bool = True,
     ) -> None:
-        self.checks_weights = checks_weights
+        self.is_weight, self.checks_weights = is_weight, checks_weights
         self.rules, self.usable_weight, self.outside = rules, usable_weight, outside
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self.records: dict[tuple[int, int], torch.nn.Module] = {}
@@ -156,8 +158,8 @@ class Builder:
         if ticket is not None:
             return self._usable(ticket)
         variable = getattr(node, "variable", None)
-        if variable is not None:
-            return self.weight(variable)
+        if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
+            return self.weight(variable) if self.is_weight(variable) else None
         if (id(node), output_nr) in self.outside:
             return None
         return self.recipe(node, output_nr)
@@ -182,9 +184,9 @@ class Builder:
         return LightTicket(tensor, weight=True, checked=self.checks_weights)
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
-        if isinstance(ticket, LightTicket) and ticket.weight and not self.usable_weight(ticket.alias):
-            return None
-        return ticket
+        if isinstance(ticket, Ticket):
+            return None if ticket.entry.part_only else ticket
+        return None if ticket.weight and not self.usable_weight(ticket.alias) else ticket
 
 
 def _signed(value: Any) -> Any:

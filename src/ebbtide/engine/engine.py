@@ -88,6 +88,7 @@ class Engine:
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._model_weights = model_weights
         self._weight_keys: set[int] = set()
+        self._lasting_keys: set[int] = set()
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(self._window)
@@ -104,8 +105,12 @@ class Engine:
 
     # Passes and blocks
 
-    def begin_pass(self) -> None:
-        """A forward of the model begins: a new graph."""
+    def begin_pass(self, lasting: Iterable[torch.Tensor] = ()) -> None:
+        """A forward of the model begins: a new graph.
+
+        Args:
+            lasting: Where weights move: those that have their bytes through the whole forward and backward.
+        """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
                 for task in list(self._backwards):  # left by a backward that raised
@@ -114,6 +119,7 @@ class Engine:
                 self.end_pass()
             self._pass = Pass()
             self._weight_keys = self.storage_keys(self._model_weights())
+            self._lasting_keys = self.storage_keys(lasting)
 
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
@@ -194,6 +200,10 @@ class Engine:
     def is_weight(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is one of the model's parameters or buffers."""
         return self.storage_key(storage) in self._weight_keys
+
+    def lasts(self, weight: torch.Tensor) -> bool:
+        """Whether a weight has its bytes in every block's backward."""
+        return not self.weights_move or self.storage_key(weight.untyped_storage()) in self._lasting_keys
 
     # What a block asks while it packs
 

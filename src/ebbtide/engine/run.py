@@ -78,6 +78,7 @@ class BlockRun:
         self.modules: list[tuple[str, torch.nn.Module]] = []  # that are running, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self._weights = engine.storage_keys(block.weights())
+        self._passing: set[int] = set()  # storages of weights that have bytes only while a part of the block runs
         self._inputs = inputs  # hold the tensors while the block runs: ids of their storages and nodes stay valid
         strided = [t for t in inputs if t.layout == torch.strided and not t.is_nested]
         self._input_storages = {id(t.untyped_storage()) for t in strided}
@@ -85,7 +86,11 @@ class BlockRun:
         self._nodes = [t.grad_fn for t in inputs]
         self.tally.input_bytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self.builder: Builder | None = Builder(
-            engine.rules, self._usable_weight, outside, checks_weights=engine.checks_weights
+            engine.rules,
+            self._usable_weight,
+            outside,
+            is_weight=self._is_weight,
+            checks_weights=engine.checks_weights,
         )
 
     # Forward
@@ -116,6 +121,10 @@ class BlockRun:
         self._note(tensor, ticket)
         return ticket
 
+    def see_weights(self, weights: Iterable[torch.Tensor]) -> None:
+        """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
+        self._passing |= self.engine.storage_keys(weights) - self._weights
+
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.builder = None
@@ -139,7 +148,8 @@ class BlockRun:
             return LightTicket(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
-        if engine.storage_key(storage) in self._weights or engine.is_weight(storage):
+        key = engine.storage_key(storage)
+        if key in self._weights or key in self._passing or engine.is_weight(storage):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
         if (
             not tensor.numel()
@@ -153,12 +163,22 @@ class BlockRun:
         return None
 
     def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:
-        builder = self.builder
-        if builder is not None and (node := tensor.grad_fn) is not None:
+        builder, node = self.builder, tensor.grad_fn
+        if builder is None:
+            return
+        if node is None and tensor.requires_grad and not (isinstance(ticket, LightTicket) and ticket.weight):
+            node = torch.autograd.graph.get_gradient_edge(tensor).node  # an input that is a leaf
+        if node is not None:
             builder.note_ticket(node, tensor.output_nr, ticket)
 
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, torch.nn.Parameter):
+            return True
+        key = self.engine.storage_key(tensor.untyped_storage())
+        return key in self._weights or key in self._passing or self.engine.is_weight(tensor.untyped_storage())
+
     def _usable_weight(self, tensor: torch.Tensor) -> bool:
-        return not self.engine.weights_move or self.engine.storage_key(tensor.untyped_storage()) in self._weights
+        return self.engine.lasts(tensor) or self.engine.storage_key(tensor.untyped_storage()) in self._weights
 
     def _site(self, node_name: str) -> Site:
         module = self.modules[-1][0] if self.modules else ""
@@ -184,18 +204,20 @@ class BlockRun:
         node = base.grad_fn
         is_input = id(storage) in self._input_storages or self._casts_an_input(base)
         site = self._site("input" if is_input else node.name() if node is not None else "leaf")
+        weight = self._copied_weight(base) if whole and engine.may_remake(tensor) else None
         recipe = None
-        if (
+        if weight is not None:
+            ticket = LightTicket(weight, weight=True, checked=engine.checks_weights)
+            recipe = Expr(lambda w: w.to(base_layout.dtype), (ticket,), key=("cast", base_layout.dtype))
+        elif (
             whole
             and id(storage) not in self._input_storages
             and node is not None
             and self.builder is not None
             and engine.may_remake(tensor)
-            and (engine.plan.remakes or node.name() == "ToCopyBackward0")  # a weight's copy never crosses the link
+            and engine.plan.remakes
         ):
             recipe = self.builder.recipe(node, base.output_nr)
-        elif whole and node is None and engine.may_remake(tensor):
-            recipe = self._cast_of_frozen_weight(base)
         taken = engine.bytes_apart(storage, tensor._version)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
         entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
@@ -208,23 +230,31 @@ class BlockRun:
             recompute_bytes=nbytes,
         )
         action = engine.plan.choose(candidate)
-        if recipe is not None and _casts_a_weight(recipe) and action is not Action.KEEP:
-            action = Action.RECOMPUTE  # autocast's copy of a weight: a parameter never crosses the link
+        if weight is not None and action is not Action.KEEP:
+            action = Action.RECOMPUTE
+            entry.part_only = not self._usable_weight(weight)
         self._carry_out(action, entry, tensor, base, recipe)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
 
-    def _cast_of_frozen_weight(self, base: torch.Tensor) -> Expr | None:
-        """Return the recipe of autocast's copy of a weight that requires no gradient: nothing but the module tells."""
-        builder, dtype = self.builder, base.dtype
-        if builder is None or not self.modules or not base.is_floating_point():
-            return None
-        weights = [w for w in self.modules[-1][1].parameters(recurse=False) if w.shape == base.shape]
-        if len(weights) != 1 or weights[0].requires_grad or weights[0].dtype == dtype:
-            return None
-        weight = builder.weight(weights[0])
-        return None if weight is None else Expr(lambda w: w.to(dtype), (weight,), key=("cast", dtype))
+    def _copied_weight(self, base: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
+
+        Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
+        reads the copy, but not yet when the block remakes other tensors: see ``Entry.part_only``.
+        """
+        node, weight = base.grad_fn, None
+        if node is not None and node.name() == "ToCopyBackward0":
+            leaf = getattr(node.next_functions[0][0], "variable", None)
+            weight = leaf if leaf is not None and self._is_weight(leaf) else None
+        elif node is None and self.modules and base.is_floating_point():  # frozen: nothing but the module tells
+            same = [w for w in self.modules[-1][1].parameters(recurse=False) if w.shape == base.shape]
+            if len(same) == 1 and not same[0].requires_grad and same[0].dtype != base.dtype:
+                weight = same[0]
+        if weight is None or self._usable_weight(weight):
+            return weight
+        return weight if self.engine.storage_key(weight.untyped_storage()) in self._passing else None
 
     def _casts_an_input(self, base: torch.Tensor) -> bool:
         node = base.grad_fn
@@ -316,8 +346,3 @@ def _region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, 
     aligned = first % 16 == 0
     apart = aligned and 2 * (taken_bytes + last - first) < storage_bytes
     return (first, last) if apart else (0, storage_bytes)
-
-
-def _casts_a_weight(recipe: Expr) -> bool:
-    operands = recipe.operands
-    return len(operands) == 1 and isinstance(operands[0], LightTicket) and operands[0].weight

@@ -55,8 +55,8 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "probe", "recipe",
-        "restored", "site", "slot", "source", "storage_ref", "tainted", "version",
+        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "part_only",
+        "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -83,6 +83,7 @@ class Entry:
         self.checksum: tuple[int, int] | None = None
         self.probe: torch.Tensor | None = None
         self.tainted = False
+        self.part_only = False  # read in the backward of a part of its block only: in no recipe
         live.add(id(self))
 
     @property

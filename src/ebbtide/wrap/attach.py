@@ -27,6 +27,8 @@ from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
+from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.strategy import weights_move
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -53,7 +55,7 @@ class Attachment:
                 hint="call close() on the first handle, or keep using it",
             )
         self.engine, self.enabled = engine, True
-        self._blocks = blocks
+        self._model, self._blocks = model, blocks
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ran: set[str] = set()
@@ -86,11 +88,16 @@ class Attachment:
         self._depth += 1
         try:
             self._ran.clear()
-            self.engine.begin_pass()
+            self._begin_pass()
             return forward(*args, **kwargs)
         finally:
             self._depth -= 1
             self.engine.end_pass()
+
+    def _begin_pass(self) -> None:
+        moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
+        self.engine.weights_move = moves
+        self.engine.begin_pass(weights_of(self._model) if moves else ())
 
     def _block_call(
         self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -100,9 +107,10 @@ class Attachment:
         _refuse_other_hooks(scope.block.name)
         engine, block = self.engine, scope.block
         if not self._depth:
-            if block.name in self._ran:  # blocks called without the model's forward: a repeat begins a new pass
+            # Blocks called without the model's forward: a repeat begins a new pass.
+            if not self._ran or block.name in self._ran:
                 self._ran.clear()
-                engine.begin_pass()
+                self._begin_pass()
             self._ran.add(block.name)
         seen = self._seen.get(block.kind) or Tally()
         action = engine.plan.block_action(
@@ -183,8 +191,11 @@ class _Scope:
         self.run: BlockRun | None = None
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
-        if self.run is not None:
-            self.run.modules.append((name, module))
+        run = self.run
+        if run is not None:
+            run.modules.append((name, module))
+            if run.engine.weights_move:
+                run.see_weights(weights_of(module))
 
     def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
         run = self.run

@@ -9,8 +9,9 @@ Nothing is known by name: a model nobody has seen before is found like any other
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import nn
@@ -46,7 +47,9 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | None = None) -> list[tu
     for name, module in found:
         inner = _under_fsdp1(module)
         stack = name.rpartition(".")[0]
-        block = Block(name=name, kind=_kind(inner), index=indices[stack], count=len(found), weights=_weights_of(inner))
+        block = Block(
+            name=name, kind=_kind(inner), index=indices[stack], count=len(found), weights=partial(weights_of, inner)
+        )
         indices[stack] += 1
         blocks.append((inner, block))
     return blocks
@@ -107,18 +110,17 @@ def _under_fsdp1(module: nn.Module) -> nn.Module:
     return module
 
 
-def _weights_of(block: nn.Module) -> Callable[[], Iterable[torch.Tensor]]:
-    """Return a function that lists the block's weights which have bytes in its forward and in its backward.
+def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights of ``module`` and of what is below it, down to the next FSDP units.
 
-    A unit nested below the block is resharded when the block's backward remakes, so its weights do not count.
+    These have bytes in the forward and in the backward of ``module``. A unit nested below it is resharded again while
+    the backward of ``module`` remakes, so its weights do not count.
     """
-
-    def weights() -> Iterable[torch.Tensor]:
-        pending = [block]
-        while pending:
-            module = pending.pop()
-            yield from module.parameters(recurse=False)
-            yield from module.buffers(recurse=False)
-            pending.extend(c for c in module.children() if not is_fsdp2(c) and not is_fsdp1(c))
-
-    return weights
+    pending = [module]
+    while pending:
+        inner = pending.pop()
+        yield from inner.parameters(recurse=False)
+        yield from inner.buffers(recurse=False)
+        # FSDP1 with use_orig_params=False: while they have bytes, weights are plain attributes, views of a parameter.
+        yield from (t for t in vars(inner).values() if type(t) is torch.Tensor and isinstance(t._base, nn.Parameter))
+        pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
