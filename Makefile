@@ -10,9 +10,9 @@ WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks
 
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 3 --packing true
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk overhead
+CPU_SUITES := disk overhead sft
 GPU_SUITES :=
 
 .DEFAULT_GOAL := help
