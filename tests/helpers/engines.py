@@ -47,7 +47,7 @@ class ByTable:
     """A plan for tests: one action for all storages, or what a function of the candidate says."""
 
     def __init__(self, choose: Action | Callable[[Candidate], Action]) -> None:
-        self.name = "table"
+        self.name, self.remakes = "table", True
         self._choose = choose
         self.asked: list[Candidate] = []
 
@@ -128,11 +128,13 @@ class Observed:
         outputs: What it returned.
         grads: Gradients by leaf.
         error: Class of what was raised, and where (``"forward"``, ``"backward"``).
+        message: What it said.
     """
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
     error: tuple[type[BaseException], str] | None = None
+    message: str = ""
 
 
 def observe(
@@ -165,7 +167,7 @@ def observe(
             with _around(engine, inputs, weights):
                 outputs = list(program(fresh))
     except RuntimeError as error:
-        return Observed(outputs=[], grads={}, error=(type(error), "forward"))
+        return Observed(outputs=[], grads={}, error=(type(error), "forward"), message=str(error))
     kept = [o.detach().clone() for o in outputs]
     wanted = [o for o in outputs if o.requires_grad]
     fed = [torch.randn(o.shape, generator=torch.Generator().manual_seed(seed)).to(o.dtype) for o in wanted]
@@ -174,7 +176,8 @@ def observe(
         if wanted:
             in_thread(lambda: torch.autograd.backward(wanted, fed)) if thread else torch.autograd.backward(wanted, fed)
     except RuntimeError as error:
-        return Observed(outputs=kept, grads={}, error=(type(error), "backward"))
+        drain()
+        return Observed(outputs=kept, grads={}, error=(type(error), "backward"), message=str(error))
     return Observed(outputs=kept, grads={k: v.grad for k, v in fresh.items() if v.requires_grad})
 
 
@@ -239,6 +242,11 @@ def in_thread(work: Callable[[], Any]) -> Any:
         finally:
             del error  # the traceback holds this frame, the frame would hold the error
     return result[0]
+
+
+def drain() -> None:
+    """Let autograd forget what was left to do in a backward that raised: its queue holds nodes until the next one."""
+    torch.zeros((), requires_grad=True).clone().backward()
 
 
 def hooks_are_closed() -> bool:

@@ -8,12 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.engines import POLICIES, assert_nothing_left, compare, hooks_are_closed, observe, open_engine
+from tests.helpers.engines import (
+    POLICIES,
+    Observed,
+    assert_nothing_left,
+    compare,
+    hooks_are_closed,
+    observe,
+    open_engine,
+)
 from tests.helpers.graphs import Graph, graphs, leaves
 
 LEAVES = leaves()
 RATES = st.sampled_from([10.0, 1e3, 1e9])
 WINDOWS = st.sampled_from([1, 200, 1 << 20])
+
+
+def is_an_operand_that_changed(got: Observed) -> bool:
+    """The one thing that is legal without hooks and is refused with them: see test_in_place.py."""
+    return got.error is not None and "needed to remake another tensor and was changed in place" in got.message
 
 
 def check(graph: Graph, policy: str, tier: str, *, rate: float, window_bytes: int, thread: bool) -> None:
@@ -24,7 +37,9 @@ def check(graph: Graph, policy: str, tier: str, *, rate: float, window_bytes: in
             assert compare(expected, observe(graph, LEAVES, "oracle", blocks=True)) == []
         with open_engine(policy, tier, rate=rate, window_bytes=window_bytes, verify=thread) as engine:
             for _ in range(2):  # the second time recipes are trusted
-                assert compare(expected, observe(graph, LEAVES, engine, blocks=True, thread=thread)) == []
+                got = observe(graph, LEAVES, engine, blocks=True, thread=thread)
+                if not (engine.plan.remakes and expected.error is None and is_an_operand_that_changed(got)):
+                    assert compare(expected, got) == []
                 assert hooks_are_closed()
                 assert_nothing_left(engine)
 

@@ -29,7 +29,7 @@ from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import Stats, Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket
+from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
 from ebbtide.engine.trust import Trust
 from ebbtide.store.protocol import Tier
 
@@ -296,10 +296,10 @@ class Engine:
         if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
             return byte_view(storage, entry.first, entry.last)
         if entry.tainted:
-            raise _tainted(entry)
+            raise operand_error(str(entry.site))
         if entry.slot is None:
             if entry.recipe is None:
-                raise _tainted(entry)
+                raise operand_error(str(entry.site))
             return None
         content, stall = entry.slot.take()
         self._copy_in_stall += stall
@@ -397,11 +397,3 @@ def _exact(device_type: str) -> Generator[None]:
                 yield
         else:
             yield
-
-
-def _tainted(entry: Entry) -> ModifiedInPlaceError:
-    return ModifiedInPlaceError(
-        f"{entry.site} is needed to remake another tensor and was changed in place after it was saved",
-        expected="saved tensors that stay as they are until their backward",
-        hint="pass keep_filter=... to keep such tensors, or policy=Offload()",
-    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ebbtide.engine.layout import with_layout
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket
+from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
 
 MAX_DEPTH = 48
 """Longer chains of values nobody saved are not remade."""
@@ -120,7 +120,11 @@ def _inner(operand: Operand) -> Expr | Entry | None:
 def _value(operand: Operand, values: dict[int, torch.Tensor]) -> torch.Tensor:
     if isinstance(operand, Ticket):
         return operand.layout.over(values[id(operand.entry)], operand.entry.first)
-    return operand.read() if isinstance(operand, LightTicket) else values[id(operand)]
+    if isinstance(operand, Expr):
+        return values[id(operand)]
+    if operand.changed:
+        raise operand_error(f"a {list(operand.alias.shape)} {'weight' if operand.weight else 'tensor'}")
+    return operand.alias
 
 
 def _recipe_of(entry: Entry) -> Expr:

@@ -172,8 +172,8 @@ class BlockRun:
             builder.note_ticket(node, tensor.output_nr, ticket)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
-        if isinstance(tensor, torch.nn.Parameter):
-            return True
+        if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+            return isinstance(tensor, torch.nn.Parameter)
         key = self.engine.storage_key(tensor.untyped_storage())
         return key in self._weights or key in self._passing or self.engine.is_weight(tensor.untyped_storage())
 

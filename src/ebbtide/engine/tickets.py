@@ -44,9 +44,14 @@ class LightTicket:
         self.version = UNCHECKED if not checked or tensor.is_inference() else tensor._version
         self.weight = weight
 
+    @property
+    def changed(self) -> bool:
+        """Whether the tensor was changed in place since it was saved."""
+        return self.version != UNCHECKED and self.alias._version != self.version
+
     def read(self) -> torch.Tensor:
         """Return the alias. Raises ModifiedInPlaceError when the tensor was changed in place since."""
-        if self.version != UNCHECKED and self.alias._version != self.version:
+        if self.changed:
             raise modified_error(self.alias.dtype, tuple(self.alias.shape), self.alias._version, self.version, "")
         return self.alias
 
@@ -126,6 +131,15 @@ class Ticket:
             raise modified_error(
                 self.layout.dtype, self.layout.size, self.probe._version, self.version, str(self.entry.site)
             )
+
+
+def operand_error(what: str) -> ModifiedInPlaceError:
+    """Return the error for a tensor that a recipe needs and that was changed: plain training may have allowed it."""
+    return ModifiedInPlaceError(
+        f"{what} is needed to remake another tensor and was changed in place after it was saved",
+        expected="operands of recipes that stay as they are until their backward",
+        hint="pass keep_filter=... to keep the tensors made of it, or policy=Offload(), which remakes nothing",
+    )
 
 
 def modified_error(

@@ -1,0 +1,341 @@
+"""What is done with a graph after its forward: kept, dropped, used in part, in any order, in any thread."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ebbtide.engine import Engine, Expr
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.tickets import Entry, Ticket
+from tests.helpers.engines import (
+    POLICIES,
+    REMAKE,
+    TIERS,
+    assert_nothing_left,
+    block,
+    check_everywhere,
+    forward_pass,
+    in_thread,
+    leaf,
+    open_engine,
+)
+from tests.helpers.oracle import same_bits
+
+POLICY = pytest.mark.parametrize("policy", POLICIES)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """Whatever dies in here dies by its count of references."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def chain(x: Tensor, w: Tensor) -> Tensor:
+    """A gated layer: every kind of rule, an in-between cast, a residual."""
+    h = F.layer_norm(x, x.shape[-1:])
+    y = F.silu(h @ w) * (h @ w.t())
+    return x + (y.to(torch.bfloat16).to(w.dtype) @ w).tanh()
+
+
+def grads(y: Tensor, *leaves: Tensor, **given: object) -> list[Tensor]:
+    return list(torch.autograd.grad(y.square().sum(), leaves, **given))  # type: ignore[arg-type]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(same_bits, one, other))
+
+
+@POLICY
+def test_a_retained_graph_gives_the_same_gradients_again(policy: str) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    expected = grads(chain(x, w), x, w)
+    with open_engine(policy, verify=True) as engine:
+        with forward_pass(engine, x, weights=[w]):
+            y = chain(x, w)
+        for _ in range(3):
+            assert equal(expected, grads(y, x, w, retain_graph=True))
+        assert equal(expected, in_thread(functools.partial(grads, y, x, w)))
+        del y
+        assert_nothing_left(engine)
+
+
+@POLICY
+def test_the_gradient_of_a_gradient(policy: str) -> None:
+    x, w = leaf(6, 8, dtype=torch.float64), leaf(8, 8, dtype=torch.float64, parameter=True)
+
+    def twice(y: Tensor) -> list[Tensor]:
+        first = grads(y, x, w, create_graph=True)
+        return [g.detach() for g in first] + grads(first[0] + first[1].sum(), x, w)
+
+    expected = twice(chain(x, w))
+    with open_engine(policy) as engine, no_collector():
+        with forward_pass(engine, x, weights=[w]):
+            y = chain(x, w)
+        assert equal(expected, twice(y))
+        del y
+        assert_nothing_left(engine)
+
+
+@POLICY
+def test_partial_gradients_in_any_order(policy: str) -> None:
+    x, w, v = leaf(6, 8), leaf(8, 8, parameter=True), leaf(8, 8, parameter=True)
+    plain = chain(chain(x, w), v)
+    expected = {id(t): grads(plain, t, retain_graph=True) for t in (x, w, v)}
+    for order in ((x, w, v), (v, x, w), (w, v, x)):
+        with open_engine(policy) as engine, no_collector():
+            with forward_pass(engine, x, weights=[w, v]):
+                y = chain(chain(x, w), v)
+            for wanted in order:
+                assert equal(expected[id(wanted)], grads(y, wanted, retain_graph=True))
+            del y
+            assert_nothing_left(engine)
+
+
+@POLICY
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_heads_one_after_the_other(policy: str, first: int) -> None:
+    # The first backward frees the nodes of the trunk that only it reaches; a recipe that held a node would raise here.
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+
+    def heads() -> list[Tensor]:
+        trunk = (x @ w).tanh()
+        side = trunk.detach().requires_grad_()
+        return [F.silu(trunk * 2).sum(), (side * torch.sigmoid(side)).sum()]
+
+    def both(made: list[Tensor]) -> list[Tensor]:
+        x.grad = w.grad = None
+        made[first].backward()
+        made[1 - first].backward()
+        return [x.grad, w.grad]  # type: ignore[list-item]
+
+    expected = [g.clone() for g in both(heads())]
+    with open_engine(policy) as engine, no_collector():
+        with forward_pass(engine, x, weights=[w]):
+            made = heads()
+        assert equal(expected, both(made))
+        del made
+        assert_nothing_left(engine)
+
+
+@POLICY
+def test_a_head_that_shares_the_trunk_survives_the_others_backward(policy: str) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+
+    def heads() -> tuple[Tensor, Tensor]:
+        a = torch.sigmoid(x * 3)
+        return (a * a).sum(), ((a.detach() * w[:6]).exp() * a.detach().cos()).sum()
+
+    one, other = heads()
+    expected = [*torch.autograd.grad(one, x), *torch.autograd.grad(other, w)]
+    with open_engine(policy) as engine, no_collector():
+        with forward_pass(engine, x, weights=[w]):
+            one, other = heads()
+        got = list(torch.autograd.grad(one, x))  # frees the nodes from which the other head's recipes were built
+        got += torch.autograd.grad(other, w)
+        assert equal(expected, got)
+        del one, other
+        assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@POLICY
+def test_a_dropped_graph_leaves_nothing(policy: str, tier: str) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    with open_engine(policy, tier) as engine, no_collector():
+        for _ in range(3):
+            with forward_pass(engine, x, weights=[w]):
+                y = chain(x, w)
+            assert engine.live_tickets
+            del y
+            assert_nothing_left(engine)
+
+
+@POLICY
+def test_an_operator_that_saves_its_own_output_does_not_keep_itself_alive(policy: str) -> None:
+    x = leaf(6, 8)
+    for min_bytes in (0, 1 << 20):  # tickets, light tickets
+        with open_engine(policy, min_bytes=min_bytes) as engine, no_collector():
+            with forward_pass(engine, x):
+                y = torch.softmax(x.exp(), -1).tanh().sigmoid()
+            storage = weakref.ref(y.untyped_storage())
+            del y
+            assert storage() is None
+            assert_nothing_left(engine)
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_reused_addresses_are_not_one_storage(tier: str) -> None:
+    x = leaf(64, 64)
+
+    def program(leaves: dict[str, Tensor]) -> list[Tensor]:
+        total = leaves["x"]
+        for i in range(12):  # each temporary dies and gives its address to the next
+            total = total + (leaves["x"].detach() * i).cumsum(0) * leaves["x"]
+        return [total]
+
+    check_everywhere(program, {"x": x}, tiers=[tier])
+
+
+def test_a_diamond_is_remade_in_a_line() -> None:
+    """Depth 12: each value is made of the one before it, twice. Without a cache that is 2^12 evaluations."""
+    x = leaf(4, 4)
+
+    def diamond(v: Tensor) -> Tensor:
+        v = v.cos()
+        for _ in range(12):
+            v = v.sigmoid() * v.tanh()
+        return v
+
+    expected = grads(diamond(x), x)
+    with open_engine(REMAKE) as engine:
+        for step in range(2):
+            with forward_pass(engine, x) as run:
+                y = diamond(x)
+            calls = _count_calls(run)
+            before = engine.stats().total_recomputes
+            assert equal(expected, grads(y, x))
+            assert engine.stats().recomputed_bytes > 0
+            assert engine.stats().total_recomputes - before <= 3 * 12 + 2
+            assert sum(calls.values()) <= 3 * 12 + 3, (step, sum(calls.values()))
+            del y
+            assert_nothing_left(engine)
+
+
+def _count_calls(run: BlockRun) -> dict[int, int]:
+    """Count, from now on, how often each function of a block's recipes is called."""
+    calls: dict[int, int] = {}
+    seen: set[int] = set()
+    stack: list[object] = [r() for r in run.entries]
+    while stack:
+        thing = stack.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Entry):
+            stack.append(thing.recipe)
+        elif isinstance(thing, Ticket):
+            stack.append(thing.entry)
+        elif isinstance(thing, Expr):
+            stack.extend(thing.operands)
+            inner, key = thing.fn, id(thing)
+            calls[key] = 0
+
+            def counted(*values: Tensor, inner=inner, key=key) -> Tensor:
+                calls[key] += 1
+                return inner(*values)
+
+            thing.fn = counted
+    return calls
+
+
+@POLICY
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_one_forward_one_backward_with_several_in_flight(policy: str, depth: int) -> None:
+    """1F1B: ``depth`` forwards are ahead of their backwards, over four microbatches."""
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    batches = [x.detach() * (i + 1) for i in range(4)]
+
+    def run(engine: Engine | None) -> list[Tensor]:
+        w.grad, ready = None, []
+        for batch in batches:
+            fed = batch.clone().requires_grad_()
+            if engine is None:
+                ready.append(chain(fed, w))
+            else:
+                engine.begin_pass()
+                with block(engine, fed, weights=[w]):
+                    middle = chain(fed, w)
+                with block(engine, middle, weights=[w], name="c", index=1):
+                    ready.append(chain(middle, w))
+                engine.end_pass()
+                del middle
+                if engine is not None and len(ready) == depth:
+                    ready.pop(0).square().sum().backward()
+                continue
+            ready[-1] = chain(ready[-1], w)
+            if len(ready) == depth:
+                ready.pop(0).square().sum().backward()
+        while ready:
+            ready.pop(0).square().sum().backward()
+        assert w.grad is not None
+        return [w.grad.clone()]
+
+    expected = run(None)
+    with open_engine(policy) as engine, no_collector():
+        for _ in range(2):
+            assert equal(expected, run(engine))
+            assert_nothing_left(engine)
+
+
+@POLICY
+def test_two_forwards_and_one_backward_over_both(policy: str) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    expected = grads(chain(x, w) * chain(x * 2, w), x, w)
+    with open_engine(policy) as engine:
+        with forward_pass(engine, x, weights=[w]):
+            one = chain(x, w)
+        with forward_pass(engine, x, weights=[w]):
+            two = chain(x * 2, w)
+        assert equal(expected, grads(one * two, x, w))
+        del one, two
+        assert_nothing_left(engine)
+
+
+def test_a_hundred_steps_do_not_grow() -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    with open_engine(REMAKE) as engine, no_collector():
+        sizes = []
+        for step in range(100):
+            with forward_pass(engine, x, weights=[w]):
+                y = chain(x, w) * (1 + step / 7)  # a new number each step
+                y = F.silu(y) * y
+            if step % 3:
+                grads(y, x, w)
+            del y
+            assert_nothing_left(engine)
+            known = (engine._index, engine._backwards, engine.orders, engine.trust._verdicts, engine._empties)
+            sizes.append([len(k) for k in known] + [len(engine._copy_out._queue), engine._copy_out.in_flight_bytes])
+        assert sizes[5] == sizes[-1], (sizes[5], sizes[-1])
+        device = engine.tier.device  # type: ignore[attr-defined]
+        assert device.live_bytes == 0
+
+
+def test_a_backward_that_raised_is_forgotten_by_the_next_pass() -> None:
+    x = leaf(6, 8)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, v):
+            return v.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise KeyboardInterrupt
+
+    expected = grads(torch.sigmoid(x * 2) * x, x)
+    with open_engine("offload") as engine:
+        with forward_pass(engine, x):
+            y = (Fails.apply(x.cumsum(0)) * x.cumsum(1)).exp()
+        with pytest.raises(KeyboardInterrupt):
+            y.sum().backward()
+        del y
+        with forward_pass(engine, x):
+            y = torch.sigmoid(x * 2) * x
+        assert not engine._backwards
+        assert equal(expected, grads(y, x))
+        del y
+        assert_nothing_left(engine)
