@@ -9,10 +9,13 @@ the first call and refused. Hooks are never open while ``backward()`` runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,7 +31,13 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
 from ebbtide.wrap.strategy import weights_move
+
+logger = logging.getLogger("ebbtide.wrap")
+
+_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, Enum)
+"""What a block can be given and cannot change behind our back (tensors carry versions)."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -60,15 +69,20 @@ class Attachment:
         self._depth = 0
         self._ran: set[str] = set()
         self._room_checked = False
+        self._told: set[str] = set()  # kinds of blocks of which a warning was given
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
-        self._replace_forward(model, self._model_call)
+        self._scopes: list[tuple[nn.Module, _Scope]] = []
+        self._undo.append(StandIn(model, self._model_call).remove)
         for module, block in blocks:
             _attached.add(module)
             self._undo.append(functools.partial(_attached.discard, module))
             scope = _Scope(block)
-            self._follow_modules(module, scope)
-            if module is not model:
-                self._replace_forward(module, functools.partial(self._block_call, scope))
+            self._scopes.append((module, scope))
+            self._undo.append(scope.leave)
+            scope.inside.append(StandIn(module, functools.partial(self._block_call, scope)).remove)
+            if not is_compiled_wrapper(module):
+                scope.follow(module)
+        self._stand_around_compiled()
 
     @property
     def block_names(self) -> list[str]:
@@ -77,6 +91,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Take everything away. Harmless when repeated."""
+        self.enabled = False  # for a stand-in that stays, because somebody has wrapped it since
         while self._undo:
             self._undo.pop()()
 
@@ -88,6 +103,7 @@ class Attachment:
         self._depth += 1
         try:
             self._ran.clear()
+            self._stand_around_compiled()  # blocks may have been compiled after the handle was made
             self._begin_pass()
             return forward(*args, **kwargs)
         finally:
@@ -102,7 +118,7 @@ class Attachment:
     def _block_call(
         self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or _in_backward():
+        if not self.enabled or not torch.is_grad_enabled() or scope.open or _in_backward():
             return forward(*args, **kwargs)
         _refuse_other_hooks(scope.block.name)
         engine, block = self.engine, scope.block
@@ -116,10 +132,10 @@ class Attachment:
         action = engine.plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
         )
-        whole = action is Action.CHECKPOINT
+        whole = action is Action.CHECKPOINT and self._repeatable(block, args, kwargs)
         self._check_room()
-        with offloading(engine, block, [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)],
-                        checkpointed=whole) as run:  # fmt: skip
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        with offloading(engine, block, inputs, checkpointed=whole) as run, scope.opened():
             if whole:
                 try:
                     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
@@ -131,6 +147,20 @@ class Attachment:
             finally:
                 scope.run = None
                 self._seen[block.kind] = run.tally
+
+    def _repeatable(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a block may be run again: not if it is given an object that it may change, such as a cache."""
+        changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
+        if changeable is None:
+            return True
+        if block.kind not in self._told:
+            self._told.add(block.kind)
+            logger.warning(
+                "%s blocks are not re-run whole: they are given a %s, which a second run would find changed; "
+                "their tensors are treated one by one (for a key-value cache, set use_cache=False)",
+                block.kind, type(changeable).__name__,
+            )  # fmt: skip
+        return False
 
     def _check_room(self) -> None:
         """Once the first block has shown what blocks offload, see whether the store can hold the rest.
@@ -153,34 +183,13 @@ class Attachment:
 
     # Installing
 
-    def _replace_forward(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        own = module.__dict__.get("forward")
-        forward = module.forward
-
-        @functools.wraps(forward)
-        def offloaded_forward(*args: Any, **kwargs: Any) -> Any:
-            return call(forward, args, kwargs)
-
-        module.forward = offloaded_forward
-
-        def undo() -> None:
-            if module.__dict__.get("forward") is offloaded_forward:
-                if own is None:
-                    del module.__dict__["forward"]
-                else:
-                    module.forward = own
-
-        self._undo.append(undo)
-
-    def _follow_modules(self, block_module: nn.Module, scope: _Scope) -> None:
-        """Let the engine know which module of the block runs, and what its leaf modules made."""
-        for name, module in block_module.named_modules():
-            if module is block_module:
-                continue
-            leaf = not any(True for _ in module.children())
-            before = module.register_forward_pre_hook(functools.partial(scope.entered, name))
-            after = module.register_forward_hook(functools.partial(scope.left, leaf), always_call=True)
-            self._undo += [before.remove, after.remove]
+    def _stand_around_compiled(self) -> None:
+        """Put the hooks around blocks that were compiled. See [Note: compiled blocks]."""
+        for module, scope in self._scopes:
+            if is_compiled(module):
+                scope.leave()
+                call = functools.partial(self._block_call, scope)
+                self._undo.append(StandIn(module, call, "_compiled_call_impl").remove)
 
 
 class _Scope:
@@ -188,7 +197,37 @@ class _Scope:
 
     def __init__(self, block: Block) -> None:
         self.block = block
+        self.open = False
+        self.inside: list[Callable[[], None]] = []  # take away what was put on the block and its modules
         self.run: BlockRun | None = None
+
+    def __reduce__(self) -> tuple[type[_Scope], tuple[Block]]:
+        """Follow nothing in a copy. See [Note: copies]."""
+        return _Scope, (dataclasses.replace(self.block, weights=tuple),)
+
+    @contextmanager
+    def opened(self) -> Generator[None]:
+        """Hooks are open: a forward behind a compiled call that falls back to eager code opens none of its own."""
+        self.open = True
+        try:
+            yield
+        finally:
+            self.open = False
+
+    def follow(self, block_module: nn.Module) -> None:
+        """Let the engine know which module of the block runs, and what its leaf modules made."""
+        for name, module in block_module.named_modules():
+            if module is block_module:
+                continue
+            leaf = not any(True for _ in module.children())
+            before = module.register_forward_pre_hook(functools.partial(self.entered, name))
+            after = module.register_forward_hook(functools.partial(self.left, leaf), always_call=True)
+            self.inside += [before.remove, after.remove]
+
+    def leave(self) -> None:
+        """Take away what was put on the block and its modules."""
+        while self.inside:
+            self.inside.pop()()
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         run = self.run

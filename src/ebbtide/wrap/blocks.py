@@ -73,9 +73,9 @@ def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _is_stack(container: nn.Module, children: list[nn.Module]) -> bool:
     if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or len(children) < 2:
         return False
-    kinds = Counter(_kind(_under_fsdp1(c)) for c in children)
+    kinds = Counter(_kind(c) for c in children)
     kind, count = kinds.most_common(1)[0]
-    composed = all(any(True for _ in _under_fsdp1(c).children()) for c in children if _kind(_under_fsdp1(c)) == kind)
+    composed = all(any(True for _ in _behind(c).children()) for c in children if _kind(c) == kind)
     return count >= 2 and 2 * count >= len(children) and composed
 
 
@@ -96,7 +96,7 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
 
 
 def _kind(module: nn.Module) -> str:
-    return type(module).__name__
+    return type(_behind(module)).__name__
 
 
 def _parameters(module: nn.Module) -> int:
@@ -108,6 +108,13 @@ def _under_fsdp1(module: nn.Module) -> nn.Module:
     while is_fsdp1(module):
         module = module._fsdp_wrapped_module  # pyright: ignore[reportAssignmentType]
     return module
+
+
+def _behind(module: nn.Module) -> nn.Module:
+    """Return the module behind an FSDP1 wrapper and behind ``torch.compile(module)``."""
+    module = _under_fsdp1(module)
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
 
 
 def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -1,0 +1,74 @@
+"""What stands in place of a module's ``forward``, or of its compiled call.
+
+[Note: copies]
+A copied or unpickled model carries no offloading: the stand-in holds the module that it was made for, so a copy that
+took it along would compute with the weights of the first model. It copies and pickles as what it stands for.
+
+[Note: compiled blocks]
+Hooks entered in compiled code are a graph break, or an error with ``fullgraph=True``; whatever differs from block to
+block, a stand-in or a module hook, has every block compiled anew, until torch gives up. So nothing of ours is left on
+a compiled block or inside: hooks stand around the compiled call, ``_compiled_call_impl``. A block that is compiled
+under a handle is found when the next forward of the model begins; should it be traced before, a stand-in is nothing
+but the forward behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class StandIn:
+    """Calls ``call(forward, args, kwargs)`` wherever the module's ``forward`` is called.
+
+    Args:
+        module: The module; its attribute ``name`` is replaced on the instance.
+        call: What runs instead; is handed what was there.
+        name: ``"forward"`` or ``"_compiled_call_impl"``.
+    """
+
+    def __init__(self, module: nn.Module, call: Call, name: str = "forward") -> None:
+        behind = getattr(module, name)
+        functools.update_wrapper(self, behind)  # inspect.signature(module.forward) stays what it was
+        self._module, self._name, self._call, self._behind = module, name, call, behind
+        self._own = module.__dict__.get(name)
+        setattr(module, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._behind(*args, **kwargs)
+        return self._call(self._behind, args, kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """See [Note: copies]."""
+        return (getattr, (self._module, self._name)) if self._own is None else (_as_it_is, (self._own,))
+
+    def remove(self) -> None:
+        """Put back what was there, unless somebody has replaced the stand-in since."""
+        if self._module.__dict__.get(self._name) is not self:
+            return
+        if self._own is None:
+            delattr(self._module, self._name)
+        else:
+            setattr(self._module, self._name, self._own)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of ``module`` go to a compiled call that no stand-in is around."""
+    call = module._compiled_call_impl
+    return call is not None and not isinstance(call, StandIn)
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` is what ``torch.compile(block)`` returned: its own forward is the compiled call."""
+    return "_orig_mod" in module._modules
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

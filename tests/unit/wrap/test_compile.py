@@ -1,0 +1,103 @@
+"""Compiled blocks: the hooks stand around the compiled call, whenever the block was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from tests.helpers.models import Tiny, build
+from tests.helpers.oracle import differences
+
+pytestmark = [  # torch's own, while compiling
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_leftovers() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_in_place(tiny: Tiny) -> None:
+    for layer in tiny.block_list():
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def compile_as_wrapper(tiny: Tiny) -> None:
+    layers: nn.ModuleList = tiny.model.get_submodule(tiny.blocks)
+    for i, layer in enumerate(layers):
+        layers[i] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_block_compiled_before_or_after_is_offloaded(when: str, policy: str) -> None:
+    plain = build("block")
+    compile_in_place(plain)
+    expected = plain.step()
+    tiny = build("block")
+    if when == "before":
+        compile_in_place(tiny)
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
+        if when == "after":
+            compile_in_place(tiny)
+        for _ in range(2):
+            assert differences(tiny.step(), expected) == []
+        stats = handle.stats()
+        assert stats.memory_saved_bytes > 0
+        assert stats.total_copy_out_bytes > 0
+        assert (stats.live_tickets, stats.store_bytes) == (0, 0)
+    assert differences(tiny.step(), expected) == []
+    assert not any(isinstance(v, ebbtide.wrap.forward.StandIn) for m in tiny.model.modules() for v in vars(m).values())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_wrapper_in_the_stack_is_a_block(when: str) -> None:
+    plain = build("block")
+    compile_as_wrapper(plain)
+    expected = plain.step()
+    tiny = build("block")
+    compile_as_wrapper(tiny)
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        assert differences(tiny.step(), expected) == []
+        assert handle.stats().memory_saved_bytes > 0
+        assert {site.block_kind for site in handle._engine.last_pass.sites} == {"Block"}
+
+
+def test_enabling_does_not_compile_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(1)
+        return graph.forward
+
+    tiny = build("block")
+    for layer in tiny.block_list():
+        layer.compile(backend=backend, fullgraph=True)
+    tiny.step()
+    before = len(compiled)
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        tiny.step()
+        handle.disable()
+        tiny.step()
+        handle.enable()
+        tiny.step()
+    tiny.step()
+    assert len(compiled) == before
+
+
+def test_a_module_hook_inside_would_have_every_block_compiled() -> None:
+    tiny = build("block")
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0):
+        compile_in_place(tiny)
+        tiny.step()
+        for layer in tiny.block_list():
+            assert "forward" not in vars(layer)
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
