@@ -231,6 +231,7 @@ def in_thread(work: Callable[[], Any]) -> Any:
             result.append(work())
         except BaseException as error:
             failed.append(error)
+            drain()  # the queue is the thread's own
 
     thread = threading.Thread(target=run)
     thread.start()

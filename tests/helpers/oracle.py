@@ -90,7 +90,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def _difference(one: Tensor | None, other: Tensor | None) -> str:
