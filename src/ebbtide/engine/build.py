@@ -145,8 +145,8 @@ class Builder:
         try:
             return rule(view)
         except Exception as error:  # a rule that cannot run must not cost the user the step
-            name = view.node.name()
-            logger.warning("the rule for %s failed and is left out: %s: %s", name, type(error).__name__, error)
+            name, what = view.node.name(), f"{type(error).__name__}: {error}"
+            logger.warning("the rule for %s failed and is left out: %s", name, what)  # a log keeps no traceback alive
             self.rules.pop(name, None)
             return None
 

@@ -102,9 +102,10 @@ class Entry:
         return self.probe is not None and self.probe._version != self.version
 
     def __del__(self) -> None:
-        self.live.discard(id(self))
-        if self.slot is not None:
-            self.slot.free()
+        if hasattr(self, "slot"):  # else it was interrupted before the first lines of its __init__
+            self.live.discard(id(self))
+            if self.slot is not None:
+                self.slot.free()
 
 
 class Ticket:
@@ -123,7 +124,8 @@ class Ticket:
         self.live.add(id(self))
 
     def __del__(self) -> None:
-        self.live.discard(id(self))
+        if hasattr(self, "live"):
+            self.live.discard(id(self))
 
     def check(self) -> None:
         """Raise ModifiedInPlaceError when the saved tensor was changed in place since it was saved."""
