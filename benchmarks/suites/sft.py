@@ -48,8 +48,8 @@ def main() -> None:
             "# SmolLM2-135M-Instruct, full fine-tuning, 1024 tokens a step, float32",
             "",
             f"{given.rounds} rounds of fresh processes in turn, {given.max_steps} steps each, the first not "
-            "counted. Memory was watched from outside the processes. `activation memory` is what a forward added to the",
-            "resident size; `step / plain` is the median over the rounds, with the least and the greatest. Made by",
+            "counted. Memory was watched from outside the processes. `activation memory` is what a forward added to",
+            "the resident size; `step / plain` is the median over the rounds, with the least and the greatest. Made by",
             "`python -m benchmarks.suites.sft`; everything is in `run.json`.",
             "",
             *markdown(headline(result.modes, names)),
