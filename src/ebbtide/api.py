@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -168,7 +169,7 @@ def enable_activation_offloading(
     found = check_strategy(model, strategy)
     options = Options(
         target=target,  # pyright: ignore[reportArgumentType]
-        min_bytes=int(min_bytes) if str(min_bytes).lstrip("-").isdigit() else parse_size(min_bytes, name="min_bytes"),
+        min_bytes=_size_or_zero(min_bytes),
         window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
         disk_path=None if disk_path is None else str(disk_path),
@@ -195,7 +196,7 @@ def offload_saved_tensors(
     *,
     policy: Policy | str | None = None,
     target: str = "auto",
-    min_bytes: int = MIN_BYTES,
+    min_bytes: int | str = MIN_BYTES,
     window: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
     verify: bool = False,
@@ -210,7 +211,7 @@ def offload_saved_tensors(
     """
     options = Options(
         target=target,  # pyright: ignore[reportArgumentType]
-        min_bytes=min_bytes,
+        min_bytes=_size_or_zero(min_bytes),
         window_bytes=None if window is None else parse_size(window, name="window"),
         disk_path=None if disk_path is None else str(disk_path),
         verify=verify,
@@ -257,6 +258,11 @@ def policy_of(policy: Policy | str | None) -> Policy:
             hint="call the class: Minimal(), not Minimal",
         )
     return policy
+
+
+def _size_or_zero(min_bytes: int | str) -> int:
+    number = str(min_bytes).strip()
+    return int(number) if re.fullmatch(r"-?\d+", number) else parse_size(min_bytes, name="min_bytes")
 
 
 def _open_engine(

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
 from ebbtide.base.actions import Action, Plan
+from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import WIDTH, Attention, Mlp, Tiny, build
 from tests.helpers.oracle import same_bits
 
@@ -193,6 +194,7 @@ def _train(setup: Setup, policy: str | None, steps: int = 2) -> tuple[Record, Fi
             optimizer.zero_grad()
             record |= {f"{step} weight {k}": _local(p).detach().clone() for k, p in wrapped.named_parameters()}
         if handle is not None:
+            assert_nothing_left(handle._engine)
             stats = handle.stats()
             findings.recomputes, findings.checkpointed = stats.total_recomputes, stats.checkpointed_blocks
             findings.live_tickets, findings.store_bytes = stats.live_tickets, stats.store_bytes

@@ -24,7 +24,7 @@ SMALL_STACK = 0.02
 """A stack that holds less than this share of the model's parameters is no place to save memory."""
 
 
-def find_blocks(model: nn.Module, globs: Sequence[str] | None = None) -> list[tuple[nn.Module, Block]]:
+def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[tuple[nn.Module, Block]]:
     """Return the model's blocks, each with the module whose ``forward`` the hooks go around.
 
     Args:
@@ -34,6 +34,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | None = None) -> list[tu
     Raises:
         BlocksError: The model has no repeated blocks, or a glob matches no module.
     """
+    globs = [globs] if isinstance(globs, str) else globs
     found = _by_globs(model, globs) if globs is not None else _by_structure(model)
     if not found:
         raise BlocksError(
@@ -88,7 +89,8 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
             raise BlocksError(
                 f"blocks={glob!r} matches no module of {type(model).__name__}",
                 expected="a path from model.named_modules(), where * matches anything",
-                hint=nearest(glob.rstrip(".*"), names) or f"for example {next((n for n in names if n), '')!r}",
+                hint=nearest(glob.rstrip(".*"), filter(None, names))
+                or f"for example {next((n for n in names if n), '')!r}",
             )
         found.update({n: names[n] for n in matches})
     outermost = [n for n in found if not any(n.startswith(o + ".") for o in found)]

@@ -1,0 +1,363 @@
+"""The public functions: what they refuse, and what a handle gives."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.base.errors import (
+    BlocksError,
+    ConfigError,
+    ConflictError,
+    DiskError,
+    EbbtideError,
+    ModifiedInPlaceError,
+    TargetError,
+)
+from ebbtide.engine import Expr, NodeView
+from tests.helpers.engines import assert_nothing_left
+from tests.helpers.models import build
+from tests.helpers.oracle import differences
+
+without_device = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+
+
+def enable(model: Any = None, *args: Any, **options: Any) -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(build("mlp").model if model is None else model, *args, **options)
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        pytest.param({"target": "disc"}, ConfigError, r"'disc'.*expected.*hint: did you mean 'disk'", id="target"),
+        pytest.param({"policy": ebbtide.Minimal}, ConfigError, r"hint: call the class: Minimal\(\)", id="policy class"),
+        pytest.param({"policy": "minimum"}, ConfigError, r"'minimum'.*hint: did you mean 'minimal'", id="policy name"),
+        pytest.param({"policy": 3}, ConfigError, r"policy is 3", id="policy type"),
+        pytest.param(
+            {"enable_ckpt": True, "policy": "offload"}, ConfigError, r"enable_ckpt=True and policy", id="both"
+        ),
+        pytest.param({"strategy": "fsdp3"}, ConfigError, r"'fsdp3'.*hint: did you mean.*'fsdp2'", id="strategy"),
+        pytest.param({"blocks": ["layer.*"]}, BlocksError, r"'layer\.\*'.*hint: did you mean 'layers'", id="glob"),
+        *(
+            pytest.param({name: size}, ConfigError, rf"{name}.*expected", id=f"{name} {size!r}")
+            for name in ("window", "host_budget")
+            for size in ("0", 0, "-1", -1, "40 XB", "")
+        ),
+        pytest.param({"min_bytes": -1}, ConfigError, r"min_bytes is '?-1", id="min_bytes -1"),
+        pytest.param({"min_bytes": "-1"}, ConfigError, r"min_bytes is '?-1", id="min_bytes '-1'"),
+        pytest.param({"min_bytes": "many"}, ConfigError, r"min_bytes is 'many'", id="min_bytes many"),
+    ],
+)
+def test_bad_values_are_refused_and_leave_the_model_alone(
+    options: dict[str, Any], error: type[EbbtideError], text: str
+) -> None:
+    model = build("mlp").model
+    with pytest.raises(error, match=f"(?s){text}"):
+        enable(model, **options)
+    with enable(model):
+        pass
+
+
+@pytest.mark.parametrize("size", ["40 GB", "40GiB", "1.5MiB", 4096, "4096"])
+def test_sizes_are_read_in_every_spelling(size: str | int) -> None:
+    with enable(window=size, min_bytes=size):
+        pass
+
+
+def test_min_bytes_may_be_zero_in_every_spelling() -> None:
+    for size in (0, "0"):
+        tiny = build("mlp")
+        with enable(tiny.model, min_bytes=size, policy="offload") as handle:
+            tiny.step()
+            assert handle.stats().kept_bytes == 0
+
+
+@without_device
+def test_the_host_target_needs_a_device() -> None:
+    with pytest.raises(TargetError, match=r"(?s)host.*expected.*hint: .*disk"):
+        enable(target="host")
+
+
+def test_a_disk_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"(?s)missing.*hint: "):
+        enable(target="disk", disk_path=tmp_path / "missing")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
+def test_a_disk_path_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(DiskError, match=r"(?s)hint: "):
+        enable(target="disk", disk_path=tmp_path)
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="no proc here")
+def test_a_disk_path_that_even_root_cannot_write() -> None:
+    with pytest.raises(DiskError, match=r"(?s)/proc.*hint: "):
+        enable(target="disk", disk_path="/proc")
+
+
+def test_a_disk_path_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(DiskError, match=r"(?s)file.*hint: "):
+        enable(target="disk", disk_path=file)
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs here")
+def test_a_disk_path_in_memory_is_no_disk() -> None:
+    with pytest.raises(DiskError, match=r"(?s)/dev/shm.*tmpfs.*hint: "):
+        enable(target="disk", disk_path="/dev/shm")
+
+
+def test_a_model_must_be_a_module() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)model is a list.*hint: pass the model itself"):
+        enable([nn.Linear(2, 2)])
+
+
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(BlocksError, match=r"(?s)Linear has no list.*hint: .*offload_saved_tensors"):
+        enable(nn.Linear(2, 2))
+
+
+def test_two_offloaders_at_once() -> None:
+    model = build("mlp").model
+    with enable(model), pytest.raises(ConflictError, match=r"(?s)already offloaded.*hint: "):
+        enable(model)
+
+
+def test_a_failed_enable_opens_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[bool] = []
+    model = build("mlp").model
+    with enable(model):
+        original = ebbtide.api.open_tier
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            tier = original(*args, **kwargs)
+            close = tier.close
+            tier.close = lambda: (closed.append(True), close())
+            return tier
+
+        monkeypatch.setattr(ebbtide.api, "open_tier", opened)
+        with pytest.raises(ConflictError):
+            enable(model)
+    assert closed == [True]
+
+
+# Handles
+
+
+def test_positional_names_of_other_frameworks() -> None:
+    with enable(build("mlp").model, "auto", True) as handle:
+        assert handle.plan.name == "minimal"
+    with enable(enable_ckpt=True, policy="minimal") as handle:
+        assert handle.plan.name == "minimal"
+
+
+def test_the_default_is_auto() -> None:
+    with enable() as handle:
+        assert handle.plan.name == "auto"
+
+
+def test_a_handle_is_a_context_manager_that_closes() -> None:
+    tiny = build("mlp")
+    with enable(tiny.model) as handle:
+        assert handle.enabled
+    assert not handle.enabled
+    handle.close()
+    handle.disable()
+    with pytest.raises(ConfigError, match=r"(?s)closed.*hint: call enable_activation_offloading again"):
+        handle.enable()
+
+
+def test_an_exception_closes_the_handle() -> None:
+    tiny = build("mlp")
+    with pytest.raises(ZeroDivisionError), enable(tiny.model) as handle:
+        raise ZeroDivisionError
+    assert not handle.enabled
+    assert "forward" not in vars(tiny.model)
+
+
+def test_what_is_enabled_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ebbtide"), enable():
+        pass
+    assert "Enabling activation offloading for single-device strategy" in caplog.messages
+
+
+def test_stats_before_and_after_a_step() -> None:
+    tiny = build("block")
+    with enable(tiny.model, policy="offload", min_bytes=0) as handle:
+        before = handle.stats()
+        assert (before.packs, before.unique_bytes, before.memory_saved_percent) == (0, 0, None)
+        assert before.copy_out_bytes_per_second is None
+        tiny.step()
+        after = handle.stats()
+        assert after.unique_bytes == after.kept_bytes + after.offloaded_bytes + after.recomputed_bytes > 0
+        assert after.saved_bytes >= after.unique_bytes
+        assert after.memory_saved_bytes == after.unique_bytes - after.kept_bytes
+        assert after.memory_saved_percent == 100.0
+        assert after.total_recomputes == after.recomputed_bytes == 0
+        assert after.live_tickets == 0
+        assert after.total_copy_out_bytes <= after.offloaded_bytes  # what was still waiting when backward came stayed
+        assert after.as_dict() == dataclasses.asdict(after)
+        json.dumps(after.as_dict())
+        tiny.step()
+        again = handle.stats()
+        assert (again.packs, again.unique_bytes) == (after.packs, after.unique_bytes)  # of one pass
+        assert again.total_copy_out_bytes >= after.total_copy_out_bytes  # since the handle was made
+
+
+def test_explain_names_the_plan_and_every_kind_of_site() -> None:
+    tiny = build("block")
+    with enable(tiny.model, policy="auto", min_bytes=0) as handle:
+        assert handle.explain() == handle.plan.explain()
+        tiny.step()
+        first, *lines = handle.explain().splitlines()
+    assert first == handle.plan.explain()
+    assert any(" recompute " in line and " Block/" in line for line in lines)
+    assert any(" offload " in line and " Block/" in line for line in lines)
+
+
+def test_report_writes_what_is_known(tmp_path: Path) -> None:
+    tiny = build("block")
+    with enable(tiny.model, policy="minimal", min_bytes=0) as handle:
+        tiny.step()
+        handle.report(tmp_path / "new" / "folder")
+        stats = json.loads((tmp_path / "new" / "folder" / "stats.json").read_text())
+        assert stats["unique_bytes"] == handle.stats().unique_bytes > 0
+        assert (tmp_path / "new" / "folder" / "explain.txt").read_text() == handle.explain() + "\n"
+
+
+def test_filters_keep_tensors() -> None:
+    tiny = build("block")
+    expected = tiny.step()
+    with enable(tiny.model, policy="auto", min_bytes=0, tensor_filter=lambda t: False) as handle:
+        assert differences(tiny.step(), expected) == []
+        assert handle.stats().offloaded_bytes == 0
+        assert handle.stats().recomputed_bytes > 0
+    with enable(tiny.model, policy="auto", min_bytes=0, keep_filter=lambda t: False) as handle:
+        assert differences(tiny.step(), expected) == []
+        assert handle.stats().kept_bytes == handle.stats().unique_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_verify_compares_and_finds_nothing(policy: str) -> None:
+    tiny = build("block")
+    expected = tiny.step()
+    with enable(tiny.model, policy=policy, min_bytes=0, verify=True):
+        assert differences(tiny.step(), expected) == []
+
+
+# Without a model
+
+
+@pytest.mark.parametrize("policy", [None, "offload", "minimal", "auto", "keep"])
+def test_the_context_stands_where_save_on_cpu_stands(policy: str | None) -> None:
+    tiny = build("block")
+    expected = tiny.step()
+    call = tiny.model.forward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with ebbtide.offload_saved_tensors(policy=policy, min_bytes=0):
+            return call(*args, **kwargs)
+
+    tiny.model.forward = inside
+    assert differences(tiny.step(), expected) == []
+
+
+def test_the_context_refuses_what_the_function_refuses(tmp_path: Path) -> None:
+    for options, error in (
+        ({"policy": ebbtide.Minimal}, ConfigError),
+        ({"target": "disc"}, ConfigError),
+        ({"window": "-1"}, ConfigError),
+        ({"min_bytes": -1}, ConfigError),
+        ({"target": "disk", "disk_path": tmp_path / "missing"}, DiskError),
+    ):
+        with pytest.raises(error), ebbtide.offload_saved_tensors(**options):
+            pytest.fail("was entered")
+
+
+def test_the_context_takes_sizes_as_text() -> None:
+    with ebbtide.offload_saved_tensors(min_bytes="64KiB", window="1MiB"):
+        pass
+
+
+def test_an_exception_closes_the_context() -> None:
+    with pytest.raises(ZeroDivisionError), ebbtide.offload_saved_tensors():
+        raise ZeroDivisionError
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_change_in_place_under_the_context_is_found() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with ebbtide.offload_saved_tensors(min_bytes=0):
+        y = x.exp()
+        z = y.sin()
+    y.add_(1)
+    with pytest.raises(ModifiedInPlaceError, match="modified by an inplace operation"):
+        z.sum().backward()
+
+
+# Rules of the user
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x * x
+
+
+class Cube(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(Cubed.apply(self.inner(x)))
+
+
+def cube_rule(node: NodeView) -> Expr | None:
+    x = node.operand("", 0)
+    return None if x is None else Expr(lambda v: v * v * v, (x,), key=("cube",))
+
+
+def test_a_registered_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ebbtide.api, "_custom_rules", {})
+
+    def remade() -> tuple[int, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Cube(), Cube())
+        x = torch.randn(4, 8, requires_grad=True)
+        with enable(model, policy="auto", min_bytes=0) as handle:
+            model(x).sum().backward()
+            assert handle.stats().demoted_sites == ()
+            assert_nothing_left(handle._engine)
+            return handle.stats().recomputed_bytes, x.grad
+
+    before, expected = remade()
+    ebbtide.register_recompute("CubedBackward", cube_rule)
+    after, grad = remade()
+    assert after == before + 2 * 4 * 8 * 4
+    assert torch.equal(grad, expected)
+
+
+def test_a_rule_must_be_callable() -> None:
+    with pytest.raises(ConfigError, match="rule is a str"):
+        ebbtide.register_recompute("X", "y")

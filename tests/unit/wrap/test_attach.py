@@ -1,0 +1,376 @@
+"""Hooks are handles: what they leave alone, when they run, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide.base.errors import ConflictError
+from ebbtide.wrap.forward import StandIn
+from tests.helpers.engines import assert_nothing_left
+from tests.helpers.models import Stack, Tiny, build
+from tests.helpers.oracle import differences
+
+MODES = pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+
+
+def enable(model: nn.Module, **options: Any) -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(model, **({"policy": "offload", "min_bytes": 0} | options))
+
+
+def loss_of(tiny: Tiny) -> Tensor:
+    torch.manual_seed(1)
+    return tiny.loss()[0]
+
+
+def grads(model: nn.Module) -> list[Tensor]:
+    found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) > 0 and all(map(torch.equal, one, other))
+
+
+@contextmanager
+def counting_blocks(handle: ebbtide.Handle) -> Iterator[list[str]]:
+    """Names of the blocks whose hooks were entered."""
+    entered: list[str] = []
+    begin = handle._engine.begin_block
+
+    def counted(block: Any, inputs: list[Tensor]) -> Any:
+        entered.append(block.name)
+        return begin(block, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handle._engine, "begin_block", counted)
+        yield entered
+
+
+def leftovers(model: nn.Module) -> list[str]:
+    """Name what a handle could have left on a model."""
+    found = [n for n, m in model.named_modules() if any(isinstance(v, StandIn) for v in vars(m).values())]
+    return found + [n for n, m in model.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+
+
+# What is left alone
+
+
+def test_the_signature_of_forward_stays() -> None:
+    class Kw(nn.Module):
+        def forward(self, x: Tensor, *, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+            """Scale."""
+            return x * scale
+
+    class Model(Stack):
+        def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+            return super().forward(x)
+
+    model = Model(*(nn.Sequential(Kw(), nn.Linear(2, 2)) for _ in range(2)))
+    before = [inspect.signature(m.forward) for m in model.modules() if type(m) is not nn.ModuleList]
+    with enable(model):
+        assert isinstance(model.forward, StandIn)
+        assert [inspect.signature(m.forward) for m in model.modules() if type(m) is not nn.ModuleList] == before
+        assert model.forward.__name__ == "forward"
+
+
+def test_closing_restores_everything() -> None:
+    tiny = build("block")
+    state = {n: dict(vars(m)) for n, m in tiny.model.named_modules()}
+    expected = tiny.step()
+    with enable(tiny.model) as handle:
+        assert leftovers(tiny.model) != []
+        tiny.step()
+    handle.close()
+    assert {n: dict(vars(m)) for n, m in tiny.model.named_modules()} == state
+    assert differences(tiny.step(), expected) == []
+
+
+def test_a_forward_of_somebody_else_on_the_instance_is_restored() -> None:
+    tiny = build("mlp")
+    block = tiny.block_list()[0]
+    theirs = block.forward = functools.partial(type(block).forward, block)
+    with enable(tiny.model):
+        tiny.step()
+    assert vars(block)["forward"] is theirs
+
+
+def test_a_forward_wrapped_after_enabling_stays_and_is_inert_after_closing() -> None:
+    tiny = build("mlp")
+    expected = tiny.step()
+    handle = enable(tiny.model)
+    block = tiny.block_list()[0]
+    ours = block.forward
+    theirs = block.forward = lambda *a, **k: ours(*a, **k)
+    with counting_blocks(handle) as entered:
+        assert differences(tiny.step(), expected) == []
+        assert len(entered) == 3
+        handle.close()
+        assert vars(block)["forward"] is theirs
+        assert differences(tiny.step(), expected) == []
+        assert len(entered) == 3
+
+
+def test_the_state_dict_stays() -> None:
+    tiny = build("block")
+    before = list(tiny.model.state_dict())
+    with enable(tiny.model):
+        assert list(tiny.model.state_dict()) == before
+        assert [n for n, _ in tiny.model.named_modules()] == [n for n, _ in build("block").model.named_modules()]
+
+
+def test_a_closed_model_is_freed_without_the_collector() -> None:
+    tiny = build("mlp")
+    handle = enable(tiny.model)
+    tiny.step()
+    handle.close()
+    gone = weakref.ref(tiny.model)
+    gc.collect()
+    gc.disable()
+    try:
+        del tiny, handle
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# Copies
+
+
+def by_deepcopy(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def by_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_torch_save])
+def test_a_copy_carries_no_offloading_and_its_own_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
+    tiny, other = build("block"), build("block", seed=5)
+    with enable(tiny.model) as handle:
+        expected = tiny.step()
+        packs = handle.stats().packs
+        twin = Tiny(name="twin", model=copied(tiny.model), inputs=tiny.inputs, blocks=tiny.blocks)
+        assert differences(twin.step(), expected) == []
+        assert handle.stats().packs == packs
+        twin.model.load_state_dict(other.model.state_dict())
+        assert differences(tiny.step(), expected) == []
+        changed = Tiny(name="twin", model=twin.model, inputs=other.inputs, blocks=tiny.blocks)
+        assert differences(changed.step(), other.step()) == []
+        with enable(twin.model) as second:  # no other offloader is on the copy
+            assert differences(changed.step(), other.step()) == []
+            assert second.stats().offloaded_bytes > 0
+    assert not any(isinstance(v, StandIn) for m in twin.model.modules() for v in vars(m).values())
+
+
+# Switching
+
+
+@MODES
+def test_switched_off_and_on_at_every_step(policy: str) -> None:
+    tiny = build("dropout")
+    expected = tiny.step()
+    with enable(tiny.model, policy=policy) as handle:
+        for on in (True, False, False, True, False, True):
+            (handle.enable if on else handle.disable)()
+            assert handle.enabled is on
+            with counting_blocks(handle) as entered:
+                assert differences(tiny.step(), expected) == []
+            assert len(entered) == (3 if on else 0)
+
+
+@MODES
+@pytest.mark.parametrize("what", ["disable", "close", "enable"])
+def test_switched_between_forward_and_backward(policy: str, what: str) -> None:
+    tiny = build("block")
+    loss_of(tiny).backward()
+    expected = grads(tiny.model)
+    handle = enable(tiny.model, policy=policy)
+    if what == "enable":
+        handle.disable()
+    loss = loss_of(tiny)
+    getattr(handle, what)()
+    loss.backward()
+    assert same(grads(tiny.model), expected)
+    assert handle.stats().live_tickets == 0
+    handle.close()
+    assert leftovers(tiny.model) == []
+
+
+# Conflicts
+
+
+def test_two_handles_on_one_model_are_refused() -> None:
+    tiny = build("mlp")
+    with enable(tiny.model):
+        with pytest.raises(ConflictError, match=r"(?s)'layers.0' is already offloaded.*call close\(\) on the first"):
+            enable(tiny.model)
+        tiny.step()
+    assert leftovers(tiny.model) == []
+    with enable(tiny.model):
+        tiny.step()
+
+
+@pytest.mark.parametrize("hooks", [save_on_cpu, lambda: saved_tensors_hooks(lambda t: t, lambda t: t)])
+def test_other_hooks_around_are_refused(hooks: Callable[[], Any]) -> None:
+    tiny = build("mlp")
+    expected = tiny.step()
+    with enable(tiny.model):
+        with hooks(), pytest.raises(ConflictError, match="'layers.0' runs under other saved-tensor hooks"):
+            tiny.step()
+        assert differences(tiny.step(), expected) == []
+
+
+class Checkpointed(Stack):
+    """Checkpoints around its blocks: inside the checkpoint, hooks would cancel it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def test_a_checkpoint_around_a_block_is_refused() -> None:
+    model = Checkpointed(*build("mlp").block_list())
+    x = torch.randn(2, 4, 48, requires_grad=True)
+    with enable(model) as handle:
+        with pytest.raises(ConflictError, match=r"(?s)inside a checkpointed function.*enable_ckpt=True"):
+            model(x)
+        handle.disable()
+        model(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_block_that_checkpoints_itself_is_offloaded() -> None:
+    class Self(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    model = Stack(*(Self(b) for b in build("mlp").block_list()))
+    x = torch.randn(2, 4, 48, requires_grad=True)
+    model(x).sum().backward()
+    expected = grads(model)
+    with enable(model, blocks=["layers.*"]) as handle:
+        model(x).sum().backward()
+        assert same(grads(model), expected)
+        assert handle.stats().offloaded_bytes == 3 * 2 * 4 * 48 * 4  # the inputs, and nothing else
+
+
+# Ways to call
+
+
+@MODES
+@pytest.mark.parametrize("how", ["forward", "blocks", "blocks without the model"])
+def test_called_in_other_ways(how: str, policy: str) -> None:
+    tiny = build("block")
+
+    def run() -> list[Tensor]:
+        x = tiny.inputs["x"]
+        if how == "forward":  # as PEFT does
+            x = tiny.model.forward(x)
+        else:
+            for layer in tiny.block_list():
+                x = layer(x) if how == "blocks" else layer.forward(x)
+        x.square().sum().backward()
+        return grads(tiny.model)
+
+    expected = run()
+    with enable(tiny.model, policy=policy) as handle:
+        with counting_blocks(handle) as entered:
+            for _ in range(3):
+                assert same(run(), expected)
+        assert len(entered) == 9
+        assert_nothing_left(handle._engine)
+
+
+@MODES
+def test_a_block_called_twice(policy: str) -> None:
+    class Twice(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(super().forward(x))
+
+    model = Twice(*build("block").block_list())
+    tiny = Tiny(name="twice", model=model, inputs=build("block").inputs, blocks="layers")
+    expected = tiny.step()
+    with enable(model, policy=policy) as handle:
+        for _ in range(2):
+            assert differences(tiny.step(), expected) == []
+        assert_nothing_left(handle._engine)
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+@MODES
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_exception_in_a_block_leaves_the_next_step_right(error: BaseException, policy: str) -> None:
+    tiny = build("block")
+    fails = Fails()
+    tiny.block_list()[1].append(fails)
+    expected = tiny.step()
+    with enable(tiny.model, policy=policy) as handle:
+        for _ in range(2):
+            fails.error = error
+            with pytest.raises(type(error)):
+                tiny.step()
+            error.__traceback__ = None
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            fails.error = None
+            assert differences(tiny.step(), expected) == []
+        assert_nothing_left(handle._engine)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_no_hooks_are_entered(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = build("block")
+    with enable(tiny.model) as handle:
+        monkeypatch.setattr(handle._engine, "begin_block", lambda *_: pytest.fail("hooks were entered"))
+        monkeypatch.setattr(handle._engine, "begin_pass", lambda *_: pytest.fail("a pass began"))
+        with mode():
+            tiny.model(**tiny.inputs)
+            tiny.model.eval()(**tiny.inputs)
+
+
+def test_eval_with_gradients_is_offloaded() -> None:
+    tiny = build("dropout")
+    tiny.model.eval()
+    expected = tiny.step()
+    with enable(tiny.model) as handle:
+        assert differences(tiny.step(), expected) == []
+        assert handle.stats().offloaded_bytes > 0

@@ -1,0 +1,162 @@
+"""Blocks are found by structure, or by the paths that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.base.errors import BlocksError
+from ebbtide.wrap import find_blocks
+from tests.helpers.models import TRANSFORMERS, WIDTH, Block, Conv, Mlp, Stack, build
+
+
+class Named(nn.Module):
+    """Whatever modules, under whatever names."""
+
+    def __init__(self, **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+
+class Down(Named):
+    def __init__(self) -> None:
+        super().__init__(resnets=nn.ModuleList([Conv(), Conv()]))
+
+
+class Up(Down):
+    pass
+
+
+def names(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[str]:
+    return [block.name for _, block in find_blocks(model, globs)]
+
+
+def experts() -> nn.Module:
+    return Named(router=nn.Linear(WIDTH, 4), experts=nn.ModuleList(Mlp() for _ in range(4)))
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(Stack(Block(), Block(), Block()), ["layers.0", "layers.1", "layers.2"], id="list"),
+        pytest.param(Named(body=nn.Sequential(Block(), Block())), ["body.0", "body.1"], id="sequential"),
+        pytest.param(nn.Sequential(Block(), Block()), ["0", "1"], id="the model itself is the stack"),
+        pytest.param(
+            Named(layers=nn.ModuleDict({"a": Block(), "b": Block()})), ["layers.a", "layers.b"], id="dictionary"
+        ),
+        pytest.param(
+            Named(encoder=Stack(Block(), Block()), decoder=Stack(Mlp(), Mlp())),
+            ["encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"],
+            id="two stacks",
+        ),
+        pytest.param(
+            Stack(experts(), experts()), ["layers.0", "layers.1"], id="experts inside are not blocks"
+        ),
+        pytest.param(
+            Named(down=nn.ModuleList([Down(), Down()]), up=nn.ModuleList([Up(), Up()])),
+            ["down.0", "down.1", "up.0", "up.1"],
+            id="down and up",
+        ),
+        pytest.param(
+            Named(stages=nn.ModuleList([Down(), Down(), Down(), Up()])),
+            ["stages.0", "stages.1", "stages.2", "stages.3"],
+            id="mostly of one class",
+        ),
+        pytest.param(
+            Stack(Block(), Block(), nn.Identity()), ["layers.0", "layers.1"], id="a part without weights is no block"
+        ),
+        pytest.param(
+            Named(embed=nn.Embedding(50, WIDTH), body=Named(core=Named(h=nn.ModuleList([Block(), Block()])))),
+            ["body.core.h.0", "body.core.h.1"],
+            id="deep down",
+        ),
+    ],
+)  # fmt: skip
+def test_found_by_structure(model: nn.Module, expected: list[str]) -> None:
+    assert names(model) == expected
+
+
+def test_indices_count_within_a_stack_and_kinds_are_classes() -> None:
+    blocks = [b for _, b in find_blocks(Named(encoder=Stack(Block(), Block()), decoder=Stack(Mlp(), Mlp())))]
+    assert [b.index for b in blocks] == [0, 1, 0, 1]
+    assert [b.kind for b in blocks] == ["Block", "Block", "Mlp", "Mlp"]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_layers_are_found(name: str) -> None:
+    tiny = build(name)
+    assert set(map(id, tiny.block_list())) <= {id(module) for module, _ in find_blocks(tiny.model)}
+
+
+def test_a_small_stack_is_no_place_to_save_memory() -> None:
+    small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    assert names(Named(layers=nn.ModuleList([Block(), Block()]), heads=small)) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(3, 3),
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
+        Stack(Block()),
+        Stack(nn.Identity(), nn.Identity()),
+        Named(),
+    ],
+    ids=["leaf", "leaves", "one block", "no weights", "empty"],
+)
+def test_a_model_without_blocks_says_so(model: nn.Module) -> None:
+    with pytest.raises(BlocksError) as raised:
+        find_blocks(model)
+    assert str(raised.value) == (
+        f"{type(model).__name__} has no list of repeated blocks; "
+        "expected a ModuleList or Sequential of at least two modules of one class\n"
+        "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
+        "or use `with ebbtide.offload_saved_tensors():` around the forward"
+    )
+
+
+@pytest.mark.parametrize(
+    ("globs", "expected"),
+    [
+        (["layers.*"], ["layers.0", "layers.1", "layers.2"]),
+        (["layers.1"], ["layers.1"]),
+        (["layers.[02]"], ["layers.0", "layers.2"]),
+        (["layers.2", "layers.0"], ["layers.0", "layers.2"]),
+        (["*"], ["layers"]),
+        (["layers.0", "layers.0.*"], ["layers.0"]),
+        (["layers.*.0", "layers.1"], ["layers.0.0", "layers.1", "layers.2.0"]),
+    ],
+)
+def test_globs_choose_the_outermost_matches(globs: list[str], expected: list[str]) -> None:
+    assert names(Stack(Block(), Block(), Block()), globs) == expected
+
+
+@pytest.mark.parametrize(
+    ("glob", "hint"),
+    [
+        ("layer.*", "hint: did you mean 'layers'"),
+        ("layers.7", "hint: did you mean 'layers"),
+        ("zzz", "hint: for example 'layers'"),
+        ("", "hint: for example 'layers'"),
+    ],
+)
+def test_a_glob_without_matches_names_the_nearest(glob: str, hint: str) -> None:
+    with pytest.raises(BlocksError, match="matches no module of Stack") as raised:
+        find_blocks(Stack(Block(), Block()), ["layers.0", glob])
+    assert f"blocks={glob!r}" in str(raised.value)
+    assert hint in str(raised.value)
+
+
+def test_one_glob_may_be_given_alone() -> None:
+    assert names(Stack(Block(), Block()), "layers.*") == ["layers.0", "layers.1"]
+
+
+def test_weights_are_those_of_the_block_and_below() -> None:
+    model = Stack(Block(), Block())
+    model.layers[0].register_buffer("scale", torch.ones(3))
+    module, block = find_blocks(model)[0]
+    assert set(map(id, block.weights())) == {id(t) for t in (*module.parameters(), *module.buffers())}
