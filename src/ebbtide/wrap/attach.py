@@ -256,7 +256,10 @@ def offloading(
         with saved_tensors_hooks(run.pack, engine.unpack):
             yield run
     finally:
-        engine.end_block(run, checkpointed=checkpointed)
+        try:
+            engine.end_block(run, checkpointed=checkpointed)
+        finally:
+            run.close()  # wherever that was interrupted: an open run holds its own tickets
 
 
 def _in_backward() -> bool:
