@@ -52,7 +52,7 @@ class Attachment:
         engine: Carries out the plan.
 
     Raises:
-        ConflictError: A block is already offloaded by another handle.
+        ConflictError: A block is already offloaded by another handle, or is a part of a compiled module.
     """
 
     def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, Block]], engine: Engine) -> None:
@@ -63,6 +63,8 @@ class Attachment:
                 expected="one offloader on a model",
                 hint="call close() on the first handle, or keep using it",
             )
+        for _, block in blocks:
+            _refuse_compiled_around(model, block.name)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._undo: list[Callable[[], None]] = []
@@ -260,6 +262,24 @@ def offloading(
             engine.end_block(run, checkpointed=checkpointed)
         finally:
             run.close()  # wherever that was interrupted: an open run holds its own tickets
+
+
+def _refuse_compiled_around(model: nn.Module, block: str) -> None:
+    """Raise if a module around a block is compiled: nothing of ours runs in compiled code.
+
+    Raises:
+        ConflictError: One is.
+    """
+    parts = block.split(".")[:-1]
+    for path in (".".join(parts[:n]) for n in range(len(parts) + 1)):
+        module = model.get_submodule(path)
+        if is_compiled(module) or is_compiled_wrapper(module):
+            raise ConflictError(
+                f"block {block!r} is a part of compiled code ({path or 'the model'} is compiled)",
+                expected="compiled blocks, or none: hooks inside compiled code would break its graph",
+                hint="compile the blocks: `for block in model.layers: block.compile()`; "
+                "or put `with ebbtide.offload_saved_tensors():` around the forward",
+            )
 
 
 def _in_backward() -> bool:

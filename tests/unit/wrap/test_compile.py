@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ebbtide
+from ebbtide.base.errors import ConflictError
 from ebbtide.wrap.forward import StandIn
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Tiny, build
@@ -103,3 +104,15 @@ def test_a_module_hook_inside_would_have_every_block_compiled() -> None:
         for layer in tiny.block_list():
             assert "forward" not in vars(layer)
             assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
+
+
+@pytest.mark.parametrize("whole", ["compile()", "torch.compile"])
+def test_blocks_inside_a_compiled_model_are_refused(whole: str) -> None:
+    tiny = build("block")
+    model = tiny.model
+    if whole == "compile()":
+        model.compile(backend="aot_eager")
+    else:
+        model = torch.compile(model, backend="aot_eager")
+    with pytest.raises(ConflictError, match=r"(?s)part of compiled code.*hint: compile the blocks"):
+        ebbtide.enable_activation_offloading(model)
