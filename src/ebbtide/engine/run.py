@@ -166,7 +166,7 @@ class BlockRun:
         builder, node = self.builder, tensor.grad_fn
         if builder is None:
             return
-        if node is None and tensor.requires_grad and not (isinstance(ticket, LightTicket) and ticket.weight):
+        if node is None and tensor.requires_grad and isinstance(ticket, Ticket):
             node = torch.autograd.graph.get_gradient_edge(tensor).node  # an input that is a leaf
         if node is not None:
             builder.note_ticket(node, tensor.output_nr, ticket)

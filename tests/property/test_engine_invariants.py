@@ -1,0 +1,193 @@
+"""What crosses the link and what stays on the device, to the byte, for random graphs. Invariants 2, 3, 6 and 8."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+
+from ebbtide.base.actions import Action
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.tickets import LightTicket
+from tests.helpers.engines import POLICIES, ByTable, assert_nothing_left, block, open_engine
+from tests.helpers.graphs import Graph, graphs, leaves
+
+ACTIONS = [Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE]
+
+
+def plan_of(seed: int) -> ByTable:
+    """Any action for any site, the same in each step."""
+    return ByTable(lambda c: ACTIONS[hash((seed, str(c.site))) % 3])
+
+
+class Around:
+    """A block's hooks, and around them a note of every storage that is saved."""
+
+    def __init__(self, watched: Watched, opened: Any) -> None:
+        self.watched, self.opened = watched, opened
+
+    def __enter__(self) -> None:
+        self.run = self.opened.__enter__()
+        self.watched.runs.append(self.run)
+        self.hooks = saved_tensors_hooks(self.pack, self.watched.engine.unpack)
+        self.hooks.__enter__()
+
+    def __exit__(self, *exception: Any) -> Any:
+        self.hooks.__exit__(*exception)
+        del self.hooks  # it holds this object
+        return self.opened.__exit__(*exception)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        ticket = self.run.pack(tensor)
+        reference = weakref.ref(tensor.untyped_storage())
+        (self.watched.light if isinstance(ticket, LightTicket) else self.watched.storages).append(reference)
+        return ticket
+
+
+class Watched:
+    """A graph's forward under an engine, with every storage that was saved."""
+
+    def __init__(self, engine: Any, graph: Graph) -> None:
+        self.engine = engine
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+        self.light: list[weakref.ref[torch.UntypedStorage]] = []  # weights, and views without elements
+        self.runs: list[BlockRun] = []
+        self.leaves = {k: v.detach().clone().requires_grad_() for k, v in leaves().items()}
+        self.leaves = {k: torch.nn.Parameter(v) if k in ("scale", "weight") else v for k, v in self.leaves.items()}
+        engine.begin_pass()
+        torch.manual_seed(7)
+        self.outputs = [o for o in graph(self.leaves, self.block) if o.requires_grad]
+        engine.end_pass()
+
+    def block(self, *inputs: torch.Tensor) -> Around:
+        weights = [v for v in self.leaves.values() if isinstance(v, torch.nn.Parameter)]
+        return Around(self, block(self.engine, *inputs, weights=weights, index=len(self.runs)))
+
+    def device_bytes(self) -> int:
+        """Bytes of saved storages alive on the device that nobody but the engine holds."""
+        held = {t.untyped_storage()._cdata for t in (*self.leaves.values(), *self.outputs)}
+        held |= {s._cdata for r in self.light if (s := r()) is not None}
+        alive = {s._cdata: s.nbytes() for r in self.storages if (s := r()) is not None}
+        return sum(nbytes for key, nbytes in alive.items() if key not in held)
+
+    def backward(self) -> None:
+        if self.outputs:
+            torch.autograd.backward(self.outputs, [torch.ones_like(o) for o in self.outputs])
+
+
+@settings(max_examples=60)
+@given(graphs(), st.integers(0, 99), st.sampled_from([1, 100, 400, 1 << 20]), st.sampled_from([1.0, 1e12]))
+def test_what_stays_is_what_is_kept_and_the_window(graph: Graph, seed: int, window_bytes: int, rate: float) -> None:
+    """After forward the device holds the kept storages and what is being copied out: at most the window."""
+    with warnings.catch_warnings(), open_engine(plan_of(seed), rate=rate, window_bytes=window_bytes) as engine:
+        warnings.simplefilter("ignore")
+        watched = Watched(engine, graph)
+        kept, flying = _sources(watched)
+        assert watched.device_bytes() == kept + flying
+        assert engine._copy_out.in_flight_bytes <= window_bytes
+        device = engine.tier.device
+        device.compute(1e9)  # every copy is done
+        engine._copy_out.retire()
+        assert watched.device_bytes() == kept == _sources(watched)[0]
+        watched.backward()
+
+
+def _sources(watched: Watched) -> tuple[int, int]:
+    """Bytes of the storages that entries hold: kept, and being copied out."""
+    held = {t.untyped_storage()._cdata for t in (*watched.leaves.values(), *watched.outputs)}
+    held |= {s._cdata for r in watched.light if (s := r()) is not None}
+    by_action: dict[bool, dict[int, int]] = {True: {}, False: {}}
+    for entry in [e for run in watched.runs for r in run.entries if (e := r()) is not None]:
+        if entry.source is not None and (storage := entry.source.untyped_storage())._cdata not in held:
+            by_action[entry.action is Action.KEEP][storage._cdata] = storage.nbytes()
+    kept = by_action[True]
+    return sum(kept.values()), sum(n for key, n in by_action[False].items() if key not in kept)
+
+
+@settings(max_examples=60)
+@given(graphs(), st.integers(0, 99), st.sampled_from([1, 400, 1 << 20]))
+def test_a_storage_crosses_the_link_at_most_once_each_way(graph: Graph, seed: int, window_bytes: int) -> None:
+    parked: Counter[int] = Counter()
+    alive: list[torch.UntypedStorage] = []
+    with warnings.catch_warnings(), open_engine(plan_of(seed), rate=1e12, window_bytes=window_bytes) as engine:
+        warnings.simplefilter("ignore")
+        tier, park = engine.tier, engine.tier.park
+        taken: Counter[int] = Counter()
+        weights: set[int] = set()
+
+        def watched_park(source: torch.Tensor) -> Any:
+            storage = source.untyped_storage()
+            alive.append(storage)  # so that no address stands for two
+            parked[storage._cdata] += source.numel()
+            assert storage._cdata not in weights
+            slot = park(source)
+            take = slot.take
+            return _Counting(slot, take, taken)
+
+        tier.park = watched_park  # type: ignore[method-assign]
+        watched = Watched(engine, graph)
+        weights |= {v.untyped_storage()._cdata for v in watched.leaves.values() if isinstance(v, torch.nn.Parameter)}
+        for storage in alive:
+            assert parked[storage._cdata] <= 1.5 * storage.nbytes(), "parts and then the whole"
+            assert storage._cdata not in weights
+        watched.backward()
+        assert all(count == 1 for count in taken.values())
+
+
+class _Counting:
+    """A slot that counts its readings."""
+
+    def __init__(self, slot: Any, take: Any, taken: Counter[int]) -> None:
+        self._slot, self._take, self._taken = slot, take, taken
+
+    def take(self) -> Any:
+        self._taken[id(self)] += 1
+        return self._take()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slot, name)
+
+
+@settings(max_examples=30)
+@given(graphs(), st.integers(0, 99), st.booleans())
+def test_nothing_outlives_its_graph(graph: Graph, seed: int, backward: bool) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        with warnings.catch_warnings(), open_engine(plan_of(seed), rate=100.0) as engine:
+            warnings.simplefilter("ignore")
+            for _ in range(3):
+                watched = Watched(engine, graph)
+                if backward:
+                    watched.backward()
+                runs = watched.runs
+                del watched
+                runs.clear()
+                assert_nothing_left(engine)
+            assert engine.tier.device.live_bytes == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eval_and_no_grad_touch_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import ebbtide
+    from ebbtide.engine import Engine
+
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.SiLU()) for _ in range(2)))
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0) as handle:
+        monkeypatch.setattr(Engine, "begin_pass", lambda *a, **k: pytest.fail("a pass was begun"))
+        monkeypatch.setattr(Engine, "begin_block", lambda *a, **k: pytest.fail("hooks were opened"))
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+        with torch.inference_mode():
+            model.eval()(torch.randn(2, 4))
+        assert handle.stats().packs == 0
