@@ -29,26 +29,26 @@ def plan_of(seed: int) -> ByTable:
 
 
 class Around:
-    """A block's hooks, and around them a note of every storage that is saved."""
+    """A block's hooks, and around them a note of every storage that is saved. Autograd holds it: it holds no tensor."""
 
     def __init__(self, watched: Watched, opened: Any) -> None:
-        self.watched, self.opened = watched, opened
+        self.engine, self.runs, self.opened = watched.engine, watched.runs, opened
+        self.storages, self.light = watched.storages, watched.light
 
     def __enter__(self) -> None:
         self.run = self.opened.__enter__()
-        self.watched.runs.append(self.run)
-        self.hooks = saved_tensors_hooks(self.pack, self.watched.engine.unpack)
+        self.runs.append(self.run)
+        self.hooks = saved_tensors_hooks(self.pack, self.engine.unpack)
         self.hooks.__enter__()
 
     def __exit__(self, *exception: Any) -> Any:
         self.hooks.__exit__(*exception)
-        del self.hooks  # it holds this object
         return self.opened.__exit__(*exception)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         ticket = self.run.pack(tensor)
         reference = weakref.ref(tensor.untyped_storage())
-        (self.watched.light if isinstance(ticket, LightTicket) else self.watched.storages).append(reference)
+        (self.light if isinstance(ticket, LightTicket) else self.storages).append(reference)
         return ticket
 
 
@@ -76,6 +76,9 @@ class Watched:
         held = {t.untyped_storage()._cdata for t in (*self.leaves.values(), *self.outputs)}
         held |= {s._cdata for r in self.light if (s := r()) is not None}
         alive = {s._cdata: s.nbytes() for r in self.storages if (s := r()) is not None}
+        entries = [e for run in self.runs for r in run.entries if (e := r()) is not None]
+        # What was cast up waits in a narrower copy of its own.
+        alive |= {s._cdata: s.nbytes() for e in entries if e.source is not None and (s := e.source.untyped_storage())}
         return sum(nbytes for key, nbytes in alive.items() if key not in held)
 
     def backward(self) -> None:

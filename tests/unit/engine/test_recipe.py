@@ -1,0 +1,252 @@
+"""Recipes: evaluation in topological order, what is cached, what a verdict is bound to; building them; trust."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide import api
+from ebbtide.base.actions import Action
+from ebbtide.engine import Expr, NodeView
+from ebbtide.engine.recipe import MAX_DEPTH, evaluate
+from ebbtide.engine.rules import rule_table
+from ebbtide.engine.tickets import LightTicket
+from tests.helpers.engines import REMAKE, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
+from tests.helpers.oracle import same_bits
+
+
+def light(value: Tensor) -> LightTicket:
+    return LightTicket(value)
+
+
+def counted(calls: list[str], name: str, fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*values: Tensor) -> Tensor:
+        calls.append(name)
+        return fn(*values)
+
+    return call
+
+
+def test_each_expression_is_evaluated_once() -> None:
+    calls: list[str] = []
+    x = torch.randn(3)
+    a = Expr(counted(calls, "a", torch.exp), (light(x),), key=("a",))
+    b = Expr(counted(calls, "b", torch.mul), (a, a), key=("b",))
+    c = Expr(counted(calls, "c", torch.add), (b, a), key=("c",))
+    assert same_bits(evaluate(c, lambda entry: None, None), x.exp() * x.exp() + x.exp())
+    assert calls == ["a", "b", "c"]
+
+
+def test_evaluation_does_not_recurse() -> None:
+    value: Any = light(torch.zeros(1))
+    for _ in range(5000):
+        value = Expr(lambda v: v + 1, (value,), key=("next",))
+    assert evaluate(value, lambda entry: None, None).item() == 5000
+
+
+def test_work_and_depth_add_up() -> None:
+    a = Expr(torch.exp, (light(torch.ones(1)),), key=("a",), flops=3)
+    b = Expr(torch.mul, (a, a), key=("b",), flops=4)
+    assert (a.depth, b.depth, b.flops) == (1, 2, 10)
+
+
+def test_a_signature_is_the_operators_constants_and_operand_types() -> None:
+    def made(name: str, value: Tensor) -> int:
+        return Expr(torch.exp, (Expr(torch.sin, (light(value),), key=(name,)),), key=("outer",)).signature
+
+    x = torch.ones(2, 3)
+    assert made("a", x) == made("a", x + 1)
+    assert len({made("a", x), made("b", x), made("a", x.double()), made("a", x.t())}) == 4
+
+
+def test_long_chains_are_not_remade() -> None:
+    x = leaf(4, 4)
+    with open_engine(REMAKE) as engine:
+        for links, action in ((MAX_DEPTH - 4, Action.RECOMPUTE), (MAX_DEPTH + 4, Action.OFFLOAD)):
+            with forward_pass(engine, x) as run:
+                y = x.sin()
+                for _ in range(links):
+                    y = -y
+                y = y * y
+            assert {r().action for r in run.entries if r().site.node == "NegBackward0"} == {action}
+            del y
+            assert_nothing_left(engine)
+
+
+def test_a_number_is_data_and_not_a_new_recipe() -> None:
+    x = leaf(4, 4)
+    verdicts: set[int] = set()
+    with open_engine(REMAKE) as engine:
+        for number in range(6):
+            with forward_pass(engine, x):
+                y = x.sin() * (number + 0.5)
+                y = y * y
+            verdicts.add(len(engine.trust._verdicts))
+            expected = torch.autograd.grad(((x.sin() * (number + 0.5)) ** 2).sum(), x)
+            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected[0])
+    assert len(verdicts) == 1, "the verdicts grow with the steps"
+
+
+def test_the_record_of_a_module_outlives_what_passes_its_output_on() -> None:
+    """An identity or a dropout in eval after a norm returns the norm's own output."""
+    model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Identity(), nn.Dropout(0.0).eval(), nn.Linear(8, 8)))
+    x = torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(model(x).square().sum(), x)[0]
+    with ebbtide.enable_activation_offloading(
+        model, policy="minimal", min_bytes=0, blocks=["0"], verify=True
+    ) as handle:
+        assert torch.equal(torch.autograd.grad(model(x).square().sum(), x)[0], expected)
+        actions = {s.node: a for s, (_, _, a) in handle._engine.last_pass.sites.items()}
+        assert actions["NativeLayerNormBackward0"] is Action.RECOMPUTE
+
+
+# Rules from outside, and trust
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x * x
+
+
+def cubed(v: Any) -> list[Tensor]:
+    y = v["x"].cumsum(0)
+    z = Cube.apply(y)
+    return [y * 2, z * z * 0.5]
+
+
+def rules_with(rule: Callable[[NodeView], Expr | None]) -> dict[str, Any]:
+    return {**rule_table(), "CubeBackward": rule}
+
+
+def right(view: NodeView) -> Expr | None:
+    operand = view.input(0)
+    return None if operand is None else Expr(lambda x: x * x * x, (operand,), key=("cube",))
+
+
+def wrong(view: NodeView) -> Expr | None:
+    operand = view.input(0)
+    return None if operand is None else Expr(lambda x: x**3 + 1, (operand,), key=("cube",))
+
+
+def wrong_shape(view: NodeView) -> Expr | None:
+    operand = view.input(0)
+    return None if operand is None else Expr(lambda x: x[:1], (operand,), key=("cube",))
+
+
+def fails_late(view: NodeView) -> Expr | None:
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("late")
+
+    operand = view.input(0)
+    return None if operand is None else Expr(fail, (operand,), key=("cube",))
+
+
+def fails_at_once(view: NodeView) -> Expr | None:
+    return view.constant("no such constant")
+
+
+def test_a_right_rule_is_used() -> None:
+    leaves = {"x": leaf(6, 8)}
+    with open_engine(REMAKE, rules=rules_with(right)) as engine:
+        for _ in range(2):
+            assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
+            assert any(s.node == "CubeBackward" for s in _remade(engine)) and not engine.trust.demoted
+
+
+@pytest.mark.parametrize("rule", [wrong, wrong_shape, fails_late])
+def test_a_wrong_rule_is_demoted_and_gradients_stay_right(
+    rule: Callable[[NodeView], Expr | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    leaves, heard = {"x": leaf(6, 8)}, []
+    with open_engine(REMAKE, rules=rules_with(rule)) as engine, caplog.at_level(logging.INFO, "ebbtide.engine"):
+        engine.bus.subscribe(lambda kind, fields: heard.append((kind, fields)))
+        for _ in range(3):
+            assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
+            assert not any(s.node == "CubeBackward" for s in _remade(engine))
+        assert engine.stats().demoted_sites == ("Block/(block)/CubeBackward#0",)
+        assert caplog.text.count("not recomputed, Block/(block)/CubeBackward#0") == 1, "said once"
+        assert [f["code"] for kind, f in heard if kind == "message"] == ["demoted"]
+        assert_nothing_left(engine)
+
+
+def test_a_rule_that_fails_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    leaves = {"x": leaf(6, 8)}
+    with open_engine(REMAKE, rules=rules_with(fails_at_once)) as engine:
+        for _ in range(2):
+            assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
+        assert caplog.text.count("the rule for CubeBackward failed and is left out") == 1
+        assert_nothing_left(engine)
+
+
+def test_a_rule_that_turns_wrong_is_seen_by_verify() -> None:
+    shift = torch.zeros(())
+
+    def drifting(view: NodeView) -> Expr | None:
+        operand = view.input(0)
+        return None if operand is None else Expr(lambda x: x * x * x + shift, (operand,), key=("cube",))
+
+    leaves = {"x": leaf(6, 8)}
+    for verify in (True, False):
+        shift.zero_()
+        with open_engine(REMAKE, rules=rules_with(drifting), verify=verify) as engine:
+            assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
+            shift.fill_(1)
+            got = observe(cubed, leaves, engine)
+            assert (got.error is not None and "came back different" in got.message) == verify
+
+
+def test_a_new_layout_is_compared_anew() -> None:
+    with open_engine(REMAKE, rules=rules_with(right)) as engine:
+        compared = []
+        trusted = engine.trust._compare
+        engine.trust._compare = lambda *a: (compared.append(a[0].site.node), trusted(*a))[1]  # type: ignore[method-assign]
+        for shape, expected in (((6, 8), 1), ((6, 8), 0), ((3, 8), 1), ((6, 8), 0)):
+            compared.clear()
+            observe(cubed, {"x": leaf(*shape)}, engine)
+            assert compared.count("CubeBackward") == expected
+        precision = torch.get_float32_matmul_precision()
+        try:
+            torch.set_float32_matmul_precision("medium" if precision != "medium" else "high")
+            compared.clear()
+            observe(cubed, {"x": leaf(6, 8)}, engine)
+            assert compared.count("CubeBackward") == 1
+        finally:
+            torch.set_float32_matmul_precision(precision)
+
+
+def test_register_recompute_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_custom_rules", {})
+    ebbtide.register_recompute("CubeBackward", right)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.silu(Cube.apply(self.linear(x)))
+
+    model, x = nn.Sequential(Layer(), Layer()), torch.randn(4, 8, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)[0]
+    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0) as handle:
+        assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
+        sites = handle._engine.last_pass.sites
+        assert any(s.node == "CubeBackward" and a is Action.RECOMPUTE for s, (_, _, a) in sites.items()), sites
+
+
+def _remade(engine: Any) -> list[Any]:
+    return [s for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
