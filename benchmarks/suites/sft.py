@@ -10,12 +10,16 @@ policy ``Minimal`` as a fourth mode. Losses are compared bit by bit; a mode whos
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results_folder import result_folder, write_result
+from ebbtide.base.runs import SUMMARY_FILE
 from ebbtide.cli.compare import MODES, compare
+from ebbtide.cli.merge import spread, spread_of
 from ebbtide.report import load_run, timeline_svg
 from ebbtide.report.table import Table, bytes_table, headline
 
@@ -26,6 +30,15 @@ def markdown(table: Table) -> list[str]:
     """Return a table's lines in Markdown."""
     rule = ["---"] + ["---:"] * (len(table.columns) - 1)
     return ["| " + " | ".join(cells) + " |" for cells in (table.columns, rule, *table.rows)]
+
+
+def against(rounds: list[dict[str, Any]], base: str, names: list[str]) -> list[str]:
+    """Return rows of step times over ``base``'s of the same round."""
+    rows: list[str] = []
+    for name in names:
+        values = spread([r[name]["step_seconds_median"] / r[base]["step_seconds_median"] for r in rounds])
+        rows.append(f"| {name} | ×{values['median']:.2f} | {values['low']:.2f} to {values['high']:.2f} |")
+    return rows
 
 
 def main() -> None:
@@ -44,6 +57,10 @@ def main() -> None:
             raise SystemExit("a mode failed or its losses differ from plain training's: no figures on a red gate")
         folder = given.out or result_folder("sft")
         names = [mode["mode"] for mode in result.modes]
+        rounds = [
+            {mode: json.loads((out / f"round-{turn}" / mode / SUMMARY_FILE).read_text()) for mode in names}
+            for turn in range(1, given.rounds + 1)
+        ]
         text = [
             "# SmolLM2-135M-Instruct, full fine-tuning, 1024 tokens a step, float32",
             "",
@@ -54,6 +71,12 @@ def main() -> None:
             "",
             *markdown(headline(result.modes, names)),
             "",
+            "Step time over checkpointing's, within a round:",
+            "",
+            "| mode | median | spread |",
+            "| --- | ---: | ---: |",
+            *against(rounds, "checkpointing", [n for n in names if n.startswith("ebbtide")]),
+            "",
             "What became of the saved tensors, by the engine's own count:",
             "",
             *markdown(bytes_table(result.modes, names)),
@@ -62,7 +85,9 @@ def main() -> None:
             "",
         ]
         write_result(
-            folder, {"suite": "sft", "environment": result.environment, "modes": result.modes}, "\n".join(text)
+            folder,
+            {"suite": "sft", "environment": result.environment, "modes": result.modes, "rounds": rounds},
+            "\n".join(text),
         )
         shown = [m for m in names if m != "ebbtide-minimal"]
         runs = [load_run(out / f"round-{given.rounds}" / mode) for mode in shown]

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended, run_child
-from ebbtide.cli.merge import latest_whole_round, merge
+from ebbtide.cli.merge import latest_whole_round, merge, spread_of
 from ebbtide.cli.parsing import Parser
 from ebbtide.report import Run, html, load_run
 from ebbtide.report.table import headline, measured, number, size
@@ -181,7 +181,7 @@ class _Board:
 
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
         # What a narrow terminal has no room for stands in report.html.
-        dropped = {"tokens / s", "stall"} if self._console.width < 110 else set[str]()
+        dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
         shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for index in shown:
@@ -259,7 +259,7 @@ def _environment(
         "rounds": rounds,
         "orders": [" ".join(order) for order in orders],
         "sample_seconds": sample_seconds,
-        "spread": "least and greatest round",
+        "spread": spread_of(rounds),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),

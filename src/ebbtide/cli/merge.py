@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
+from statistics import median, quantiles
 from typing import Any, TypeVar, cast
 
 from ebbtide.report.table import saved_percent
@@ -12,6 +12,10 @@ T = TypeVar("T")
 Summary = Mapping[str, Any]
 Rounds = Mapping[int, Mapping[str, Summary]]
 """Summaries of the children that ended well, by round and mode."""
+
+
+QUARTILES_FROM = 5
+"""From so many rounds on the spread is the quartiles; of fewer, the extremes."""
 
 
 def merge(rounds: Rounds, modes: Sequence[str], failures: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
@@ -61,7 +65,7 @@ def medians(values: Sequence[Any]) -> Any:
 
 
 def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
-    """Compare step times with plain's of the same round; ``low`` and ``high`` are the least and the greatest round.
+    """Compare step times with plain's of the same round; ``low`` and ``high`` are as ``spread_of`` says.
 
     Pairs within a round are close in time, so a machine that slows down over the rounds does not show as a mode's cost.
     """
@@ -71,7 +75,20 @@ def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
         theirs = by_mode.get("plain", {}).get("step_seconds_median")
         if ours is not None and theirs:
             ratios.append(ours / theirs)
-    return {"median": median(ratios), "low": min(ratios), "high": max(ratios)} if ratios else None
+    return spread(ratios) if ratios else None
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return median, low and high of the rounds' values; see ``spread_of``."""
+    if len(values) >= QUARTILES_FROM:
+        low, middle, high = quantiles(values, n=4, method="inclusive")
+        return {"median": middle, "low": low, "high": high}
+    return {"median": median(values), "low": min(values), "high": max(values)}
+
+
+def spread_of(rounds: int) -> str:
+    """Say what ``low`` and ``high`` are for so many rounds."""
+    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "least and greatest round"
 
 
 def loss_equal(rounds: Rounds, mode: str) -> bool | None:

@@ -1,10 +1,4 @@
-"""The engine: finds entries, reads them back, and counts.
-
-[Note: identity]
-One entry per storage and version. A storage is known by its ``UntypedStorage`` object, through a weak reference whose
-callback removes the key: it lives as long as the storage does, wherever the storage is held. Addresses are reused
-within one forward; keyed by address, gradients are silently wrong.
-"""
+"""The engine: finds entries, reads them back, and counts."""
 
 from __future__ import annotations
 
@@ -24,6 +18,7 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import CopyIn, CopyOut, Window
+from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
@@ -36,7 +31,6 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide.engine")
 
 TensorFilter = Callable[[torch.Tensor], bool]
-_Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
 
 class _Backward:
@@ -92,7 +86,7 @@ class Engine:
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(self._window)
-        self._index: dict[int, _Known] = {}
+        self.index = StorageIndex()
         self._empties: dict[torch.device, torch.Tensor] = {}
         self._backwards: dict[int, _Backward] = {}
         self._copy_in_stall = 0.0
@@ -152,36 +146,7 @@ class Engine:
             **run.tally.fields(),
         )  # fmt: skip
 
-    # Identity
-
-    def find(self, storage: torch.UntypedStorage, version: int, first: int, last: int) -> Entry | None:
-        """Return the entry that stands for these bytes of a storage at this version. See [Note: identity]."""
-        known = self._index.get(id(storage))
-        if known is None or known[0]() is not storage:
-            return None
-        for reference in known[1]:
-            entry = reference()
-            if entry is not None and entry.version == version and entry.first <= first and last <= entry.last:
-                return entry
-        return None
-
-    def bytes_apart(self, storage: torch.UntypedStorage, version: int) -> int:
-        """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
-        known = self._index.get(id(storage))
-        if known is None or known[0]() is not storage:
-            return 0
-        entries = [e for r in known[1] if (e := r()) is not None and e.version == version]
-        return sum(e.nbytes for e in entries if e.nbytes < storage.nbytes())
-
-    def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
-        """Let ``find`` find an entry while its storage lives."""
-        known = self._index.get(id(storage))
-        if known is None or known[0]() is not storage:
-            known = self._index[id(storage)] = (_storage_ref(storage, self._index), [])
-        known[1][:] = [r for r in known[1] if r() is not None]
-        known[1].append(weakref.ref(entry))
-        if entry.storage_ref is None:
-            entry.storage_ref = known[0]
+    # Weights
 
     @staticmethod
     def storage_key(storage: torch.UntypedStorage) -> int:
@@ -374,18 +339,6 @@ class Engine:
             store_bytes=self.tier.used_bytes,
             **tally.fields(),
         )
-
-
-def _storage_ref(storage: torch.UntypedStorage, index: dict[int, _Known]) -> weakref.ref[torch.UntypedStorage]:
-    """Return a weak reference to a storage that removes its key from the index when the storage dies."""
-    key = id(storage)
-
-    def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
-        known = index.get(key)
-        if known is not None and known[0] is reference:
-            del index[key]
-
-    return weakref.ref(storage, gone)
 
 
 @contextmanager

@@ -107,10 +107,10 @@ class BlockRun:
         first, last = layout.extent()
         try:
             with engine.lock:
-                entry = engine.find(storage, tensor._version, first, last)
+                entry = engine.index.find(storage, tensor._version, first, last)
                 if entry is None:
                     entry = self._known_value(tensor) or self._admit(tensor, layout, storage)
-                    engine.remember(storage, entry)
+                    engine.index.remember(storage, entry)
                 ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
                 self._list(entry)
         except BaseException as error:
@@ -218,7 +218,7 @@ class BlockRun:
             and engine.plan.remakes
         ):
             recipe = self.builder.recipe(node, base.output_nr)
-        taken = engine.bytes_apart(storage, tensor._version)
+        taken = engine.index.bytes_apart(storage, tensor._version)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
         entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
         candidate = Candidate(

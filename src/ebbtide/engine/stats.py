@@ -47,6 +47,7 @@ class Tally:
     def add_rerun(self, unique: int) -> None:
         """The block is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen."""
         dropped = max(unique - self.unique, 0)
+        self.saved += dropped
         self.unique += dropped
         self.recomputed += dropped
 

@@ -91,11 +91,12 @@ def _failures(modes: Sequence[Mapping[str, Any]]) -> list[str]:
 def _rounds(comparison: Mapping[str, Any] | None) -> str:
     if comparison is None:
         return ""
-    rounds = section(comparison, "environment").get("rounds")
+    environment = section(comparison, "environment")
+    rounds, spread = environment.get("rounds"), environment.get("spread", "not said")
     times = "1 round" if rounds == 1 else f"{rounds} rounds"
     return (
         f"Medians over {times} of fresh processes; step times are compared pair by pair within a round, "
-        "and the spread is the least and the greatest round. The pictures show the last round."
+        f"and the spread is: {spread}. The pictures show the last round."
     )
 
 

@@ -69,7 +69,7 @@ def test_summary_page_and_table_are_written(done):
     summary = json.loads((result.out / "summary.json").read_text())
     assert summary == {"schema": 1, "modes": result.modes, "environment": result.environment}
     page = (result.out / "report.html").read_text()
-    assert "checkpointing" in page and "least and the greatest round" in page
+    assert "checkpointing" in page and "least and greatest round" in page
     for words in ("round 1 of 2  plain", "round 2 of 2  ebbtide", "×2.00", "equal", "report.html"):
         assert words in screen, words
 

@@ -307,7 +307,7 @@ def test_a_hundred_steps_do_not_grow() -> None:
                 grads(y, x, w)
             del y
             assert_nothing_left(engine)
-            known = (engine._index, engine._backwards, engine.orders, engine.trust._verdicts, engine._empties)
+            known = (engine.index._known, engine._backwards, engine.orders, engine.trust._verdicts, engine._empties)
             sizes.append([len(k) for k in known] + [len(engine._copy_out._queue), engine._copy_out.in_flight_bytes])
         assert sizes[5] == sizes[-1], (sizes[5], sizes[-1])
         device = engine.tier.device  # type: ignore[attr-defined]

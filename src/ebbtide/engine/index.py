@@ -1,0 +1,63 @@
+"""Which entry stands for which storage.
+
+[Note: identity]
+One entry per storage and version. A storage is known by its ``UntypedStorage`` object, through a weak reference whose
+callback removes the key: it lives as long as the storage does, wherever the storage is held. Addresses are reused
+within one forward; keyed by address, gradients are silently wrong.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ebbtide.engine.tickets import Entry
+
+_Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
+
+
+class StorageIndex:
+    """Finds the entry of a storage while both live; keeps neither alive. See [Note: identity]."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def find(self, storage: torch.UntypedStorage, version: int, first: int, last: int) -> Entry | None:
+        """Return the entry that stands for bytes ``first`` to ``last`` of a storage at this version."""
+        for entry in self._entries(storage):
+            if entry.version == version and entry.first <= first and last <= entry.last:
+                return entry
+        return None
+
+    def bytes_apart(self, storage: torch.UntypedStorage, version: int) -> int:
+        """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
+        whole = storage.nbytes()
+        return sum(e.nbytes for e in self._entries(storage) if e.version == version and e.nbytes < whole)
+
+    def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
+        """Let ``find`` find an entry while its storage lives."""
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            known = self._known[id(storage)] = (self._reference(storage), [])
+        known[1][:] = [r for r in known[1] if r() is not None]
+        known[1].append(weakref.ref(entry))
+        if entry.storage_ref is None:
+            entry.storage_ref = known[0]
+
+    def _entries(self, storage: torch.UntypedStorage) -> list[Entry]:
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return []
+        return [entry for reference in known[1] if (entry := reference()) is not None]
+
+    def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        """Return a weak reference to a storage that removes its key when the storage dies."""
+        key, all_known = id(storage), self._known
+
+        def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            known = all_known.get(key)
+            if known is not None and known[0] is reference:
+                del all_known[key]
+
+        return weakref.ref(storage, gone)
