@@ -66,8 +66,8 @@ def main() -> None:
             "",
             f"{given.rounds} rounds of fresh processes in turn, {given.max_steps} steps each, the first not "
             "counted. Memory was watched from outside the processes. `activation memory` is what a forward added to",
-            f"the resident size; `step / plain` is the median of the ratios within a round ({spread_of(given.rounds)}).",
-            "Made by `python -m benchmarks.suites.sft`; every round is in `run.json`.",
+            "the resident size; `step / plain` is the median of the ratios within a round, with the "
+            f"{spread_of(given.rounds)}. Made by `python -m benchmarks.suites.sft`; every round is in `run.json`.",
             "",
             *markdown(headline(result.modes, names)),
             "",
