@@ -97,7 +97,8 @@ def test_commands_that_do_not_exist_are_found() -> None:
 
 
 def test_readme_says_how_to_begin() -> None:
-    assert {"make setup", "make demo"} <= set(commands((ROOT / "README.md").read_text()))
+    said = {c.partition("#")[0].strip() for c in commands((ROOT / "README.md").read_text())}
+    assert {"make demo", "make test"} <= said
 
 
 def test_every_goal_is_listed_by_help() -> None:

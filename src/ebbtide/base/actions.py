@@ -8,9 +8,8 @@ module call. The plan speaks of sites; the engine asks it once per storage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Action(Enum):
@@ -22,8 +21,7 @@ class Action(Enum):
     CHECKPOINT = "checkpoint"
 
 
-@dataclass(frozen=True, slots=True)
-class Site:
+class Site(NamedTuple):
     """A stable name for a saved tensor. See [Note: site]."""
 
     block_kind: str
@@ -36,8 +34,7 @@ class Site:
         return f"{self.block_kind}/{where}/{self.node}#{self.ordinal}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What a plan is told about one storage when it is first saved.
 
     Attributes:

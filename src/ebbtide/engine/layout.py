@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """Size, stride, offset (in elements) and dtype of a tensor in its storage."""
 
     dtype: torch.dtype
@@ -24,10 +24,7 @@ class Layout:
     @property
     def logical_bytes(self) -> int:
         """Elements times element size: what a copy without aliases would hold."""
-        count = 1
-        for n in self.size:
-            count *= n
-        return count * self.dtype.itemsize
+        return math.prod(self.size) * self.dtype.itemsize
 
     def extent(self) -> tuple[int, int]:
         """Return the first byte and the byte after the last that the view can reach in its storage."""
