@@ -186,7 +186,7 @@ def enable_activation_offloading(
         engine.tier.close()
         raise
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
-    logger.info("%d blocks, to %s; %s", len(pairs), engine.tier.name, engine.plan.explain())
+    logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
     return Handle(engine, attachment)
 

@@ -65,24 +65,24 @@ def plan_for(policy: Policy) -> Plan:
     match policy:
         case Keep():
             return _KeepPlan(
-                policy, "keep", "keep: everything stays on the device; bytes are counted, nothing is saved"
+                policy, "keep", "everything stays on the device; bytes are counted, nothing is saved"
             )
         case Offload():
-            return _OffloadPlan(policy, "offload", "offload: every storage worth moving leaves once; nothing is remade")
+            return _OffloadPlan(policy, "offload", "every storage worth moving leaves once; nothing is remade")
         case Inputs():
-            return _InputsPlan(policy, "inputs", "inputs: what comes into a block is offloaded; the rest stays")
+            return _InputsPlan(policy, "inputs", "what comes into a block is offloaded; the rest stays")
         case Minimal():
             return _MinimalPlan(
                 policy,
                 "minimal",
-                "minimal: all that can be remade is, matrix products too; block inputs, attention outputs and what no "
+                "all that can be remade is, matrix products too; block inputs, attention outputs and what no "
                 "rule covers are offloaded; blocks that the rules cover badly are re-run whole",
             )
         case Auto():
             return _AutoPlan(
                 policy,
                 "auto",
-                "auto, by rule: what is cheap is remade (element-wise chains, casts, norms, views: ~0 FLOP), the rest "
+                "by rule: what is cheap is remade (element-wise chains, casts, norms, views: ~0 FLOP), the rest "
                 f"is offloaded. The planner that measures the machine is not part of this release, so max_slowdown="
                 f"{policy.max_slowdown:g} is a wish, not a bound",
             )

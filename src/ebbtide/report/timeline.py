@@ -91,14 +91,23 @@ def _legend(
     pieces = [style.text(_LEFT, 22, f"Memory over step {step}", "strong")]
     kinds = list(dict.fromkeys(run.memory_kind for run, _, _ in windows))
     pieces.append(style.text(_WIDTH - _RIGHT, 22, "; ".join(kinds), "soft", "end"))
+    peaks = [size_text(max(size for _, size in points)) if points else "" for _, _, points in windows]
+    labels = [
+        f"{run.name}: {span.end - span.begin:.2f} s" + (f", peak {peak}" if peak else "")
+        for (run, span, _), peak in zip(windows, peaks, strict=True)
+    ]
+    if _LEFT + sum(map(_legend_width, labels)) > _WIDTH - _RIGHT:  # many runs: the curves themselves show the seconds
+        labels = [f"{run.name}: {peak}" for (run, _, _), peak in zip(windows, peaks, strict=True)]
     x = _LEFT
-    for (run, span, points), color in zip(windows, colors, strict=True):
-        peak = f", peak {size_text(max(size for _, size in points))}" if points else ""
-        label = f"{run.name}: {span.end - span.begin:.2f} s{peak}"
+    for label, color in zip(labels, colors, strict=True):
         pieces.append(style.rect(x, 38, 14, 4, color, radius=2))
         pieces.append(style.text(x + 20, 44, label, "num"))
-        x += 44 + 6.6 * len(label)
+        x += _legend_width(label)
     return pieces
+
+
+def _legend_width(label: str) -> float:
+    return 44 + 6.6 * len(label)
 
 
 def _curve(frame: _Frame, points: Sequence[tuple[float, int]], color: str) -> str:
