@@ -99,6 +99,11 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             stats = self.stats()
+            if not stats.packs:
+                logger.warning(
+                    "nothing was offloaded: no forward with gradients came through the handle "
+                    "(was the whole model compiled after it was enabled? compile its blocks instead)"
+                )
             if stats.memory_saved_percent is not None:
                 saved = stats.memory_saved_bytes / 1e9
                 logger.info("Memory saved: %.2f GB (%.0f%% reduction)", saved, stats.memory_saved_percent)

@@ -229,6 +229,17 @@ def test_explain_names_the_plan_and_every_kind_of_site() -> None:
     assert any(" offload " in line and " Block/" in line for line in lines)
 
 
+def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+    with enable(tiny.model):
+        pass
+    assert "nothing was offloaded" in caplog.text
+    caplog.clear()
+    with enable(tiny.model, min_bytes=0):
+        tiny.step()
+    assert "nothing was offloaded" not in caplog.text
+
+
 def test_report_writes_what_is_known(tmp_path: Path) -> None:
     tiny = build("block")
     with enable(tiny.model, policy="minimal", min_bytes=0) as handle:
