@@ -8,6 +8,7 @@ module call. The plan speaks of sites; the engine asks it once per storage.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -34,7 +35,8 @@ class Site(NamedTuple):
         return f"{self.block_kind}/{where}/{self.node}#{self.ordinal}"
 
 
-class Candidate(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
     """What a plan is told about one storage when it is first saved.
 
     Attributes:

@@ -64,9 +64,7 @@ def plan_for(policy: Policy) -> Plan:
     """Return the plan that follows from ``policy`` alone."""
     match policy:
         case Keep():
-            return _KeepPlan(
-                policy, "keep", "everything stays on the device; bytes are counted, nothing is saved"
-            )
+            return _KeepPlan(policy, "keep", "everything stays on the device; bytes are counted, nothing is saved")
         case Offload():
             return _OffloadPlan(policy, "offload", "every storage worth moving leaves once; nothing is remade")
         case Inputs():

@@ -19,8 +19,8 @@ def test_sites_are_values() -> None:
     site = Site("Block", "mlp", "MulBackward0", 0)
     assert site == Site("Block", "mlp", "MulBackward0", 0)
     assert {site: 1}[pickle.loads(pickle.dumps(site))] == 1
-    assert site != dataclasses.replace(site, ordinal=1)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    assert site != site._replace(ordinal=1)
+    with pytest.raises(AttributeError):
         site.ordinal = 3  # type: ignore[misc]
 
 
