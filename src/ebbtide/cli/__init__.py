@@ -9,6 +9,7 @@ Recipes stand above this package, so they too are reached by path and never impo
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return _function(arguments[0])(arguments[1:])
+    except BrokenPipeError:  # `ebbtide sft --help | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -40,6 +40,8 @@ MODES: dict[str, tuple[str, str]] = {
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
 RECIPES = ("sft",)
+DEFAULT_STEPS = 4
+"""Steps of each child when the arguments name neither steps, nor epochs, nor a file."""
 
 VARIABLES = {
     # glibc raises its mmap threshold, up to 32 MiB, whenever a larger block is freed, and keeps what lies below it: the
@@ -303,7 +305,8 @@ def run(argv: Sequence[str]) -> int:
         prog="ebbtide compare",
         usage=f"%(prog)s [{'|'.join(RECIPES)}] [file.yaml] [--modes A,B] [--rounds N] [--out DIR] [--flag value ...]",
         description="The same few steps of a recipe in fresh processes under several modes. "
-        f"Every other argument goes to the recipe (see `ebbtide {recipe} --help`).",
+        f"Every other argument goes to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
+        f"--num_train_epochs or a file, each takes {DEFAULT_STEPS} steps.",
         allow_abbrev=False,
     )
     parser.add_argument("--modes", default=",".join(DEFAULT_MODES), help=f"some of {', '.join(MODES)}; %(default)s")
@@ -313,5 +316,8 @@ def run(argv: Sequence[str]) -> int:
         own, arguments = parser.parse_known_args(rest)
     except SystemExit:  # --help has been printed
         return 0
+    has_length = {"max_steps", "num_train_epochs"} & _names(arguments)
+    if not has_length and not any(a.endswith((".yaml", ".yml")) for a in arguments):
+        arguments += ["--max_steps", str(DEFAULT_STEPS)]  # a comparison is a few steps, never a whole epoch by accident
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
     return compare(arguments, recipe=recipe, modes=modes, rounds=own.rounds, out=own.out).exit_code
