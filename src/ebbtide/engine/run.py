@@ -148,15 +148,15 @@ class BlockRun:
             return LightTicket(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
+        key = engine.storage_key(storage)
+        if key in self._weights or key in self._passing or engine.is_weight(storage):
+            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
         owner = tensor if base is None else base
         if Layout.of(owner).extent() != (0, nbytes):
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.
             self.tally.add_small(nbytes)
             return LightTicket(tensor)
-        key = engine.storage_key(storage)
-        if key in self._weights or key in self._passing or engine.is_weight(storage):
-            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
         if (
             not tensor.numel()
             or nbytes < engine.options.min_bytes
