@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
         lambda tiny: enable(nn.Linear(2, 2)),
         "BlocksError",
         "Linear has no list of repeated blocks; "
-        "expected a ModuleList or Sequential of at least two modules of one class\n"
+        "expected a ModuleList or Sequential of at least two modules of one class that have parts of their own\n"
         "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
         "or use `with ebbtide.offload_saved_tensors():` around the forward",
     ),

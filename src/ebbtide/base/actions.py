@@ -46,7 +46,6 @@ class Candidate:
         block_input: The storage came into the block from outside.
         recompute_flops: Multiply-add work of remaking it from what else is saved, in FLOP; ``None`` if it cannot be
             remade. Zero for element-wise chains.
-        recompute_bytes: Bytes read and written by remaking it.
     """
 
     site: Site
@@ -54,7 +53,6 @@ class Candidate:
     bytes_: int
     block_input: bool
     recompute_flops: float | None
-    recompute_bytes: int
 
 
 class Plan(Protocol):

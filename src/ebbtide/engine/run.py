@@ -233,7 +233,6 @@ class BlockRun:
             bytes_=nbytes,
             block_input=is_input,
             recompute_flops=None if recipe is None else recipe.flops,
-            recompute_bytes=nbytes,
         )
         action = engine.plan.choose(candidate)
         if weight is not None and action is not Action.KEEP:

@@ -39,7 +39,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
     if not found:
         raise BlocksError(
             f"{type(model).__name__} has no list of repeated blocks",
-            expected="a ModuleList or Sequential of at least two modules of one class",
+            expected="a ModuleList or Sequential of at least two modules of one class that have parts of their own",
             hint="name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
             "or use `with ebbtide.offload_saved_tensors():` around the forward",
         )

@@ -26,11 +26,11 @@ def test_sites_are_values() -> None:
 
 def test_a_candidate_is_frozen_and_named_throughout() -> None:
     site = Site("Block", "mlp", "MulBackward0", 0)
-    candidate = Candidate(site=site, block=1, bytes_=8, block_input=False, recompute_flops=None, recompute_bytes=0)
+    candidate = Candidate(site=site, block=1, bytes_=8, block_input=False, recompute_flops=None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         candidate.bytes_ = 9  # type: ignore[misc]
     with pytest.raises(TypeError):
-        Candidate(site, 1, 8, False, None, 0)  # type: ignore[misc]
+        Candidate(site, 1, 8, False, None)  # type: ignore[misc]
 
 
 def test_actions_are_written_in_lower_case() -> None:

@@ -113,7 +113,7 @@ def test_a_model_without_blocks_says_so(model: nn.Module) -> None:
         find_blocks(model)
     assert str(raised.value) == (
         f"{type(model).__name__} has no list of repeated blocks; "
-        "expected a ModuleList or Sequential of at least two modules of one class\n"
+        "expected a ModuleList or Sequential of at least two modules of one class that have parts of their own\n"
         "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
         "or use `with ebbtide.offload_saved_tensors():` around the forward"
     )
