@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.actions import Plan
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.checks import check_value
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size, parse_size
 from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
@@ -68,14 +69,25 @@ class Handle:
         """Write what is known now into ``folder``: ``stats.json`` and ``explain.txt``.
 
         A timeline needs a run file: put ``with ebbtide.track_memory(folder):`` around the training loop.
+
+        Raises:
+            ConfigError: ``folder`` is no path.
+            DataError: The folder cannot be written.
         """
         import json
         from pathlib import Path
 
-        out = Path(folder)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "stats.json").write_text(json.dumps(self.stats().as_dict(), indent=2) + "\n")
-        (out / "explain.txt").write_text(self.explain() + "\n")
+        out = Path(_path("folder", folder))
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "stats.json").write_text(json.dumps(self.stats().as_dict(), indent=2) + "\n")
+            (out / "explain.txt").write_text(self.explain() + "\n")
+        except OSError as error:
+            raise DataError(
+                f"{str(out)!r} cannot be written ({error.strerror})",
+                expected="a folder, or a path where one can be made",
+                hint="name a folder that you may write to",
+            ) from error
 
     def disable(self) -> None:
         """Leave the next forwards alone. Graphs that are alive still restore what they saved."""
@@ -161,25 +173,16 @@ def enable_activation_offloading(
         ConflictError: The model is already offloaded.
     """
     if not isinstance(model, nn.Module):
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(
-            f"model is a {type(model).__name__}", expected="a torch.nn.Module", hint="pass the model itself"
+            f"model is the class {kind}" if isinstance(model, type) else f"model is a {kind}",
+            expected="a torch.nn.Module",
+            hint="pass the model itself",
         )
-    if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
-        raise ConfigError(
-            f"enable_ckpt=True and policy={policy!r}",
-            expected="one of the two",
-            hint="enable_ckpt means policy=Minimal()",
-        )
-    chosen = Minimal() if enable_ckpt else policy_of(policy)
+    chosen = _chosen_policy(enable_ckpt, policy)
+    _check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
+    options = _options(target, min_bytes, window, disk_path, verify, host_budget)
     found = check_strategy(model, strategy)
-    options = Options(
-        target=target,  # pyright: ignore[reportArgumentType]
-        min_bytes=_size_or_zero(min_bytes),
-        window_bytes=None if window is None else parse_size(window, name="window"),
-        host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
-        disk_path=None if disk_path is None else str(disk_path),
-        verify=verify,
-    )
     pairs = find_blocks(model, blocks)
     engine = _open_engine(
         chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, model=model,
@@ -190,6 +193,7 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
+    _tell_idle(engine, host_budget=host_budget, disk_path=disk_path)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
@@ -214,13 +218,7 @@ def offload_saved_tensors(
         ConfigError: A value cannot be used.
         TargetError: No such target on this machine.
     """
-    options = Options(
-        target=target,  # pyright: ignore[reportArgumentType]
-        min_bytes=_size_or_zero(min_bytes),
-        window_bytes=None if window is None else parse_size(window, name="window"),
-        disk_path=None if disk_path is None else str(disk_path),
-        verify=verify,
-    )
+    options = _options(target, min_bytes, window, disk_path, verify)
     engine = _open_engine(policy_of(policy) if policy is not None else Offload(), options)
     engine.begin_pass()
     try:
@@ -239,10 +237,16 @@ def register_recompute(name: str, rule: Rule) -> None:
             first result was equal, bit by bit, to the tensor that was there.
 
     Raises:
-        ConfigError: The rule cannot be called.
+        ConfigError: The name is no text, or the rule cannot be called.
     """
+    guide = "docs/guides/custom-operators.md shows a rule"
+    check_value("name", name, str, advice=f"tensor.grad_fn.name() tells it; {guide}")
+    if not name.strip():
+        raise ConfigError(
+            "name is empty", expected="an autograd node's", hint=f"tensor.grad_fn.name() tells it; {guide}"
+        )
     if not callable(rule):
-        raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint="see docs")
+        raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
     _custom_rules[name] = rule
 
 
@@ -265,9 +269,73 @@ def policy_of(policy: Policy | str | None) -> Policy:
     return policy
 
 
+def _chosen_policy(enable_ckpt: bool, policy: Policy | str | None) -> Policy:
+    """Return the policy that ``enable_ckpt`` and ``policy`` mean together."""
+    check_value("enable_ckpt", enable_ckpt, bool)
+    if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
+        raise ConfigError(
+            f"enable_ckpt=True and policy={policy!r}",
+            expected="one of the two",
+            hint="enable_ckpt means policy=Minimal()",
+        )
+    return Minimal() if enable_ckpt else policy_of(policy)
+
+
+def _check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:
+    """Refuse what cannot choose blocks or tensors, before a forward would meet it."""
+    paths = [blocks] if isinstance(blocks, str) else blocks
+    if paths is not None and not (
+        isinstance(paths, Sequence) and len(paths) > 0 and all(isinstance(path, str) for path in paths)
+    ):
+        raise ConfigError(
+            f"blocks is {blocks!r:.80}",
+            expected="a list of paths from model.named_modules(), as text",
+            hint="such as blocks=['encoder', 'decoder.*']; leave it out to find them by structure",
+        )
+    for name, function in filters.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} is {function!r:.80}",
+                expected="a function of a tensor that returns true or false",
+                hint=f"such as {name}=lambda t: t.numel() > 1000",
+            )
+
+
+def _options(
+    target: str,
+    min_bytes: int | str,
+    window: int | str | None,
+    disk_path: str | PathLike[str] | None,
+    verify: bool,
+    host_budget: int | str | None = None,
+) -> Options:
+    """Read what users write for sizes and paths into options."""
+    return Options(
+        target=target,  # pyright: ignore[reportArgumentType]
+        min_bytes=_size_or_zero(min_bytes),
+        window_bytes=None if window is None else parse_size(window, name="window"),
+        host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
+        disk_path=None if disk_path is None else _path("disk_path", disk_path),
+        verify=verify,
+    )
+
+
 def _size_or_zero(min_bytes: int | str) -> int:
     number = str(min_bytes).strip()
     return int(number) if re.fullmatch(r"-?\d+", number) else parse_size(min_bytes, name="min_bytes")
+
+
+def _path(name: str, path: str | PathLike[str]) -> str:
+    if not isinstance(path, (str, PathLike)) or not str(path).strip():
+        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='runs/mine'")
+    return str(path)
+
+
+def _tell_idle(engine: Engine, *, host_budget: object, disk_path: object) -> None:
+    """Say which options the chosen target leaves without effect."""
+    for name, value, target in (("host_budget", host_budget, "host"), ("disk_path", disk_path, "disk")):
+        if value is not None and engine.tier.name != target:
+            logger.warning("%s has no effect here: offloaded bytes go to %s", name, engine.tier.name)
 
 
 def _open_engine(

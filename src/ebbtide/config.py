@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ebbtide.base.checks import check_fields, check_value
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import parse_size
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "fsdp2")
-TARGETS = ("auto", "host", "disk")
 
 MIN_BYTES = 64 * 1024
 """Smaller storages stay: a quarter of the saved tensors, under 1 % of their bytes, most of the per-tensor cost."""
@@ -66,6 +66,7 @@ class Auto:
                 expected="no budget: the planner that measures the machine is not part of this release",
                 hint="use Minimal() for the least memory, Auto() for cheap recompute and offload",
             )
+        check_value("max_slowdown", self.max_slowdown, float, advice="0.05 allows a step that is 5 % slower")
         if not 0 <= self.max_slowdown <= 10:
             raise ConfigError(
                 f"max_slowdown is {self.max_slowdown!r}",
@@ -96,7 +97,7 @@ def policy_named(name: str) -> Policy:
         raise ConfigError(
             f"policy is {name!r}",
             expected="one of " + ", ".join(POLICIES),
-            hint=nearest(name, POLICIES) or "try 'auto'",
+            hint=nearest(name, POLICIES) or "'auto' is the policy where none is named",
         )
     return kind()
 
@@ -123,19 +124,19 @@ class Options:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise ConfigError(
-                f"target is {self.target!r}",
-                expected="one of " + ", ".join(TARGETS),
-                hint=nearest(str(self.target), TARGETS) or "'auto' takes host memory with an accelerator, disk without",
-            )
+        check_fields(self, {"target": "'auto' takes host memory with an accelerator, disk without"})
         if self.min_bytes < 0:
             raise ConfigError(
                 f"min_bytes is {self.min_bytes}",
                 expected="0 or more",
                 hint="0 moves everything, 65536 is a good size",
             )
-        if self.window_bytes is not None and self.window_bytes <= 0:
+        for name, value in (("window", self.window_bytes), ("host_budget", self.host_budget_bytes)):
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} is {value}", expected="more than 0 bytes", hint=f"such as {name}='256MiB'")
+        if self.disk_path is not None and not self.disk_path.strip():
             raise ConfigError(
-                f"window is {self.window_bytes}", expected="more than 0 bytes", hint="such as window='256MiB'"
+                f"disk_path is {self.disk_path!r}",
+                expected="a directory",
+                hint="leave it out for the system's temporary directory",
             )

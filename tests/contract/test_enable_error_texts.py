@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide import Auto, register_recompute
 from ebbtide import enable_activation_offloading as enable
 from ebbtide.base import errors
 from ebbtide.base.errors import EbbtideError
 from tests.helpers.models import Tiny, build
 from tests.helpers.oracle import differences
 
-SIZES = (
-    "; expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
-    "hint: KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s"
-)
+SIZES = "; expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\nhint: "
+UNITS = "KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s"
+NO_PART = "there is no part of a byte and no size below one: give a larger size, or leave it out"
 
 
 def _twice(tiny: Tiny) -> None:
@@ -100,11 +100,114 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
         "ConfigError",
         "target is 'hots'; expected one of auto, host, disk\nhint: did you mean 'host'?",
     ),
-    "no window": (lambda tiny: enable(tiny.model, window=0), "ConfigError", "window is 0" + SIZES),
+    "no window": (lambda tiny: enable(tiny.model, window=0), "ConfigError", "window is 0" + SIZES + NO_PART),
     "no host budget": (
         lambda tiny: enable(tiny.model, host_budget="x"),
         "ConfigError",
-        "host_budget is 'x'" + SIZES,
+        "host_budget is 'x'" + SIZES + UNITS,
+    ),
+    "unknown unit": (
+        lambda tiny: enable(tiny.model, window="40 GBi"),
+        "ConfigError",
+        "window is '40 GBi'" + SIZES + "did you mean 'GB', 'GiB', 'B'?",
+    ),
+    "part of a byte": (
+        lambda tiny: enable(tiny.model, min_bytes=1.5),  # type: ignore[arg-type]
+        "ConfigError",
+        "min_bytes is 1.5" + SIZES + NO_PART,
+    ),
+    "true is no size": (
+        lambda tiny: enable(tiny.model, min_bytes=True),
+        "ConfigError",
+        "min_bytes is True" + SIZES + UNITS,
+    ),
+    "no size at all": (
+        lambda tiny: enable(tiny.model, host_budget=[1]),  # type: ignore[arg-type]
+        "ConfigError",
+        "host_budget is [1]" + SIZES + UNITS,
+    ),
+    "no strategy": (
+        lambda tiny: enable(tiny.model, None),  # type: ignore[arg-type]
+        "ConfigError",
+        "strategy is None; expected one of auto, single, ddp, fsdp, fsdp2\n"
+        "hint: 'auto' takes the model as it is wrapped",
+    ),
+    "checkpointing in quotes": (
+        lambda tiny: enable(tiny.model, enable_ckpt="false"),  # type: ignore[arg-type]
+        "ConfigError",
+        "enable_ckpt is 'false'; expected true or false\nhint: pass the value itself, without quotes",
+    ),
+    "verify in quotes": (
+        lambda tiny: enable(tiny.model, verify="yes"),  # type: ignore[arg-type]
+        "ConfigError",
+        "verify is 'yes'; expected true or false\nhint: pass the value itself, without quotes",
+    ),
+    "policy that nothing resembles": (
+        lambda tiny: enable(tiny.model, policy="zzz"),
+        "ConfigError",
+        "policy is 'zzz'; expected one of keep, offload, inputs, minimal, auto\n"
+        "hint: 'auto' is the policy where none is named",
+    ),
+    "slowdown that is no number": (
+        lambda tiny: Auto(max_slowdown="x"),  # type: ignore[arg-type]
+        "ConfigError",
+        "max_slowdown is 'x'; expected a number\nhint: 0.05 allows a step that is 5 % slower",
+    ),
+    "blocks by number": (
+        lambda tiny: enable(tiny.model, blocks=[1]),  # type: ignore[list-item]
+        "ConfigError",
+        "blocks is [1]; expected a list of paths from model.named_modules(), as text\n"
+        "hint: such as blocks=['encoder', 'decoder.*']; leave it out to find them by structure",
+    ),
+    "no blocks named": (
+        lambda tiny: enable(tiny.model, blocks=[]),
+        "ConfigError",
+        "blocks is []; expected a list of paths from model.named_modules(), as text\n"
+        "hint: such as blocks=['encoder', 'decoder.*']; leave it out to find them by structure",
+    ),
+    "filter that is no function": (
+        lambda tiny: enable(tiny.model, tensor_filter=3),  # type: ignore[arg-type]
+        "ConfigError",
+        "tensor_filter is 3; expected a function of a tensor that returns true or false\n"
+        "hint: such as tensor_filter=lambda t: t.numel() > 1000",
+    ),
+    "keep filter that is no function": (
+        lambda tiny: enable(tiny.model, keep_filter="x"),  # type: ignore[arg-type]
+        "ConfigError",
+        "keep_filter is 'x'; expected a function of a tensor that returns true or false\n"
+        "hint: such as keep_filter=lambda t: t.numel() > 1000",
+    ),
+    "class in place of a model": (
+        lambda tiny: enable(nn.Linear),  # type: ignore[arg-type]
+        "ConfigError",
+        "model is the class Linear; expected a torch.nn.Module\nhint: pass the model itself",
+    ),
+    "empty directory": (
+        lambda tiny: enable(tiny.model, disk_path=""),
+        "ConfigError",
+        "disk_path is ''; expected a path\nhint: such as disk_path='runs/mine'",
+    ),
+    "directory that is no path": (
+        lambda tiny: enable(tiny.model, disk_path=5),  # type: ignore[arg-type]
+        "ConfigError",
+        "disk_path is 5; expected a path\nhint: such as disk_path='runs/mine'",
+    ),
+    "target that is no text": (
+        lambda tiny: enable(tiny.model, target=None),  # type: ignore[arg-type]
+        "ConfigError",
+        "target is None; expected one of auto, host, disk\n"
+        "hint: 'auto' takes host memory with an accelerator, disk without",
+    ),
+    "node without a name": (
+        lambda tiny: register_recompute(" ", lambda node: None),
+        "ConfigError",
+        "name is empty; expected an autograd node's\n"
+        "hint: tensor.grad_fn.name() tells it; docs/guides/custom-operators.md shows a rule",
+    ),
+    "rule that is no function": (
+        lambda tiny: register_recompute("XBackward", "y"),  # type: ignore[arg-type]
+        "ConfigError",
+        "rule is a str; expected a function of a NodeView\nhint: docs/guides/custom-operators.md shows a rule",
     ),
     "negative min_bytes": (
         lambda tiny: enable(tiny.model, min_bytes=-1),

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
         ConfigError,
         "host_budget is '40 giga'; "
         "expected a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes\n"
-        "hint: KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s",
+        "hint: units are B, KB, MB, GB, TB, KiB, MiB, GiB, TiB",
     ),
     "no run folder": (
         lambda folder: read_events(folder / "run.jsonl"),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ebbtide.base.errors import (
     BlocksError,
     ConfigError,
     ConflictError,
+    DataError,
     DiskError,
     EbbtideError,
     ModifiedInPlaceError,
@@ -250,6 +252,32 @@ def test_report_writes_what_is_known(tmp_path: Path) -> None:
         assert (tmp_path / "new" / "folder" / "explain.txt").read_text() == handle.explain() + "\n"
 
 
+@pytest.mark.parametrize("place", ["a file", "below a file"])
+def test_a_report_needs_a_folder(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with enable() as handle:
+        with pytest.raises(DataError, match=r"(?s)file.*cannot be written.*; expected a folder.*hint: "):
+            handle.report(file if place == "a file" else file / "report")
+        with pytest.raises(ConfigError, match=r"folder is 3; expected a path"):
+            handle.report(3)  # type: ignore[arg-type]
+
+
+@without_device
+def test_options_without_effect_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    with enable(host_budget="1GiB", disk_path=tmp_path):
+        pass
+    told = [r.getMessage() for r in caplog.records if "no effect" in r.getMessage()]
+    assert told == ["host_budget has no effect here: offloaded bytes go to disk"]
+
+
+def test_a_bad_value_is_found_before_a_store_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ebbtide.api, "open_tier", lambda *args, **kwargs: pytest.fail("a store was opened"))
+    for options in ({"tensor_filter": 3}, {"keep_filter": 3}, {"blocks": [1]}, {"verify": "no"}, {"window": 0}):
+        with pytest.raises(ConfigError):
+            enable(**options)
+
+
 def test_filters_keep_tensors() -> None:
     tiny = build("block")
     expected = tiny.step()
@@ -367,6 +395,20 @@ def test_a_registered_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     after, grad = remade()
     assert after == before + 2 * 4 * 8 * 4
     assert torch.equal(grad, expected)
+
+
+def test_the_example_of_the_guide_recomputes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ebbtide.api, "_custom_rules", {})
+    guide = Path(__file__).parents[2] / "docs/guides/custom-operators.md"
+    (example,) = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(guide), "exec"), names)
+    stats = names["stats"]
+    assert stats.recomputed_bytes >= 2 * names["x"].nbytes  # what each block hands to the linear after the function
+    assert stats.demoted_sites == ()
+    x = names["x"].detach().requires_grad_()
+    names["model"](x).sum().backward()
+    assert torch.equal(x.grad, names["x"].grad)
 
 
 def test_a_rule_must_be_callable() -> None:

@@ -20,6 +20,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -93,6 +94,12 @@ class RestoreError(EbbtideError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
-    """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string."""
-    close = difflib.get_close_matches(name, list(known), n=count, cutoff=0.5)
-    return f"did you mean {', '.join(repr(c) for c in close)}?" if close else ""
+    """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string.
+
+    Names that hold ``name`` as a whole word (``fsdp`` in ``fsdp_strategy``) are nearer than names spelt like it.
+    """
+    names = list(known)
+    word = re.compile(rf"(?:^|[_:.\-]){re.escape(name)}(?:[_:.\-]|$)", re.IGNORECASE)
+    holding = [k for k in names if word.search(k)] if len(name) > 2 and name not in names else []
+    close = holding + [k for k in difflib.get_close_matches(name, names, n=count, cutoff=0.5) if k not in holding]
+    return f"did you mean {', '.join(repr(c) for c in close[:count])}?" if close else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, nearest
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -25,17 +25,28 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
         The size in bytes, greater than zero.
 
     Raises:
-        ConfigError: The text is not a size, or the size is not above zero.
+        ConfigError: The text is not a size, the size is not above zero, or it has a part of a byte.
     """
-    match = _SIZE.fullmatch(str(text))
+    match = None if isinstance(text, bool) else _SIZE.fullmatch(str(text))
     factor = _UNITS.get(match.group(2).lower()) if match else None
-    if match is None or factor is None or (size := int(Fraction(match.group(1)) * factor)) <= 0:
+    size = Fraction(match.group(1)) * factor if match and factor else Fraction(0)
+    if size < 1 or (factor == 1 and size.denominator != 1):
         raise ConfigError(
-            f"{name} is {text!r}",
+            f"{name} is {text!r:.80}",
             expected="a size above zero, such as '40GiB', '40 GB', '512MiB' or a number of bytes",
-            hint="KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s",
+            hint=_advice(text, match),
         )
-    return size
+    return int(size)
+
+
+def _advice(text: object, match: re.Match[str] | None) -> str:
+    """Say what to do about a size that cannot be used."""
+    if match and match.group(2) and match.group(2).lower() not in _UNITS:
+        units = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
+        return nearest(match.group(2), units) or f"units are {', '.join(units)}"
+    if match or re.fullmatch(r"\s*-.*", str(text)):
+        return "there is no part of a byte and no size below one: give a larger size, or leave it out"
+    return "KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s"
 
 
 def format_size(size_bytes: float, *, digits: int = 1) -> str:

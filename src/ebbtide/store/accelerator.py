@@ -30,7 +30,7 @@ class AcceleratorDevice:
             raise TargetError(
                 "host target on a machine without an accelerator",
                 expected="a device whose memory is scarcer than the host's",
-                hint="host target on a machine without an accelerator: use target='disk'",
+                hint="leave the target out, or use target='disk': RAM is what is scarce here",
             )
         self.kind = found.type
         pinned = self._can_pin()

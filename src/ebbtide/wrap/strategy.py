@@ -58,7 +58,9 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
-            f"strategy is {strategy!r}", expected="one of " + ", ".join(STRATEGIES), hint=nearest(strategy, STRATEGIES)
+            f"strategy is {strategy!r:.80}",
+            expected="one of " + ", ".join(STRATEGIES),
+            hint=nearest(str(strategy), STRATEGIES) or "'auto' takes the model as it is wrapped",
         )
     found = found_strategy(model)
     if strategy not in ("auto", found):

@@ -68,6 +68,9 @@ def test_the_note_names_every_error_and_its_parent() -> None:
         ("max_slowdwn", ["max_slowdown", "min_bytes"], "did you mean 'max_slowdown'?"),
         ("fsdp3", ["fsdp", "fsdp2", "ddp"], "did you mean 'fsdp', 'fsdp2', 'ddp'?"),
         ("zzz", ["fsdp", "fsdp2"], ""),
+        ("fsdp", ["fp16", "fsdp_strategy", "fsdp_config"], "did you mean 'fsdp_strategy', 'fsdp_config', 'fp16'?"),
+        ("pydoc", ["builtin:pydoc", "other"], "did you mean 'builtin:pydoc'?"),
+        ("", ["a_b", "c"], ""),
         ("x", [], ""),
     ],
 )

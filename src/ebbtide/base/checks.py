@@ -1,0 +1,94 @@
+"""Checks of values: is a value of the kind its annotation says, and how that kind is put in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from ebbtide.base.errors import ConfigError, nearest
+
+_WORDS = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+_ABSTRACT = {int: numbers.Integral, float: numbers.Real}
+"""Numbers of other packages count as numbers; the booleans of none do."""
+
+
+def in_words(kind: Any) -> str:
+    """Say in words what an annotation takes.
+
+    Args:
+        kind: A class, ``Literal``, a union, or a tuple of one kind.
+    """
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, arguments))
+    if typing.get_origin(kind) is tuple:
+        return f"a tuple of {in_words(arguments[0])}"
+    if arguments:
+        return " or ".join(in_words(argument) for argument in arguments if argument is not type(None))
+    return _WORDS.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value is of the kind that an annotation says."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return isinstance(value, str) and value in arguments
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in typing.cast("Any", value))
+    if arguments:
+        return any(fits(value, argument) for argument in arguments)
+    if kind in _ABSTRACT:
+        return isinstance(value, _ABSTRACT[kind]) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> None:
+    """Refuse a value that is not of a kind.
+
+    Args:
+        name: What the value is for; stands in the error.
+        value: The value.
+        kind: An annotation, as ``in_words`` takes it.
+        advice: The hint where no known name is near.
+
+    Raises:
+        ConfigError: It is not of this kind.
+    """
+    if fits(value, kind):
+        return
+    hint = nearest(value, known) if isinstance(value, str) and (known := known_names(kind)) else ""
+    if not hint and not advice:
+        quoted = isinstance(value, str)
+        advice = "pass the value itself, without quotes" if quoted else f"{type(value).__name__} is no such value"
+    raise ConfigError(f"{name} is {value!r:.80}", expected=in_words(kind), hint=hint or advice)
+
+
+def check_fields(values: Any, advice: Mapping[str, str] | None = None) -> None:
+    """Refuse a dataclass that holds a value of another kind than its field's annotation says.
+
+    Args:
+        values: An instance of a dataclass.
+        advice: By field, the hint where no known name is near.
+
+    Raises:
+        ConfigError: A field's value is not of its kind.
+    """
+    kinds = typing.get_type_hints(type(values))
+    for field in dataclasses.fields(values):
+        told = (advice or {}).get(field.name, "")
+        check_value(field.name, getattr(values, field.name), kinds[field.name], advice=told)
+
+
+def known_names(kind: Any) -> list[str]:
+    """Return the names an annotation lists: those of its ``Literal``, also inside a union."""
+    if typing.get_origin(kind) is Literal:
+        return [str(argument) for argument in typing.get_args(kind)]
+    return [name for argument in typing.get_args(kind) for name in known_names(argument)]
