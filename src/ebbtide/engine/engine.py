@@ -26,6 +26,7 @@ from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import Stats, Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
 from ebbtide.engine.trust import Trust
+from ebbtide.engine.wrappers import WrapperTicket, plain_tensors
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
@@ -156,9 +157,8 @@ class Engine:
     def storage_keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Return the keys of the storages that have bytes now."""
         keys: set[int] = set()
-        for tensor in tensors:
-            local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own storage is the global one
-            if local.layout == torch.strided and (storage := local.untyped_storage()).nbytes():
+        for tensor in plain_tensors(tensors):
+            if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
                 keys.add(self.storage_key(storage))
         return keys
 
@@ -210,17 +210,19 @@ class Engine:
 
     # Reading
 
-    def unpack(self, ticket: Ticket | LightTicket) -> torch.Tensor:
+    def unpack(self, ticket: Ticket | LightTicket | WrapperTicket) -> torch.Tensor:
         """Return the saved tensor of a ticket: the unpack hook."""
         if isinstance(ticket, LightTicket):
             return ticket.read()
+        if isinstance(ticket, WrapperTicket):
+            return ticket.read(self.unpack)
         try:
             ticket.check()
             with self.lock:
                 task = torch._C._current_graph_task_id()
                 if task != -1 and ticket.run.task != task:
                     self._begin_block_backward(ticket.run, task)
-                return ticket.layout.over(self._read(ticket.entry, ticket.run, task), ticket.entry.first)
+                return ticket.tensor(self._read(ticket.entry, ticket.run, task))
         except ModifiedInPlaceError:
             raise
         except BaseException as error:

@@ -26,7 +26,7 @@ class StorageIndex:
     def find(self, storage: torch.UntypedStorage, version: int, first: int, last: int) -> Entry | None:
         """Return the entry that stands for bytes ``first`` to ``last`` of a storage at this version."""
         for entry in self._entries(storage):
-            if entry.version == version and entry.first <= first and last <= entry.last:
+            if entry.version == version and entry.first <= first and last <= entry.last and not entry.changed:
                 return entry
         return None
 

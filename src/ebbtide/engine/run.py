@@ -15,7 +15,8 @@ from ebbtide.engine.build import Builder
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket
+from ebbtide.engine.tickets import Entry, LightTicket, Ticket, version_probe
+from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper, plain_tensors
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
@@ -75,12 +76,13 @@ class BlockRun:
         self.task = -1  # the backward in which this block showed last
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
+        self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.modules: list[tuple[str, torch.nn.Module]] = []  # that are running, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self._weights = engine.storage_keys(block.weights())
         self._passing: set[int] = set()  # storages of weights that have bytes only while a part of the block runs
         self._inputs = inputs  # hold the tensors while the block runs: ids of their storages and nodes stay valid
-        strided = [t for t in inputs if t.layout == torch.strided and not t.is_nested]
+        strided = [t for t in plain_tensors(inputs) if t.layout == torch.strided and not t.is_nested]
         self._input_storages = {id(t.untyped_storage()) for t in strided}
         outside = {(id(n), t.output_nr) for t in inputs if (n := t.grad_fn) is not None}
         self._nodes = [t.grad_fn for t in inputs]
@@ -95,23 +97,31 @@ class BlockRun:
 
     # Forward
 
-    def pack(self, tensor: torch.Tensor) -> Ticket | LightTicket:
-        """Return the ticket of a saved tensor: the pack hook."""
+    def pack(self, tensor: torch.Tensor, outer: Outer | None = None) -> Ticket | LightTicket | WrapperTicket:
+        """Return the ticket of a saved tensor: the pack hook.
+
+        Args:
+            tensor: The saved tensor.
+            outer: The saved tensor that it is inside of. See [Note: wrapper subclasses].
+        """
         engine = self.engine
-        light = self._light(tensor)
+        light = self._light(tensor, outer)
         if light is not None:
-            self._note(tensor, light)
+            if isinstance(light, LightTicket):
+                self._note(tensor, light)
             return light
         storage = tensor.untyped_storage()
         layout = Layout.of(tensor)
         first, last = layout.extent()
+        version = tensor._version if outer is None else outer.version
         try:
             with engine.lock:
-                entry = engine.index.find(storage, tensor._version, first, last)
+                entry = engine.index.find(storage, version, first, last)
                 if entry is None:
-                    entry = self._known_value(tensor) or self._admit(tensor, layout, storage)
+                    entry = self._known_value(tensor) or self._admit(tensor, layout, storage, version, outer)
                     engine.index.remember(storage, entry)
-                ticket = Ticket(tensor, entry, layout, self, engine.empty(tensor))
+                probe = version_probe(tensor, engine.empty(tensor)) if outer is None else outer.probe
+                ticket = Ticket(entry, layout, self, probe, version)
                 self._list(entry)
         except BaseException as error:
             where = self.modules[-1][0] if self.modules else "(block)"
@@ -132,26 +142,30 @@ class BlockRun:
         self.modules.clear()
         self._input_storages.clear()
         self._seen.clear()
+        self._narrow.clear()
 
     def _list(self, entry: Entry) -> None:
         if id(entry) not in self._seen:
             self._seen.add(id(entry))
             self.entries.append(weakref.ref(entry))
 
-    def _light(self, tensor: torch.Tensor) -> LightTicket | None:
+    def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | None:
+        """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else None."""
         engine = self.engine
         base = tensor._base
         if _is_parameter(tensor) or (base is not None and _is_parameter(base)):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
-        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_nested
-        if not plain or not engine.tier.owns(tensor):
+        if type(tensor) is not torch.Tensor:
+            copied = self._copied_weight(tensor)
+            return (pack_wrapper(tensor, self.pack, engine.empty) if copied is None else None) or LightTicket(tensor)
+        if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
             return LightTicket(tensor)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         key = engine.storage_key(storage)
         if key in self._weights or key in self._passing or engine.is_weight(storage):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
-        owner = tensor if base is None else base
+        owner = outer.owner if outer is not None else tensor if base is None else base
         if Layout.of(owner).extent() != (0, nbytes):
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.
@@ -163,6 +177,7 @@ class BlockRun:
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.is_quantized
+            or tensor._is_zerotensor()
         ):
             self.tally.add_small(nbytes)
             return LightTicket(tensor)
@@ -172,7 +187,7 @@ class BlockRun:
         builder, node = self.builder, tensor.grad_fn
         if builder is None:
             return
-        if node is None and tensor.requires_grad and isinstance(ticket, Ticket):
+        if node is None and tensor.requires_grad and tensor._base is None and isinstance(ticket, Ticket):
             node = torch.autograd.graph.get_gradient_edge(tensor).node  # an input that is a leaf
         if node is not None:
             builder.note_ticket(node, tensor.output_nr, ticket)
@@ -194,14 +209,14 @@ class BlockRun:
     def _known_value(self, tensor: torch.Tensor) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
         node = tensor.grad_fn
-        if self.builder is None or node is None or tensor._is_view() or tensor._version:
+        if node is None or tensor._is_view() or tensor._version:
             return None
-        ticket = self.builder.tickets.get((id(node), tensor.output_nr))
-        if not isinstance(ticket, Ticket) or ticket.layout != Layout.of(tensor):
-            return None
-        return ticket.entry
+        ticket = self._narrow.get((id(node), tensor.output_nr))
+        return ticket.entry if ticket is not None and ticket.layout == Layout.of(tensor) else None
 
-    def _admit(self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage) -> Entry:
+    def _admit(
+        self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, version: int, outer: Outer | None
+    ) -> Entry:
         """Make the entry of a storage and carry out the action chosen for it."""
         engine = self.engine
         base = tensor._base if tensor._base is not None else tensor
@@ -209,7 +224,8 @@ class BlockRun:
         whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         is_input = id(storage) in self._input_storages or self._casts_an_input(base)
-        site = self._site("input" if is_input else node.name() if node is not None else "leaf")
+        name = outer.node if outer is not None else node.name() if node is not None else "leaf"
+        site = self._site("input" if is_input else name)
         weight = self._copied_weight(base) if whole and engine.may_remake(tensor) else None
         recipe = None
         if weight is not None:
@@ -224,9 +240,11 @@ class BlockRun:
             and engine.plan.remakes
         ):
             recipe = self.builder.recipe(node, base.output_nr)
-        taken = engine.index.bytes_apart(storage, tensor._version)
+        taken = engine.index.bytes_apart(storage, version)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
-        entry = Entry(tensor, site=site, region=region, base_layout=base_layout, live=engine.live_entries)
+        entry = Entry(
+            tensor, site=site, region=region, base_layout=base_layout, version=version, live=engine.live_entries
+        )
         candidate = Candidate(
             site=site,
             block=self.block.index,
@@ -306,13 +324,16 @@ class BlockRun:
             small = base.detach().to(dtype)
         layout = Layout.of(small)
         region = (0, small.untyped_storage().nbytes())
-        inner = Entry(small, site=entry.site, region=region, base_layout=layout, live=self.engine.live_entries)
+        inner = Entry(
+            small, site=entry.site, region=region, base_layout=layout, version=0, live=self.engine.live_entries
+        )
         inner.action = Action.OFFLOAD
         self.engine.park(inner, small)
         self.tally.add_narrowed(inner.nbytes)
-        ticket = Ticket(small, inner, layout, self, self.engine.empty(small))
+        ticket = Ticket(inner, layout, self, version_probe(small, self.engine.empty(small)), 0)
         self._list(inner)
-        builder.note_ticket(source, number, ticket)
+        builder.note_ticket(source, number, ticket)  # keeps the node, so that its id stays its own
+        self._narrow[id(source), number] = ticket
         return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
 
     # Backward

@@ -71,6 +71,7 @@ class Entry:
         site: Site,
         region: tuple[int, int],
         base_layout: Layout,
+        version: int,
         live: set[int],
     ) -> None:
         self.live = live  # first these two: __del__ needs them, wherever this is interrupted
@@ -78,7 +79,7 @@ class Entry:
         self.site = site
         self.device_type = tensor.device.type
         self.first, self.last = region
-        self.version = tensor._version
+        self.version = version
         self.base_layout = base_layout
         self.action = Action.KEEP
         self.source: torch.Tensor | None = None
@@ -113,12 +114,10 @@ class Ticket:
 
     __slots__ = ("__weakref__", "entry", "layout", "live", "probe", "run", "version")
 
-    def __init__(self, tensor: torch.Tensor, entry: Entry, layout: Layout, run: BlockRun, empty: torch.Tensor) -> None:
+    def __init__(self, entry: Entry, layout: Layout, run: BlockRun, probe: torch.Tensor, version: int) -> None:
         self.live = run.engine.live_tickets  # first: __del__ needs it, wherever this is interrupted
         self.entry, self.layout, self.run = entry, layout, run
-        self.version = tensor._version
-        self.probe = tensor.detach()
-        self.probe.data = empty  # [Note: version probe]
+        self.probe, self.version = probe, version  # [Note: version probe]
         if entry.probe is None and entry.version == self.version:
             entry.probe = self.probe
         self.live.add(id(self))
@@ -127,12 +126,32 @@ class Ticket:
         if hasattr(self, "live"):
             self.live.discard(id(self))
 
+    def tensor(self, content: torch.Tensor) -> torch.Tensor:
+        """Return the saved tensor over its restored bytes.
+
+        It counts its versions with the tensor that was saved: a backward that changes it in place is found by whoever
+        reads the same value later, as without hooks.
+        """
+        view = self.layout.over(content, self.entry.first)
+        if type(self.probe) is not torch.Tensor:  # the versions are those of the wrapper that it is inside of
+            return view
+        tensor = self.probe.detach()
+        tensor.data = view
+        return tensor
+
     def check(self) -> None:
         """Raise ModifiedInPlaceError when the saved tensor was changed in place since it was saved."""
         if self.probe._version != self.version:
             raise modified_error(
                 self.layout.dtype, self.layout.size, self.probe._version, self.version, str(self.entry.site)
             )
+
+
+def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the version counter of ``tensor`` and the memory of ``empty``. See [Note: version probe]."""
+    probe = tensor.detach()
+    probe.data = empty
+    return probe
 
 
 def operand_error(what: str) -> ModifiedInPlaceError:

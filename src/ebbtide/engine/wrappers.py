@@ -1,0 +1,122 @@
+"""Saved tensors that are made of other tensors.
+
+[Note: wrapper subclasses]
+A ``DTensor`` or a jagged nested tensor has no memory of its own (its storage reports bytes that are not there); its
+class names the tensors inside (``__tensor_flatten__``). Each of those is packed like any saved tensor and the ticket
+puts them together again. A change in place counts on the outer tensor only, so the tickets of the inner ones carry a
+probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, never remade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ebbtide.engine.tickets import modified_error
+
+
+class Outer(NamedTuple):
+    """What an inner tensor takes from the saved tensor around it.
+
+    Attributes:
+        probe: Shares the version counter of the saved tensor and none of its memory.
+        version: Its version when it was saved.
+        node: Name of its autograd node, for the site.
+        owner: The inner tensor, in its place, of what the saved tensor is a view of; itself if it is no view.
+    """
+
+    probe: torch.Tensor
+    version: int
+    node: str
+    owner: torch.Tensor
+
+
+class WrapperTicket:
+    """A saved tensor of a wrapper subclass.
+
+    Args:
+        tensor: The saved tensor.
+        probe: Shares its version counter and none of its memory.
+        context: What its class needs beside the inner tensors.
+        moving: Tickets of inner tensors, by name.
+        staying: Whatever else is inside and stays as it is, by name.
+    """
+
+    __slots__ = ("__weakref__", "context", "dtype", "kind", "moving", "probe", "size", "staying", "stride", "version")
+
+    def __init__(
+        self, tensor: torch.Tensor, probe: torch.Tensor, context: Any, moving: dict[str, Any], staying: dict[str, Any]
+    ) -> None:
+        self.kind, self.context, self.moving, self.staying = type(tensor), context, moving, staying
+        self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
+        self.probe, self.version = probe, tensor._version
+
+    def read(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Return the saved tensor, its inner tensors unpacked.
+
+        Raises:
+            ModifiedInPlaceError: It was changed in place since it was saved.
+        """
+        if self.probe._version != self.version:
+            raise modified_error(self.dtype, tuple(self.size), self.probe._version, self.version, "")
+        inner = {**self.staying, **{name: unpack(ticket) for name, ticket in self.moving.items()}}
+        kind: Any = self.kind
+        with torch.no_grad():
+            return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
+
+def pack_wrapper(
+    tensor: torch.Tensor, pack: Callable[[torch.Tensor, Outer], Any], empty: Callable[[torch.Tensor], torch.Tensor]
+) -> Any:
+    """Return the ticket of a saved tensor of a wrapper subclass; None if it is of another kind and stays.
+
+    Args:
+        tensor: The saved tensor.
+        pack: Returns the ticket of an inner tensor.
+        empty: Returns a tensor of no bytes on the same device as the one it is given.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    wait = getattr(tensor, "trigger_wait", None)
+    node = tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf"
+    if wait is not None:  # the result of a collective: what consumes it takes the tensor inside
+        arrived = wait()
+        return pack(arrived, Outer(tensor.detach(), tensor._version, node, arrived))
+    names, context = tensor.__tensor_flatten__()
+    staying = {name: getattr(tensor, name) for name in names}
+    inner = {name: staying.pop(name) for name in names if _may_move(tensor, staying[name])}
+    if not inner:
+        return None
+    with torch.no_grad():
+        probe = tensor.detach()
+    try:
+        for name, part in inner.items():
+            setattr(probe, name, empty(part))
+    except AttributeError:  # a class that keeps what it flattens to itself
+        return None
+    base = tensor._base if type(tensor._base) is type(tensor) else tensor
+    moving = {n: pack(p, Outer(probe, tensor._version, node, getattr(base, n))) for n, p in inner.items()}
+    return WrapperTicket(tensor, probe, context, moving, staying)
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have memory: each that is no wrapper, and what is inside the others."""
+    pending = list(tensors)
+    while pending:
+        tensor = pending.pop()
+        if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+            yield tensor
+        else:
+            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            pending += [part for part in inner if isinstance(part, torch.Tensor)]
+
+
+def _may_move(tensor: torch.Tensor, part: Any) -> bool:
+    # The offsets of a jagged tensor are known by identity: another tensor of the same numbers is another ragged size;
+    # and its tensors without elements say something by their shape. A DTensor's mesh is no tensor at all.
+    if not isinstance(part, torch.Tensor) or not part.numel():
+        return False
+    return part.is_floating_point() or part.is_complex() or not tensor.is_nested
