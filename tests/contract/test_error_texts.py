@@ -35,6 +35,11 @@ def _events(folder: Path, text: str) -> Any:
     return read_events(folder / "run.jsonl")
 
 
+def _settings(folder: Path, text: str) -> Any:
+    (folder / "sft.yaml").write_text(text)
+    return _flags(str(folder / "sft.yaml"))
+
+
 CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
     "no size": (
         lambda folder: parse_size("40 giga", name="host_budget"),
@@ -58,7 +63,7 @@ CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
     "unknown flag": (
         lambda folder: _flags("--modle", "x"),
         ConfigError,
-        "unknown flag 'modle'\nhint: did you mean 'model'?",
+        "unknown flag 'modle'; expected a flag of `ebbtide sft`\nhint: did you mean 'model'?",
     ),
     "unknown verb": (
         lambda folder: _function("comprae"),
@@ -73,27 +78,68 @@ CASES: dict[str, tuple[Raises, type[EbbtideError], str]] = {
     "flag without value": (
         lambda folder: _flags("--model"),
         ConfigError,
-        "--model has no value\nhint: `ebbtide sft --help` says what it takes",
+        "--model has no value; expected a value\nhint: `ebbtide sft --help` says what it takes",
     ),
     "flag missing": (
         lambda folder: _flags("--max_steps", "1"),
         ConfigError,
-        "--model is missing\nhint: `ebbtide sft --help` says what it takes",
+        "--model is missing; expected a value\nhint: `ebbtide sft --help` says what it takes",
     ),
     "no boolean": (
         lambda folder: _flags("--packing=maybe"),
         ConfigError,
-        "--packing is 'maybe'; expected true or false",
+        "--packing is 'maybe'; expected true or false\nhint: yes and no, on and off, 1 and 0 are read too",
     ),
     "no such file": (
         lambda folder: _flags(str(folder / "sft.yaml")),
         DataError,
-        "there is no file 'FOLDER/sft.yaml'\nhint: give a YAML file",
+        "there is no file 'FOLDER/sft.yaml'; expected ebbtide sft [file.yaml] [--flag value ...]\n"
+        "hint: give a YAML file, or only flags",
     ),
     "file after flags": (
         lambda folder: _flags("--model", "x", "sft.yaml"),
         ConfigError,
         "'sft.yaml' stands alone; expected ebbtide sft [file.yaml] [--flag value ...]\nhint: the file comes first",
+    ),
+    "no boolean after a space": (
+        lambda folder: _flags("--packing", "flase", "--model", "x"),
+        ConfigError,
+        "--packing is 'flase'; expected true or false\nhint: did you mean 'false'?",
+    ),
+    "empty value": (
+        lambda folder: _flags("--model", " "),
+        ConfigError,
+        "--model is ' '; expected a value\nhint: leave model out for its default",
+    ),
+    "flag twice": (
+        lambda folder: _flags("--model", "x", "--max_steps=1", "--max-steps", "2"),
+        ConfigError,
+        "--max-steps is given twice: 1, 2; expected one value\nhint: leave one out",
+    ),
+    "flag without hyphens": (
+        lambda folder: _flags("model=x"),
+        DataError,
+        "there is no file 'model=x'; expected ebbtide sft [file.yaml] [--flag value ...]\n"
+        "hint: flags begin with two hyphens: --model",
+    ),
+    "key twice": (
+        lambda folder: _settings(folder, "model: x\nmax_steps: 1\nmodel: y\n"),
+        DataError,
+        "FOLDER/sft.yaml cannot be read: line 3: the key 'model' stands here a second time; "
+        "expected a YAML file of `key: value` lines, each key once\n"
+        "hint: indent with spaces, never with tabs, and put quotes around text with a colon in it",
+    ),
+    "tab in a file": (
+        lambda folder: _settings(folder, "model: x\n\tmax_steps: 1\n"),
+        DataError,
+        "FOLDER/sft.yaml cannot be read: line 2: found character '\\t' that cannot start any token; "
+        "expected a YAML file of `key: value` lines, each key once\n"
+        "hint: indent with spaces, never with tabs, and put quotes around text with a colon in it",
+    ),
+    "number of the wrong kind in a file": (
+        lambda folder: _settings(folder, "model: x\nmax-steps: true\n"),
+        ConfigError,
+        "max-steps in FOLDER/sft.yaml is 'True'; expected an integer\nhint: `ebbtide sft --help` says what it takes",
     ),
     "no number": (
         lambda folder: _flags("--model", "x", "--max_steps", "many"),

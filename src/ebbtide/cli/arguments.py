@@ -13,17 +13,40 @@ import dataclasses
 import io
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ebbtide.base.checks import in_words, known_names
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import require
+from ebbtide.cli.yamlfile import load_settings
 
 ConfigT = TypeVar("ConfigT")
-Values = dict[str, list[str]]
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 _ASKS_FOR_NOTHING = ("none", "null", "", *_FALSE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What was given for one name.
+
+    Args:
+        shown: How the user wrote it: ``--max-steps``, or ``max_steps in run.yaml``.
+        texts: The values.
+    """
+
+    shown: str
+    texts: list[str]
+
+    @property
+    def text(self) -> str:
+        """The values as one text."""
+        return " ".join(self.texts)
+
+
+Values = dict[str, Given]
 
 
 def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> ConfigT | None:
@@ -39,7 +62,7 @@ def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> Co
         The config, or ``None`` when help was asked for and printed.
 
     Raises:
-        ConfigError: An unknown key or flag, a flag without its value, a value that cannot be read.
+        ConfigError: An unknown key or flag, a flag without its value or twice, a value that cannot be read.
         DataError: The file cannot be read.
     """
     names = _Names(kind, prog)
@@ -61,36 +84,59 @@ class _Names:
         self.fields = tuple(field.name for field in dataclasses.fields(kind))
         self.booleans = {name for name in self.fields if hints[name] is bool}
         self.repeatable = {name for name in self.fields if typing.get_origin(hints[name]) is tuple}
+        self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
 
-    def canonical(self, written: str, *, what: str) -> str:
-        """Return the field's name for what was written; hyphen equals underscore."""
+    def known(self, written: str) -> str | None:
+        """Return the field's name for what was written, hyphen equals underscore; ``None`` if there is none."""
         name = written.replace("-", "_")
-        if name in self.fields or name in self.unsupported:
-            return name
-        close = nearest(name, self.fields)
-        raise ConfigError(f"unknown {what} {written!r}", hint=close or f"`{self.prog} --help` lists the flags")
+        return name if name in self.fields or name in self.unsupported else None
 
-    def accept(self, name: str, values: list[str], *, shown: str) -> bool:
-        """Say whether the values are for a field; a refused flag that asks for nothing is not.
+    def canonical(self, written: str, *, what: str, where: str = "") -> str:
+        """Return the field's name for what was written.
 
         Raises:
-            ConfigError: The flag is known, but this release cannot serve it; or a boolean is no boolean.
+            ConfigError: There is no such field.
+        """
+        name = self.known(written)
+        if name is None:
+            close = nearest(written.replace("-", "_").lower(), (*self.fields, *self.unsupported))
+            raise ConfigError(
+                f"unknown {what} {written!r}{where}",
+                expected=f"a {what} of `{self.prog}`",
+                hint=close or f"`{self.prog} --help` lists the flags",
+            )
+        return name
+
+    def accept(self, name: str, given: Given) -> Given | None:
+        """Return the values for a field, ready to be read; ``None`` for a refused flag that asks for nothing.
+
+        Raises:
+            ConfigError: The flag is known, but this release cannot serve it; a boolean is no boolean; a value is empty.
         """
         if name in self.unsupported:
-            if all(value.lower() in _ASKS_FOR_NOTHING for value in values):
-                return False
+            if all(value.lower() in _ASKS_FOR_NOTHING for value in given.texts):
+                return None
             raise ConfigError(
-                f"{shown} {' '.join(values)} is not supported in this release", hint=self.unsupported[name]
+                f"{given.shown} {given.text} is not supported in this release", hint=self.unsupported[name]
             )
         if name in self.booleans:
-            word = values[0].lower() if len(values) == 1 else ""
+            word = given.texts[0].lower() if len(given.texts) == 1 else ""
             if word not in _TRUE + _FALSE:
-                raise ConfigError(f"{shown} is {' '.join(values)!r}", expected="true or false")
-            values[:] = ["True" if word in _TRUE else "False"]
-        elif len(values) != 1 and name not in self.repeatable:
-            raise ConfigError(f"{shown} has {len(values)} values: {' '.join(values)}", expected="one value")
-        return True
+                hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 are read too"
+                raise ConfigError(f"{given.shown} is {given.text!r}", expected="true or false", hint=hint)
+            return Given(shown=given.shown, texts=["True" if word in _TRUE else "False"])
+        if len(given.texts) != 1 and name not in self.repeatable:
+            raise ConfigError(
+                f"{given.shown} has {len(given.texts)} values: {given.text}",
+                expected="one value",
+                hint="put quotes around a value with spaces in it",
+            )
+        if not all(text.strip() for text in given.texts):
+            raise ConfigError(
+                f"{given.shown} is {given.text!r}", expected="a value", hint=f"leave {name} out for its default"
+            )
+        return given
 
 
 def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values]:
@@ -100,36 +146,48 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if token.startswith("-") and not token.startswith("--"):
-            raise ConfigError(
-                f"unknown flag {token!r}", hint=f"flags begin with two hyphens; see `{names.prog} --help`"
-            )
         if not token.startswith("--"):
-            if path is not None or found:
-                raise ConfigError(
-                    f"{token!r} stands alone",
-                    expected=f"{names.prog} [file.yaml] [--flag value ...]",
-                    hint="the file comes first",
-                )
+            if path is not None or found or token[:1] in ("-", "\u2013", "\u2014"):
+                raise _stray(token, names)
             path = Path(token)
             continue
         written, equals, value = token[2:].partition("=")
         name = names.canonical(written, what="flag")
-        values = [value] if equals else _following(rest, name, names)
-        if not values:
-            raise ConfigError(f"--{written} has no value", hint=f"`{names.prog} --help` says what it takes")
-        if names.accept(name, values, shown=f"--{written}"):
-            found[name] = [*found.get(name, []), *values] if name in names.repeatable else values
+        texts = [value] if equals else _following(rest, name, names)
+        if not texts:
+            raise ConfigError(
+                f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` says what it takes"
+            )
+        given = names.accept(name, Given(shown=f"--{written}", texts=texts))
+        if given is None:
+            continue
+        before = found.get(name)
+        if before is not None and name in names.repeatable:
+            given = Given(shown=given.shown, texts=[*before.texts, *given.texts])
+        elif before is not None and before.texts != given.texts:
+            raise ConfigError(
+                f"--{written} is given twice: {before.text}, {given.text}", expected="one value", hint="leave one out"
+            )
+        found[name] = given
     return path, found
+
+
+def _stray(token: str, names: _Names) -> ConfigError:
+    """Make the error about a word that is neither a flag, nor a flag's value, nor the file in first place."""
+    name, equals, _ = token.lstrip("-\u2013\u2014").partition("=")
+    if token[:1] in ("-", "\u2013", "\u2014"):
+        hint = f"flags begin with two hyphens; see `{names.prog} --help`"
+        if names.known(name):
+            hint = f"flags begin with two hyphens: --{name}"
+        return ConfigError(f"unknown flag {token!r}", expected=f"a flag of `{names.prog}`", hint=hint)
+    hint = f"flags begin with two hyphens: --{token}" if equals and names.known(name) else "the file comes first"
+    return ConfigError(f"{token!r} stands alone", expected=f"{names.prog} [file.yaml] [--flag value ...]", hint=hint)
 
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
     """Take the values that belong to a flag off the front of ``rest``."""
     if name in names.booleans or name in names.unsupported:
-        takes = bool(rest) and (
-            rest[0].lower() in _TRUE + _FALSE if name in names.booleans else not rest[0].startswith("--")
-        )
-        return [rest.pop(0)] if takes else ["true"]
+        return [rest.pop(0)] if rest and not rest[0].startswith("--") else ["true"]
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (name in names.repeatable or not values):
         values.append(rest.pop(0))
@@ -138,32 +196,41 @@ def _following(rest: list[str], name: str, names: _Names) -> list[str]:
 
 def _read_file(path: Path, names: _Names) -> Values:
     """Read a YAML file of keys and values."""
-    yaml = require("yaml", extra="cli", use="settings in a file")
     try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_settings(path, example=names.fields[0])
     except FileNotFoundError:
-        others = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-        raise DataError(
-            f"there is no file {str(path)!r}", hint=nearest(path.name, others) or "give a YAML file"
-        ) from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path} cannot be read: {error}", expected="a YAML file of `key: value` lines") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}", expected="`key: value` lines")
+        raise _no_file(path, names) from None
     found: Values = {}
-    for key, value in typing.cast("dict[Any, Any]", content).items():
-        name = names.canonical(str(key), what="key")
+    for key, value in content.items():
+        name = names.canonical(str(key), what="key", where=f" in {path}")
+        shown = f"{key} in {path}"
+        if name in found:
+            raise ConfigError(f"{shown} is given twice", expected="each key once", hint="hyphen equals underscore")
         if value is None:
+            if name in names.fields and name not in names.optional:
+                raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
             continue
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
-        if not items or any(isinstance(item, (dict, list)) for item in items):
-            raise ConfigError(f"{key} in {path} is {value!r}", expected="a value, or a list of values")
-        values = [str(item) for item in items]
-        if names.accept(name, values, shown=f"{key} in {path}"):
-            found[name] = values
+        if not items or any(isinstance(item, (dict, list)) or item is None for item in items):
+            several = name in names.repeatable
+            raise ConfigError(
+                f"{shown} is {value!r:.80}",
+                expected="a value, or a list of values" if several else "a value",
+                hint=f"such as `{key}: [first, second]`" if several else f"such as `{key}: value`",
+            )
+        given = names.accept(name, Given(shown=shown, texts=[str(item) for item in items]))
+        if given is not None:
+            found[name] = given
     return found
+
+
+def _no_file(path: Path, names: _Names) -> DataError:
+    """Make the error about a YAML file that is not there."""
+    name = str(path).partition("=")[0]
+    others = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    hint = f"flags begin with two hyphens: --{name}" if names.known(name) else nearest(path.name, others)
+    usage = f"{names.prog} [file.yaml] [--flag value ...]"
+    return DataError(f"there is no file {str(path)!r}", expected=usage, hint=hint or "give a YAML file, or only flags")
 
 
 def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
@@ -177,14 +244,16 @@ def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
     if read is not None:
         return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(bare)})
     fields: list[Any] = list(dataclasses.fields(typing.cast(Any, kind)))
+    help_ = f"`{prog} --help` says what it takes"
     for name in sorted({field.name for field in fields if _required(field)} - set(values)):
-        raise ConfigError(f"--{name} is missing", hint=f"`{prog} --help` says what it takes")
-    for name, texts in values.items():
-        if _try_tyro(_bare(kind, [name]), {name: texts}, prog=prog) is None:
-            expected = _in_words(typing.get_type_hints(kind)[name])
-            hint = f"`{prog} --help` says what it takes"
-            raise ConfigError(f"--{name} is {' '.join(texts)!r}", expected=expected, hint=hint)
-    raise ConfigError(f"the values {values} do not make a {kind.__name__}", hint=f"see `{prog} --help`")
+        raise ConfigError(f"--{name} is missing", expected="a value", hint=help_)
+    for name, given in values.items():
+        if _try_tyro(_bare(kind, [name]), {name: given}, prog=prog) is None:
+            wanted = typing.get_type_hints(kind)[name]
+            hint = nearest(given.text, known_names(wanted)) or help_
+            raise ConfigError(f"{given.shown} is {given.text!r}", expected=in_words(wanted), hint=hint)
+    shown = {given.shown: given.text for given in values.values()}
+    raise ConfigError(f"the values {shown} do not make a {kind.__name__}", hint=help_)
 
 
 def _bare(kind: type[Any], names: Sequence[str]) -> type[Any]:
@@ -212,23 +281,13 @@ def _required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _in_words(hint: Any) -> str:
-    """Say in words what a type takes."""
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(str, arguments))
-    if arguments:
-        return " or ".join(_in_words(argument) for argument in arguments if argument not in (type(None), ...))
-    return {int: "an integer", float: "a number", bool: "true or false", str: "text"}.get(hint, str(hint))
-
-
 def _as_flags(kind: type[Any], values: Values) -> list[str]:
     """Write values as arguments for tyro; ``=`` keeps a value that begins with a hyphen a value."""
     hints = typing.get_type_hints(kind)
     flags: list[str] = []
-    for name, texts in values.items():
+    for name, given in values.items():
         several = typing.get_origin(hints[name]) is tuple
-        flags += [f"--{name}", *texts] if several else [f"--{name}={text}" for text in texts]
+        flags += [f"--{name}", *given.texts] if several else [f"--{name}={text}" for text in given.texts]
     return flags
 
 

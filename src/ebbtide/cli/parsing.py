@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with the errors of this command line."""
+    """argparse, with the errors of this command line and without abbreviations of flags.
+
+    Args:
+        **options: As ``argparse.ArgumentParser``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def read(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parse arguments, all of which must be known.
+
+        Raises:
+            ConfigError: A flag is not known, or has no value; or there is a word too many.
+        """
+        own, unknown = self.parse_known_args(list(argv))
+        if unknown:
+            close = nearest(unknown[0].partition("=")[0], list(self._option_string_actions))
+            raise ConfigError(
+                f"unknown argument {unknown[0]!r}",
+                expected=f"arguments of `{self.prog}`",
+                hint=close or f"`{self.prog} --help` lists the flags",
+            )
+        return own
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of leaving the process.
@@ -17,4 +41,31 @@ class Parser(argparse.ArgumentParser):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError(message, hint=f"`{self.prog} --help` lists the flags")
+        raise ConfigError(message, expected=f"arguments of `{self.prog}`", hint=f"`{self.prog} --help` lists the flags")
+
+
+def choice(name: str, text: str, known: Sequence[str]) -> str:
+    """Return a value that must be one of several names.
+
+    Raises:
+        ConfigError: It is none of them.
+    """
+    if text not in known:
+        listed = ", ".join(known)
+        raise ConfigError(
+            f"{name} is {text!r}",
+            expected=f"one of {listed}",
+            hint=nearest(text, known) or f"such as {name} {known[0]}",
+        )
+    return text
+
+
+def count(name: str, text: str) -> int:
+    """Return a number that must be 1 or more.
+
+    Raises:
+        ConfigError: It is no integer, or below 1.
+    """
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise ConfigError(f"{name} is {text!r}", expected="an integer, 1 or more", hint=f"such as {name} 3")
+    return int(text)

@@ -99,9 +99,11 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--modle", "m"), r"unknown flag 'modle'\nhint: did you mean 'model'"),
-        (("--xyzzy", "1"), "unknown flag 'xyzzy'\nhint: `ebbtide test --help`"),
-        (("-m", "m"), r"unknown flag '-m'\nhint: flags begin with two hyphens"),
+        (("--modle", "m"), r"unknown flag 'modle'; expected a flag of `ebbtide test`\nhint: did you mean 'model'"),
+        (("--xyzzy", "1"), "unknown flag 'xyzzy'; .*\nhint: `ebbtide test --help`"),
+        (("-m", "m"), r"unknown flag '-m'; .*\nhint: flags begin with two hyphens; see"),
+        (("-model", "m"), r"unknown flag '-model'; .*\nhint: flags begin with two hyphens: --model"),
+        (("\u2014model", "m"), r"unknown flag '.model'; .*\nhint: flags begin with two hyphens"),
         ((), "--model is missing"),
         (("--model",), "--model has no value"),
         (("--model", "m", "--max_steps", "abc"), "--max_steps is 'abc'; expected an integer"),
@@ -109,7 +111,16 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
         (("--model", "m", "--rate", "fast"), "--rate is 'fast'; expected a number"),
         (("--model", "m", "--kind", "half"), "--kind is 'half'; expected one of full, lora"),
         (("--model", "m", "--verify=maybe"), "--verify is 'maybe'; expected true or false"),
-        (("--model", "m", "stray"), "'stray' stands alone"),
+        (("--model", "m", "--verify", "maybe"), "--verify is 'maybe'; expected true or false\nhint: yes and no"),
+        (("--model", "m", "--verify", "ture"), "--verify is 'ture'; .*\nhint: did you mean 'true'"),
+        (("--model", "m", "--kind", "lroa"), "--kind is 'lroa'; expected one of full, lora\nhint: did you mean 'lora'"),
+        (("--model", "m", "--fsdp", "x"), "unknown flag 'fsdp'; .*\nhint: did you mean 'fsdp_strategy'"),
+        (("--model", "m", "--path", ""), "--path is ''; expected a value\nhint: leave path out"),
+        (("--model", "m", "--dataset", "a", ""), "--dataset is 'a '; expected a value"),
+        (("--model", "m", "--rate", "1", "--rate", "2"), "--rate is given twice: 1, 2"),
+        (("--model", "m", "--verify", "--verify=no"), "--verify is given twice: True, False"),
+        (("--model", "m", "stray"), "'stray' stands alone.*\nhint: the file comes first"),
+        (("--model", "m", "kind=lora"), "'kind=lora' stands alone.*\nhint: flags begin with two hyphens: --kind=lora"),
         (
             ("--model", "m", "--deepspeed", "zero2"),
             "--deepspeed zero2 is not supported in this release\nhint: leave it",
@@ -131,13 +142,25 @@ def test_a_refused_flag_that_asks_for_nothing_passes() -> None:
 @pytest.mark.parametrize(
     ("text", "error", "said"),
     [
-        ("modle: m\n", ConfigError, "unknown key 'modle'\nhint: did you mean 'model'"),
+        ("modle: m\n", ConfigError, "unknown key 'modle' in .*run.yaml; expected .*\nhint: did you mean 'model'"),
         ("model: {a: 1}\n", ConfigError, "model in .*run.yaml is {'a': 1}; expected a value"),
         ("max_steps: [1, 2]\n", ConfigError, "max_steps in .*run.yaml has 2 values"),
         ("deepspeed: zero3\n", ConfigError, "deepspeed in .*run.yaml zero3 is not supported"),
         ("verify: perhaps\n", ConfigError, "verify in .*run.yaml is 'perhaps'; expected true or false"),
         ("- a\n- b\n", ConfigError, "holds a list; expected `key: value` lines"),
-        ("model: [unclosed\n", DataError, "cannot be read"),
+        ("model: [unclosed\n", DataError, "cannot be read: line 2: .*; expected a YAML file.*\nhint: "),
+        ("model: m\n\tverify: true\n", DataError, r"cannot be read: line 2: found character '\\t'.*\nhint: .*tabs"),
+        ("model: m\nmodel: n\n", DataError, "line 2: the key 'model' stands here a second time"),
+        ("model: m\nmax-steps: 1\nmax_steps: 2\n", ConfigError, "max_steps in .*run.yaml is given twice"),
+        ("model:\n", ConfigError, "model in .*run.yaml has no value"),
+        ("model: ''\n", ConfigError, "model in .*run.yaml is ''; expected a value"),
+        ("model: m\nmax_steps: 1.5\n", ConfigError, "max_steps in .*run.yaml is '1.5'; expected an integer"),
+        ("model: m\nkind: lroa\n", ConfigError, "kind in .*run.yaml is 'lroa'; .*\nhint: did you mean 'lora'"),
+        ("model: m\ndataset: [a, null]\n", ConfigError, r"dataset in .*run.yaml is .*; expected a value, or a list"),
+        ("model: m\ndataset: []\n", ConfigError, r"dataset in .*run.yaml is \[\]; expected a value, or a list"),
+        ("just words\n", ConfigError, "holds a str; expected `key: value` lines\nhint: such as `model: value`"),
+        ("model: m\n---\nmodel: n\n", DataError, "cannot be read: line 2"),
+        ("!!python/object:os.system x\n", DataError, "cannot be read: line 1: could not determine a constructor"),
     ],
 )
 def test_errors_in_the_file_name_the_key_and_the_file(
@@ -147,6 +170,18 @@ def test_errors_in_the_file_name_the_key_and_the_file(
     file.write_text(text)
     with pytest.raises(error, match=said):
         read(str(file))
+
+
+@pytest.mark.parametrize("content", [b"model: \xff\xfe\n", None])
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, content: bytes | None) -> None:
+    file = tmp_path / "run.yaml"
+    file.mkdir() if content is None else file.write_bytes(content)
+    with pytest.raises(DataError, match=r"run.yaml cannot be read: (Is a directory|'utf-8' codec).*\nhint: "):
+        read(str(file))
+
+
+def test_the_same_value_twice_is_no_contradiction() -> None:
+    assert read("--model", "m", "--max_steps", "5", "--max-steps=5") == Settings(model="m", max_steps=5)
 
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:

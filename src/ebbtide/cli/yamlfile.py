@@ -1,0 +1,69 @@
+"""Reading a YAML file of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.extras import require
+
+
+def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
+    """Return what a YAML file of ``key: value`` lines holds; nothing if it is empty.
+
+    Args:
+        path: The file.
+        example: A key, for the hint.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        DataError: It cannot be read, or a key stands in it twice.
+        ConfigError: It holds something else than keys and values.
+    """
+    yaml = require("yaml", extra="cli", use="settings in a file")
+    try:
+        content: Any = yaml.load(path.read_text(encoding="utf-8"), Loader=_loader(yaml))
+    except FileNotFoundError:
+        raise
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(
+            f"{path} cannot be read: {_why(error)}",
+            expected="a YAML file of `key: value` lines, each key once",
+            hint="indent with spaces, never with tabs, and put quotes around text with a colon in it",
+        ) from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"{path} holds a {type(content).__name__}",
+            expected="`key: value` lines",
+            hint=f"such as `{example}: value`",
+        )
+    return cast("dict[Any, Any]", content)
+
+
+def _loader(yaml: Any) -> Any:
+    """Return PyYAML's safe loader, but for a key that stands twice: by itself it takes the last and says nothing."""
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key.value, str) and key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} stands here a second time", key.start_mark
+                    )
+                seen.add(str(key.value))
+            return super().construct_mapping(node, deep)
+
+    return Loader
+
+
+def _why(error: Exception) -> str:
+    """Say in one line why a file cannot be read."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is not None and problem:
+        return f"line {mark.line + 1}: {problem}"
+    return getattr(error, "strerror", None) or str(error).replace("\n", " ")
