@@ -3,8 +3,8 @@
 [Note: where the hooks stand]
 A block's ``forward`` is replaced on the instance. That place is inside module hooks, so FSDP has unsharded before and
 reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint sees its own hooks innermost
-and ours see its inputs. Hooks entered *inside* a checkpointed function would silently cancel the checkpoint: found at
-the first call and refused. Hooks are never open while ``backward()`` runs.
+and ours see its inputs. Hooks entered *inside* a checkpointed function would silently cancel the checkpoint: none are
+entered there, see [Note: checkpoints around blocks]. Hooks are never open while ``backward()`` runs.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
 from ebbtide.wrap.strategy import weights_move
 
@@ -70,8 +71,9 @@ class Attachment:
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ran: set[str] = set()
+        self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._told: set[str] = set()  # kinds of blocks of which a warning was given
+        self._told: set[str] = set()  # kinds of blocks, and transforms, of which a warning was given
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call).remove)
@@ -100,7 +102,7 @@ class Attachment:
     # What runs in place of forward
 
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward():
+        if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward() or self._transformed():
             return forward(*args, **kwargs)
         self._depth += 1
         try:
@@ -113,6 +115,7 @@ class Attachment:
             self.engine.end_pass()
 
     def _begin_pass(self) -> None:
+        self._before = None
         moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
         self.engine.weights_move = moves
         self.engine.begin_pass(weights_of(self._model) if moves else ())
@@ -120,9 +123,12 @@ class Attachment:
     def _block_call(
         self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or scope.open or _in_backward():
+        if not torch.is_grad_enabled():
+            if self._depth and self.enabled and not _in_backward():
+                self._leave_to_reentrant(scope, args, kwargs)
             return forward(*args, **kwargs)
-        _refuse_other_hooks(scope.block.name)
+        if not self.enabled or scope.open or _in_backward() or self._transformed():
+            return forward(*args, **kwargs)
         engine, block = self.engine, scope.block
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
@@ -130,6 +136,12 @@ class Attachment:
                 self._ran.clear()
                 self._begin_pass()
             self._ran.add(block.name)
+        pack = innermost_hooks()
+        kept = checkpoint_around(pack)
+        if kept is not None:
+            self._leave_to_checkpoint(kept, block)
+            return forward(*args, **kwargs)
+        _refuse_other_hooks(block.name, pack)
         seen = self._seen.get(block.kind) or Tally()
         action = engine.plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
@@ -150,6 +162,28 @@ class Attachment:
                 scope.run = None
                 self._seen[block.kind] = run.tally
 
+    def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
+        """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
+
+        Raises:
+            ConflictError: Another offloader has it.
+        """
+        run = self.engine.begin_block(block, kept.tensors())
+        try:
+            theirs = kept.hook((run.pack, self.engine.unpack))
+        finally:
+            self.engine.end_block(run, checkpointed=True)
+        if theirs is not None:
+            _refuse(block.name, f"{type(theirs).__module__}.{type(theirs).__qualname__}")
+
+    def _leave_to_reentrant(self, scope: _Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Offload what a reentrant checkpoint around the block before this one keeps."""
+        before, self._before = self._before, scope.block
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        kept = None if before is None else checkpoint_before(inputs)
+        if before is not None and kept is not None:
+            self._leave_to_checkpoint(kept, before)
+
     def _repeatable(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a block may be run again: not if it is given an object that it may change, such as a cache."""
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
@@ -163,6 +197,14 @@ class Attachment:
                 block.kind, type(changeable).__name__,
             )  # fmt: skip
         return False
+
+    def _transformed(self) -> bool:
+        """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
+        transform = _transform()
+        if transform is not None and transform not in self._told:
+            self._told.add(transform)
+            logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
+        return transform is not None
 
     def _check_room(self) -> None:
         """Once the first block has shown what blocks offload, see whether the store can hold the rest.
@@ -286,26 +328,29 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _refuse_other_hooks(block: str) -> None:
-    """Raise if other saved-tensor hooks are open where ours would be entered.
+def _transform() -> str | None:
+    """Return what transforms or traces the code that runs now; None if it just runs."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return "torch.func transforms"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
+        return "tracing (torch.export, make_fx)"
+    return None
+
+
+def _refuse_other_hooks(block: str, pack: Any) -> None:
+    """Raise if saved-tensor hooks that are not ours are open where ours would be entered.
 
     Raises:
-        ConflictError: A checkpoint runs this block, or another offloader is on.
+        ConflictError: Another offloader is on.
     """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-    if top is None:
+    if pack is None or isinstance(getattr(pack, "__self__", None), BlockRun):
         return
-    pack = top[0]
-    if isinstance(getattr(pack, "__self__", None), BlockRun):
-        return
-    name = getattr(pack, "__qualname__", type(pack).__qualname__)
-    where = f"{getattr(pack, '__module__', '?')}.{name}"
-    if "checkpoint" in where.lower():
-        raise ConflictError(
-            f"block {block!r} runs inside a checkpointed function ({where})",
-            expected="hooks outside the checkpoint: entered inside, they would silently cancel it",
-            hint="switch that checkpointing off and pass enable_ckpt=True, which needs the same memory",
-        )
+    _refuse(block, f"{getattr(pack, '__module__', '?')}.{getattr(pack, '__qualname__', type(pack).__qualname__)}")
+
+
+def _refuse(block: str, where: str) -> None:
     raise ConflictError(
         f"block {block!r} runs under other saved-tensor hooks ({where})",
         expected="one offloader on a model",

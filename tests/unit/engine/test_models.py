@@ -170,12 +170,8 @@ def test_a_checkpoint_around_a_block(reentrant: bool) -> None:
     model, x = Model(around), torch.randn(4, 8, requires_grad=True)
     expected = grads(model, x)
     with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
-        if reentrant:  # its forward runs without gradients, its second run in backward
-            assert same(expected, grads(model, x)) and handle.stats().live_tickets == 0
-            return
-        with pytest.raises(ConflictError, match=r"inside a checkpointed function[\s\S]*hint: .*enable_ckpt=True"):
-            grads(model, x)
-        assert hooks_are_closed()
+        assert same(expected, grads(model, x)) and handle.stats().live_tickets == 0
+        assert handle.stats().offloaded_bytes > 0 and hooks_are_closed()
     assert same(expected, grads(model, x))
 
 
@@ -250,18 +246,13 @@ def test_switching_off_and_on_while_graphs_live() -> None:
 @pytest.mark.parametrize("policy", ["offload", "inputs", "auto"])
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_of_transformers_composes(policy: str, dropout: float) -> None:
-    """Its checkpoint stands inside ours, or ours is refused with a hint: never a cancelled checkpoint."""
+    """Its checkpoint stands inside our hooks: never a cancelled checkpoint."""
     plain = build("llama", attention_dropout=dropout)
     expected = plain.step()
     tiny = build("llama", attention_dropout=dropout)
     tiny.model.gradient_checkpointing_enable({"use_reentrant": False})
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
-        try:
-            got = tiny.step()
-        except ConflictError as refused:
-            assert "enable_ckpt=True" in str(refused) and hooks_are_closed()
-            return
-        assert differences(expected, got) == []
+        assert differences(expected, tiny.step()) == []
         stats = handle.stats()
         assert stats.packs > 0 and stats.live_tickets == 0
         alone = build("llama", attention_dropout=dropout)

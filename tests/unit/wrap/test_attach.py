@@ -245,26 +245,6 @@ def test_other_hooks_around_are_refused(hooks: Callable[[], Any]) -> None:
         assert differences(tiny.step(), expected) == []
 
 
-class Checkpointed(Stack):
-    """Checkpoints around its blocks: inside the checkpoint, hooks would cancel it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False)
-        return x
-
-
-def test_a_checkpoint_around_a_block_is_refused() -> None:
-    model = Checkpointed(*build("mlp").block_list())
-    x = torch.randn(2, 4, 48, requires_grad=True)
-    with enable(model) as handle:
-        with pytest.raises(ConflictError, match=r"(?s)inside a checkpointed function.*enable_ckpt=True"):
-            model(x)
-        handle.disable()
-        model(x).sum().backward()
-    assert x.grad is not None
-
-
 def test_a_block_that_checkpoints_itself_is_offloaded() -> None:
     class Self(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

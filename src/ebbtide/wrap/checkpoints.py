@@ -1,0 +1,105 @@
+"""Checkpoints that stand around a block: what they keep is offloaded, and they stay what they are.
+
+[Note: checkpoints around blocks]
+Who checkpoints a block from outside (``checkpoint(layer, x)`` in the model's loop: older transformers, hand-written
+code) calls the block inside the checkpoint. Hooks of ours entered there would be the innermost ones: everything would
+be saved again and the checkpoint silently cancelled. So none are entered. What such a checkpoint keeps for its second
+run is saved tensors, and a saved tensor takes hooks of its own afterwards (``SavedTensor.register_hooks``): those that
+hold the block's inputs are given ours, one by one, and nothing else changes.
+
+A non-reentrant checkpoint is told by its hooks, which are the innermost ones; they lead to its frame. A reentrant one
+saves its inputs in an autograd node that is made after its function has run: it is found behind the input of the block
+that comes next. Nothing comes after the last block; its inputs are read first in backward and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.engine.tickets import LightTicket, Ticket
+
+REENTRANT = "CheckpointFunctionBackward"
+NEAR = 16
+"""Nodes looked at behind a block's input: a checkpoint's output reaches the next block directly, or through a sum."""
+
+HAS_HOOKS = "hooks have already been set"
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class Kept:
+    """What one checkpoint keeps for its second run.
+
+    Args:
+        saved: Its ``torch._C._autograd.SavedTensor`` objects.
+    """
+
+    def __init__(self, saved: Sequence[Any]) -> None:
+        self._saved = saved
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that have no hooks yet."""
+        return [t for s in self._saved if isinstance(t := s.data, torch.Tensor)]
+
+    def hook(self, hooks: Hooks) -> object | None:
+        """Give pack and unpack hooks to what has none.
+
+        Returns:
+            What another offloader's hooks made of a tensor, where one came first; else None.
+        """
+        theirs: object | None = None
+        for saved in self._saved:
+            try:
+                saved.register_hooks(*hooks)
+            except RuntimeError as error:
+                if HAS_HOOKS not in str(error):
+                    raise
+                packed = saved.data  # ours, if two blocks share a checkpoint, or another's
+                if not isinstance(packed, (Ticket, LightTicket)) and not _of_checkpoint(type(packed)):
+                    theirs = packed
+        return theirs
+
+
+def innermost_hooks() -> Any:
+    """Return the pack hook of the innermost saved-tensor hooks that are open; None: there are none."""
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    return None if top is None else top[0]
+
+
+def checkpoint_around(pack: Any) -> Kept | None:
+    """Return what a non-reentrant checkpoint keeps, if ``pack`` is its hook: the code that runs now is checkpointed."""
+    if not _of_checkpoint(pack):
+        return None
+    frame = _closed_over(pack, "frame")
+    saved: list[Any] | None = getattr(frame, "saved_args", None)
+    if saved is None:  # torch before 2.12 keeps them in a node
+        node = getattr(getattr(frame, "input_saver", None), "grad_fn", None)
+        saved = list(getattr(node, "_raw_saved_tensors", ()))
+    return Kept([s for s in saved if hasattr(s, "register_hooks")])
+
+
+def checkpoint_before(inputs: Iterable[torch.Tensor]) -> Kept | None:
+    """Return what the reentrant checkpoint keeps that one of ``inputs`` came out of."""
+    pending = [t.grad_fn for t in inputs]
+    seen = 0
+    while pending and seen < NEAR:
+        node, seen = pending.pop(0), seen + 1
+        if node is None:
+            continue
+        if node.name() == REENTRANT:
+            return Kept(node._raw_saved_tensors)  # pyright: ignore[reportAttributeAccessIssue]
+        pending += [function for function, _ in node.next_functions]
+    return None
+
+
+def _of_checkpoint(thing: Any) -> bool:
+    return getattr(thing, "__module__", None) == checkpoint.__module__
+
+
+def _closed_over(function: Any, name: str) -> Any:
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    return dict(zip(names, cells, strict=False))[name].cell_contents if name in names else None
