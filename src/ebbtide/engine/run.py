@@ -243,7 +243,7 @@ class BlockRun:
         taken = engine.index.bytes_apart(storage, version)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
         entry = Entry(
-            tensor, site=site, region=region, base_layout=base_layout, version=version, live=engine.live_entries
+            tensor, site=site, region=region, base_layout=base_layout, version=version, living=engine.live_entries
         )
         candidate = Candidate(
             site=site,
@@ -325,7 +325,7 @@ class BlockRun:
         layout = Layout.of(small)
         region = (0, small.untyped_storage().nbytes())
         inner = Entry(
-            small, site=entry.site, region=region, base_layout=layout, version=0, live=self.engine.live_entries
+            small, site=entry.site, region=region, base_layout=layout, version=0, living=self.engine.live_entries
         )
         inner.action = Action.OFFLOAD
         self.engine.park(inner, small)

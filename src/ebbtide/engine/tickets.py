@@ -56,11 +56,29 @@ class LightTicket:
         return self.alias
 
 
+class Life:
+    """Counts whoever holds it among the living.
+
+    What is weakly referenced has no ``__del__`` of its own: Python runs that before it clears the references, and
+    another thread would find the dying object through them.
+    """
+
+    __slots__ = ("_living",)
+
+    def __init__(self, living: set[int]) -> None:
+        self._living = living
+        living.add(id(self))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_living"):  # else it was interrupted before the first line of its __init__
+            self._living.discard(id(self))
+
+
 class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "live", "part_only",
+        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "life", "part_only",
         "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
@@ -72,10 +90,10 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         version: int,
-        live: set[int],
+        living: set[int],
     ) -> None:
-        self.live = live  # first these two: __del__ needs them, wherever this is interrupted
-        self.slot: Slot | None = None
+        self.life = Life(living)
+        self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
         self.device_type = tensor.device.type
         self.first, self.last = region
@@ -90,7 +108,6 @@ class Entry:
         self.probe: torch.Tensor | None = None
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
-        live.add(id(self))
 
     @property
     def nbytes(self) -> int:
@@ -102,29 +119,18 @@ class Entry:
         """Whether the storage was changed in place since it was saved."""
         return self.probe is not None and self.probe._version != self.version
 
-    def __del__(self) -> None:
-        if hasattr(self, "slot"):  # else it was interrupted before the first lines of its __init__
-            self.live.discard(id(self))
-            if self.slot is not None:
-                self.slot.free()
-
 
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "entry", "layout", "live", "probe", "run", "version")
+    __slots__ = ("entry", "layout", "life", "probe", "run", "version")
 
     def __init__(self, entry: Entry, layout: Layout, run: BlockRun, probe: torch.Tensor, version: int) -> None:
-        self.live = run.engine.live_tickets  # first: __del__ needs it, wherever this is interrupted
+        self.life = Life(run.engine.live_tickets)
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
         if entry.probe is None and entry.version == self.version:
             entry.probe = self.probe
-        self.live.add(id(self))
-
-    def __del__(self) -> None:
-        if hasattr(self, "live"):
-            self.live.discard(id(self))
 
     def tensor(self, content: torch.Tensor) -> torch.Tensor:
         """Return the saved tensor over its restored bytes.
