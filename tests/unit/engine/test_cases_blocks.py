@@ -44,7 +44,7 @@ def a_block_that_returns_a_view_of_its_input() -> Made:
     def route(layers: nn.ModuleList, x: Tensor) -> Tensor:
         for layer in layers:
             seen, y = layer(x.sin())
-            x = seen.view(4, WIDTH).mul_(2) + y
+            x = seen.view(4, WIDTH) * 2 + y
         return x
 
     return Model(lambda: Part(forward, a=linear()), route), two_dims()
