@@ -30,6 +30,7 @@ from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
+from ebbtide.wrap.agreement import check_agreement, ranks_of, terms_of
 from ebbtide.wrap.blocks import weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
@@ -54,6 +55,7 @@ class Attachment:
 
     Raises:
         ConflictError: A block is already offloaded by another handle, or is a part of a compiled module.
+        ConfigError: Ranks that train the same part of the model differ.
     """
 
     def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, Block]], engine: Engine) -> None:
@@ -66,6 +68,7 @@ class Attachment:
             )
         for _, block in blocks:
             _refuse_compiled_around(model, block.name)
+        check_agreement(ranks_of(model), terms_of(model, [block for _, block in blocks], engine))
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._undo: list[Callable[[], None]] = []

@@ -18,10 +18,13 @@ from torch import nn
 
 from ebbtide.base.errors import BlocksError, nearest
 from ebbtide.engine import Block
-from ebbtide.wrap.strategy import is_fsdp1, is_fsdp2
+from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2
 
 SMALL_STACK = 0.02
 """A stack that holds less than this share of the model's parameters is no place to save memory."""
+
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+"""Names under which wrappers hold a module; DDP's, ``module``, may be a model's own."""
 
 
 def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[tuple[nn.Module, Block]]:
@@ -29,7 +32,8 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
     Args:
         model: Any module, wrapped or not.
-        globs: Paths of blocks, such as ``"model.layers.*"``; None: find them by structure.
+        globs: Paths of blocks, such as ``"model.layers.*"``, with or without what wrappers put into them; None: find
+            them by structure.
 
     Raises:
         BlocksError: The model has no repeated blocks, or a glob matches no module.
@@ -57,14 +61,14 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
 
 def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    total = max(_parameters(model), 1)
+    total = max(_size(model), 1)
     found: list[tuple[str, nn.Module]] = []
     pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         name, module = pending.pop()
         children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
-        stack = [(n, c) for n, c in children if any(True for _ in c.parameters())]
-        if _is_stack(module, [c for _, c in stack]) and _parameters(module) >= SMALL_STACK * total:
+        stack = [(n, c) for n, c in children if _size(c)]
+        if _is_stack(module, [c for _, c in stack]) and _size(module) >= SMALL_STACK * total:
             found.extend(stack)
         else:
             pending.extend(reversed(children))
@@ -84,7 +88,9 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
     names = dict(model.named_modules())
     found: dict[str, nn.Module] = {}
     for glob in globs:
-        matches = [n for n in names if n and fnmatchcase(n, glob)]
+        matches = [
+            n for n in names if (own := _own_name(model, n)) and (fnmatchcase(n, glob) or fnmatchcase(own, glob))
+        ]
         if not matches:
             raise BlocksError(
                 f"blocks={glob!r} matches no module of {type(model).__name__}",
@@ -97,12 +103,19 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
     return [(n, names[n]) for n in names if n in outermost]
 
 
+def _own_name(model: nn.Module, name: str) -> str:
+    """Return the path of a module as it was before the model was wrapped, compiled or checkpointed."""
+    parts = [p for p in name.split(".") if p not in WRAPPED]
+    return ".".join(parts[1:] if is_ddp(model) and parts[0] == "module" else parts)
+
+
 def _kind(module: nn.Module) -> str:
     return type(_behind(module)).__name__
 
 
-def _parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+def _size(module: nn.Module) -> int:
+    """Return how many numbers the weights of a module are, wherever FSDP1 has put them."""
+    return sum(p.numel() for p in module.parameters()) + sum(w.numel() for m in module.modules() for w in _flattened(m))
 
 
 def _under_fsdp1(module: nn.Module) -> nn.Module:
@@ -130,6 +143,10 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
         inner = pending.pop()
         yield from inner.parameters(recurse=False)
         yield from inner.buffers(recurse=False)
-        # FSDP1 with use_orig_params=False: while they have bytes, weights are plain attributes, views of a parameter.
-        yield from (t for t in vars(inner).values() if type(t) is torch.Tensor and isinstance(t._base, nn.Parameter))
+        yield from _flattened(inner)
         pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
+
+
+def _flattened(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights that FSDP1 with ``use_orig_params=False`` keeps as plain attributes, views of a parameter."""
+    yield from (t for t in vars(module).values() if type(t) is torch.Tensor and isinstance(t._base, nn.Parameter))

@@ -44,6 +44,12 @@ def is_fsdp1(module: nn.Module) -> bool:
     return wrapper is not None and isinstance(module, wrapper)
 
 
+def is_ddp(module: nn.Module) -> bool:
+    """Whether ``module`` is a DDP wrapper."""
+    wrapper = _wrapper_class("ddp")
+    return wrapper is not None and isinstance(module, wrapper)
+
+
 def weights_move(model: nn.Module) -> bool:
     """Whether parameters have bytes only around their block's forward and backward."""
     return found_strategy(model) in ("fsdp", "fsdp2")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
@@ -149,6 +150,19 @@ def test_a_glob_without_matches_names_the_nearest(glob: str, hint: str) -> None:
         find_blocks(Stack(Block(), Block()), ["layers.0", glob])
     assert f"blocks={glob!r}" in str(raised.value)
     assert hint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("layers.1", ["_orig_mod.layers.1"]),
+        ("layers.?", ["_orig_mod.layers.0", "_orig_mod.layers.1"]),
+        ("layers.1.0", ["_orig_mod.layers.1._checkpoint_wrapped_module.0"]),
+    ],
+)
+def test_globs_know_a_wrapped_module_by_the_name_it_had(glob: str, expected: list[str]) -> None:
+    model = torch.compile(Stack(Block(), checkpoint_wrapper(Block())), backend="eager")
+    assert names(model, glob) == expected
 
 
 def test_one_glob_may_be_given_alone() -> None:

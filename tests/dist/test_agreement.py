@@ -1,0 +1,199 @@
+"""Ranks that train the same part of a model must be told the same; who differs, or does not come, is named."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ebbtide
+from ebbtide.base.errors import ConfigError
+from ebbtide.wrap.agreement import ranks_of
+from tests.helpers.models import Block, Stack
+from tests.helpers.spawn import Case, CaseResult, run_cases
+
+WRAPPERS = ("fsdp2", "fsdp", "ddp")
+
+
+def wrapped(wrapper: str, blocks: int = 2, ranks: list[int] | None = None) -> nn.Module:
+    model = Stack(*(Block() for _ in range(blocks)))
+    mesh = init_device_mesh("cpu", (2,)) if ranks is None else dist.DeviceMesh("cpu", ranks)
+    if wrapper == "fsdp2":
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    if wrapper == "fsdp":
+        return FullyShardedDataParallel(model, mesh.get_group(), device_id=torch.device("cpu"))
+    return DistributedDataParallel(model, process_group=mesh.get_group())
+
+
+def told(wrapper: str, *options: dict[str, Any], blocks: tuple[int, ...] = (2,)) -> str:
+    """Enable on this rank with its own options (the last for all further ranks); return what was said."""
+    rank = dist.get_rank()
+    model = wrapped(wrapper, blocks[min(rank, len(blocks) - 1)])
+    try:
+        handle = ebbtide.enable_activation_offloading(model, **options[min(rank, len(options) - 1)])
+    except ConfigError as error:
+        return str(error)
+    handle.close()
+    return "agreed"
+
+
+def absent(late: bool) -> str:
+    """Rank 1 does not come, or only after the others have given up; then all come."""
+    store = dist.distributed_c10d._get_default_store()
+    before = store.timeout
+    model = wrapped("fsdp2")
+    said = ""
+    if dist.get_rank() == 0:
+        store.set_timeout(timedelta(seconds=1))
+        try:
+            ebbtide.enable_activation_offloading(model)
+        except ConfigError as error:
+            said = str(error)
+        store.set_timeout(before)
+    dist.barrier()
+    if late:
+        ebbtide.enable_activation_offloading(model).close()
+        said += "; then agreed"
+    return said
+
+
+def apart() -> tuple[str, tuple[int, ...]]:
+    """Two parts of a model, two ranks each: parts may differ, ranks of a part may not."""
+    rank = dist.get_rank()
+    part = [0, 1] if rank < 2 else [2, 3]
+    meshes = [dist.DeviceMesh("cpu", p) for p in ([0, 1], [2, 3])]
+    model = Stack(*(Block() for _ in range(2 if rank < 2 else 3)))
+    for layer in model.layers:
+        fully_shard(layer, mesh=meshes[rank // 2])
+    fully_shard(model, mesh=meshes[rank // 2])
+    policy = "offload" if rank < 2 else "minimal"
+    ebbtide.enable_activation_offloading(model, policy=policy).close()
+    try:
+        ebbtide.enable_activation_offloading(model, policy="keep" if rank == 3 else policy).close()
+    except ConfigError as error:
+        return str(error), ranks_of(model)
+    assert ranks_of(model) == tuple(part)
+    return "agreed", ranks_of(model)
+
+
+def replicated() -> tuple[tuple[int, ...], str]:
+    """Two shards, two replicas: all four ranks hold the part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Stack(*(Block() for _ in range(2))), mesh=mesh)
+    try:
+        ebbtide.enable_activation_offloading(model, policy="keep" if dist.get_rank() in (1, 2) else "inputs").close()
+    except ConfigError as error:
+        return ranks_of(model), str(error)
+    return ranks_of(model), "agreed"
+
+
+def one_may(n: int) -> bool:
+    return n > 1
+
+
+def another_may(n: int) -> bool:
+    return n > 2
+
+
+BUDGET: dict[str, Any] = {"host_budget": "1GiB"}
+DIFFERING: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
+    "policy": (({"policy": "offload"}, {"policy": "inputs"}), "plan is 'offload (every storage"),
+    "enable_ckpt": (({"enable_ckpt": True}, {}), "plan is 'minimal (all"),
+    "slowdown": (
+        ({"policy": ebbtide.Auto(max_slowdown=0.1)}, {"policy": ebbtide.Auto(max_slowdown=0.2)}),
+        "plan is 'auto (by rule",
+    ),
+    "min_bytes": (({"min_bytes": 0}, {"min_bytes": "1MiB"}), "min_bytes is '0' on rank 0, but '1048576' on rank 1"),
+    "window": (({"window": "1MiB"}, {}), "window is '1048576 bytes' on rank 0, but 'as the model needs' on rank 1"),
+    "verify": (({"verify": True}, {}), "verify is 'True' on rank 0, but 'False' on rank 1"),
+    "budget": ((BUDGET, {}), "host_budget is '1073741824 bytes' on rank 0, but 'a fair share' on rank 1"),
+    "filter": (
+        ({"tensor_filter": one_may}, {"tensor_filter": another_may}),
+        "tensor_filter is 'one_may' on rank 0, but 'another_may' on rank 1",
+    ),
+    "blocks": (
+        ({"blocks": ["layers.0"]}, {"blocks": ["layers.1"]}),
+        "block module.layers.0 is 'Block' on rank 0, but 'absent' on rank 1; block module.layers.1 is 'absent' on rank",
+    ),
+}
+
+
+def cases() -> dict[str, Case]:
+    found: dict[str, Case] = {f"same {w}": (told, (w, {"policy": "minimal"})) for w in WRAPPERS}
+    found |= {f"policy {w}": (told, (w, {"policy": "offload"}, {"policy": "inputs"})) for w in WRAPPERS}
+    found |= {name: (told, ("ddp", *options)) for name, (options, _) in DIFFERING.items()}
+    found["paths"] = (told, ("ddp", {"disk_path": "/var/tmp"}, {}))
+    found["absent"] = (absent, (False,))
+    found["late"] = (absent, (True,))
+    return found
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, CaseResult]:
+    return run_cases(cases(), 2, timeout_seconds=30.0)
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, CaseResult]:
+    return run_cases({"apart": (apart, ()), "replicated": (replicated, ())}, 4, timeout_seconds=30.0)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_ranks_that_are_told_the_same_agree(two: dict[str, CaseResult], wrapper: str) -> None:
+    assert two[f"same {wrapper}"].values() == ["agreed"] * 2
+    for said in two[f"policy {wrapper}"].values():
+        assert "plan is 'offload" in said and "on rank 0, but 'inputs" in said
+
+
+@pytest.mark.parametrize("what", DIFFERING)
+def test_ranks_that_differ_say_so_on_every_rank(two: dict[str, CaseResult], what: str) -> None:
+    one, other = two[what].values()
+    assert one == other
+    assert DIFFERING[what][1] in one
+    assert "expected the same on ranks 0, 1, which train the same part of the model\nhint: pass the same" in one
+
+
+def test_a_directory_is_a_ranks_own_affair(two: dict[str, CaseResult]) -> None:
+    assert two["paths"].values() == ["agreed"] * 2
+
+
+def test_a_rank_that_does_not_come_is_named_in_bounded_time(two: dict[str, CaseResult]) -> None:
+    said, nothing = two["absent"].values()
+    assert said == (
+        "rank 1 did not enable offloading within 1 s; expected a call on each of ranks 0, 1, which train the same part "
+        "of the model\nhint: call enable_activation_offloading on every rank; the time limit is that of "
+        "init_process_group"
+    )
+    assert nothing == ""
+
+
+def test_ranks_meet_again_after_one_had_not_come(two: dict[str, CaseResult]) -> None:
+    waited, came = two["late"].values()
+    assert "rank 1 did not enable offloading" in waited and waited.endswith("; then agreed")
+    assert came == "; then agreed"
+
+
+def test_parts_of_a_model_may_differ_and_ranks_of_a_part_may_not(four: dict[str, CaseResult]) -> None:
+    said, ranks = zip(*four["apart"].values(), strict=True)
+    assert ranks == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert said[:2] == ("agreed", "agreed") and said[2] == said[3]
+    assert "on rank 2, but 'keep (" in said[2] and "expected the same on ranks 2, 3," in said[2]
+
+
+def test_replicas_hold_the_same_part(four: dict[str, CaseResult]) -> None:
+    for ranks, said in four["replicated"].values():
+        assert ranks == (0, 1, 2, 3)
+        assert "on ranks 0, 3, but 'keep (" in said and "on ranks 1, 2; expected" in said
+
+
+def test_alone_there_is_nobody_to_meet() -> None:
+    assert ranks_of(Stack(Block())) == ()
