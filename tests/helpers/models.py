@@ -1,23 +1,31 @@
 """Tiny models with random weights, made from configurations: nothing is fetched, the same seed gives the same bits.
 
 ``build("llama")`` gives a model with a batch; ``Tiny.step()`` runs forward and backward and returns everything it
-computed, to be compared by ``oracle.differences``. Each transformers model has more than one block, a width that is no
-power of two where the architecture allows, and float inputs that require gradients where it takes floats, so that input
-gradients are compared as well.
+computed, to be compared by ``oracle.differences``. Each family has more than one block, a width that is no power of two
+where the architecture allows, and float inputs that require gradients where it takes floats, so that input gradients
+are compared as well. The families of transformers and diffusers are in ``decoder_families``, ``text_families``,
+``media_families`` and ``diffusion_families``; those written here in plain torch are for tests that want little around
+one thing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.decoder_families import DECODERS
+from tests.helpers.diffusion_families import DIFFUSION
+from tests.helpers.media_families import MEDIA
 from tests.helpers.oracle import Outcome, step
+from tests.helpers.sizes import TINY, Built, Maker, Size
+from tests.helpers.text_families import ENCODERS, RECURRENT
 
-BATCH, SEQUENCE, WIDTH, VOCABULARY = 2, 12, 48, 61
+WIDTH = TINY.width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +37,19 @@ class Tiny:
         model: In training mode.
         inputs: Keyword arguments of its forward.
         blocks: Name of the module that holds its repeated blocks, for tests that wrap them one by one.
+        autocast: The forward runs under ``torch.autocast("cpu", torch.bfloat16)``.
     """
 
     name: str
     model: nn.Module
     inputs: dict[str, Any]
     blocks: str
+    autocast: bool = False
 
     def loss(self, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward; return the scalar loss and the float outputs."""
-        result = (model or self.model)(**self.inputs)
-        outputs = _outputs(result)
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            outputs = _outputs((model or self.model)(**self.inputs))
         if "loss" in outputs:
             return outputs["loss"], outputs
         return sum((v.float().square().mean() for v in outputs.values()), torch.zeros(())), outputs
@@ -61,96 +71,42 @@ def _outputs(result: Any) -> dict[str, Tensor]:
     return {str(k): v for k, v in items if isinstance(v, Tensor) and v.is_floating_point() and v.requires_grad}
 
 
-def build(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> Tiny:
-    """Build a tiny model by name.
+def build(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    size: Size = TINY,
+    autocast: bool = False,
+    **changes: Any,
+) -> Tiny:
+    """Build a model by name.
 
     Args:
         name: One of ``NAMES``.
         dtype: Dtype of weights and float inputs.
         seed: Seed of weights and batch; the caller's random state is left as it was.
-        changes: Further fields of the transformers configuration, such as ``attention_dropout=0.1``.
+        size: From which configuration and batch are made.
+        autocast: Run the forward under ``torch.autocast``.
+        changes: Further fields of the configuration, such as ``attention_dropout=0.1``.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, inputs, blocks = _BUILDERS[name](changes)
-        model.to(dtype).train()
+        model, inputs, blocks = _BUILDERS[name](size, changes)
+        _cast(model.train(), dtype)
         for key, value in inputs.items():
             if isinstance(value, Tensor) and value.is_floating_point():
                 inputs[key] = value.to(dtype).requires_grad_()
-    return Tiny(name=name, model=model, inputs=inputs, blocks=blocks)
+    return Tiny(name=name, model=model, inputs=inputs, blocks=blocks, autocast=autocast)
 
 
-Built = tuple[nn.Module, dict[str, Any], str]
-
-
-def _tokens() -> Tensor:
-    return torch.randint(2, VOCABULARY, (BATCH, SEQUENCE))
-
-
-def _images() -> Tensor:
-    return torch.randn(BATCH, 3, 16, 16)
-
-
-def _causal(class_name: str, blocks: str, **fields: Any) -> Callable[[dict[str, Any]], Built]:
-    """A decoder: tokens in, next-token loss."""
-
-    def make(changes: dict[str, Any]) -> Built:
-        ids = _tokens()
-        model = _transformers(class_name, vocab_size=VOCABULARY, use_cache=False, **(fields | changes))
-        return model, {"input_ids": ids, "labels": ids.clone()}, blocks
-
-    return make
-
-
-def _encoder(
-    class_name: str, blocks: str, batch: Callable[[], dict[str, Any]], **fields: Any
-) -> Callable[[dict[str, Any]], Built]:
-    """Any other transformers model: its batch is made by ``batch``."""
-    return lambda changes: (_transformers(class_name, **(fields | changes)), batch(), blocks)
-
-
-def _transformers(class_name: str, **fields: Any) -> nn.Module:
-    # Imported late: most tests need no transformers, which takes seconds to import.
-    import transformers
-
-    cls = getattr(transformers, class_name)
-    return cls(cls.config_class(**fields))
-
-
-def _seq2seq() -> dict[str, Any]:
-    return {"input_ids": _tokens(), "labels": _tokens()}
-
-
-_LLAMA_LIKE: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-_HEAD = {"head_dim": 16}
-_VISION: dict[str, Any] = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-}
-_BERT = {k: v for k, v in _LLAMA_LIKE.items() if k != "num_key_value_heads"} | {"vocab_size": VOCABULARY}
-_MIXTRAL = _LLAMA_LIKE | {"num_local_experts": 4, "num_experts_per_tok": 2}
-_QWEN3_MOE = _LLAMA_LIKE | _HEAD | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-_T5 = {
-    "vocab_size": VOCABULARY,
-    "d_model": WIDTH,
-    "d_kv": 12,
-    "d_ff": 80,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-_MAMBA = {"hidden_size": WIDTH, "num_hidden_layers": 3, "state_size": 8, "time_step_rank": 4}
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast as ``from_pretrained`` does: diffusers keeps the modules that a model names in float32."""
+    nn.Module.to(model, dtype)  # diffusers' own warns that it casts those too
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, parameter in model.named_parameters():
+        if set(kept) & set(name.split(".")):
+            parameter.data = parameter.data.float()
 
 
 class Mlp(nn.Module):
@@ -227,33 +183,71 @@ class Block(nn.Sequential):
         super().__init__(Attention(dropout=dropout), Mlp(), nn.Dropout(dropout))
 
 
-def _plain(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> Callable[[dict[str, Any]], Built]:
-    def build_plain(changes: dict[str, Any]) -> Built:
+class Cell(nn.Module):
+    """A norm, a recurrent layer and a residual: a block whose middle no rule covers."""
+
+    def __init__(self, layer: type[nn.RNNBase], width: int) -> None:
+        super().__init__()
+        self.norm, self.recurrent = nn.LayerNorm(width), layer(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.recurrent(self.norm(x))[0]
+
+
+def _plain(make: Callable[[Size], nn.Module], batch: Callable[[Size], Tensor]) -> Maker:
+    def build_plain(size: Size, changes: dict[str, Any]) -> Built:
         if changes:
             raise TypeError(f"plain modules take no configuration: {sorted(changes)}")
-        return make(), {"x": torch.randn(shape)}, "layers"
+        return make(size), {"x": batch(size)}, "layers"
 
     return build_plain
 
 
-_BUILDERS: dict[str, Callable[[dict[str, Any]], Built]] = {
-    "mlp": _plain(lambda: Stack(*(Mlp() for _ in range(3))), (BATCH, SEQUENCE, WIDTH)),
-    "attention": _plain(lambda: Stack(*(Attention() for _ in range(3))), (BATCH, SEQUENCE, WIDTH)),
-    "block": _plain(lambda: Stack(*(Block() for _ in range(3))), (BATCH, SEQUENCE, WIDTH)),
-    "dropout": _plain(lambda: Stack(*(Block(0.2) for _ in range(3))), (BATCH, SEQUENCE, WIDTH)),
-    "conv": _plain(lambda: Stack(*(Conv() for _ in range(3))), (BATCH, 8, 10, 10)),
-    "lstm": _plain(Recurrent, (BATCH, SEQUENCE, WIDTH)),
-    "llama": _causal("LlamaForCausalLM", "model.layers", **_LLAMA_LIKE),
-    "qwen3": _causal("Qwen3ForCausalLM", "model.layers", **_LLAMA_LIKE, **_HEAD),
-    "gemma3": _causal("Gemma3ForCausalLM", "model.layers", **_LLAMA_LIKE, **_HEAD, sliding_window=8),
-    "gpt2": _causal("GPT2LMHeadModel", "transformer.h", n_embd=WIDTH, n_layer=3, n_head=4, n_positions=64),
-    "mixtral": _causal("MixtralForCausalLM", "model.layers", **_MIXTRAL),
-    "qwen3_moe": _causal("Qwen3MoeForCausalLM", "model.layers", **_QWEN3_MOE),
-    "mamba": _causal("MambaForCausalLM", "backbone.layers", **_MAMBA),
-    "bert": _encoder("BertForMaskedLM", "bert.encoder.layer", _seq2seq, **_BERT),
-    "t5": _encoder("T5ForConditionalGeneration", "encoder.block", _seq2seq, **_T5),
-    "vit": _encoder("ViTModel", "layers", lambda: {"pixel_values": _images()}, **_VISION),
+def _stack(block: Callable[[Size], nn.Module], batch: Callable[[Size], Tensor] | None = None) -> Maker:
+    """Three blocks of one kind in plain torch."""
+    given = batch or (lambda size: size.values(size.tokens, size.width))
+    return _plain(lambda size: Stack(*(block(size) for _ in range(3))), given)
+
+
+_PLAIN: dict[str, Maker] = {
+    "mlp": _stack(lambda size: Mlp(size.width, size.inner)),
+    "attention": _stack(lambda size: Attention(size.width)),
+    "block": _stack(lambda size: Block()),
+    "dropout": _stack(lambda size: Block(0.2)),
+    "conv": _stack(lambda size: Conv(), lambda size: size.values(8, 10, 10)),
+    "lstm": _plain(lambda size: Recurrent(), lambda size: size.values(size.tokens, WIDTH)),
 }
-PLAIN = tuple(name for name in _BUILDERS if name in {"mlp", "attention", "block", "dropout", "conv", "lstm"})
-TRANSFORMERS = tuple(name for name in _BUILDERS if name not in PLAIN)
-NAMES = (*PLAIN, *TRANSFORMERS)
+STACKS: dict[str, Maker] = {
+    "lstm_stack": _stack(lambda size: Cell(nn.LSTM, size.width)),
+    "gru_stack": _stack(lambda size: Cell(nn.GRU, size.width)),
+}
+_TRANSFORMERS = DECODERS | ENCODERS | RECURRENT | MEDIA
+_BUILDERS = _PLAIN | STACKS | _TRANSFORMERS | DIFFUSION
+PLAIN = (*_PLAIN, *STACKS)
+TRANSFORMERS = tuple(_TRANSFORMERS)
+FAMILIES = (*_TRANSFORMERS, *DIFFUSION, *STACKS)
+NAMES = tuple(_BUILDERS)
+
+DROPOUT = (
+    "gpt2",
+    "phi",
+    "bert",
+    "t5",
+    "bart",
+    "swin",
+    "convnext",
+    "dinov2",
+    "wav2vec2",
+    "whisper",
+    "unet2d",
+    "dit",
+    "cogvideox",
+)
+"""Families that draw random numbers in training."""
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": torch.float32},
+    "bf16": {"dtype": torch.bfloat16},
+    "autocast": {"dtype": torch.float32, "autocast": True},
+}
+"""What ``build`` is given for each precision: weights in it, or weights in float32 under autocast to bfloat16."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.helpers.models import NAMES, PLAIN, build
+from tests.helpers.models import DROPOUT, NAMES, PLAIN, build
 from tests.helpers.oracle import Oracle, differences, same_bits
+from tests.helpers.sizes import WIDE
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", NAMES)
 def test_oracle_gives_the_bits_of_plain_training(name: str) -> None:
     tiny = build(name)
@@ -39,6 +41,34 @@ def test_building_leaves_the_random_state_alone() -> None:
 
 def test_configuration_changes_reach_the_model() -> None:
     assert build("llama", num_hidden_layers=2).model.config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_families_with_dropout_draw_from_the_seed(name: str) -> None:
+    tiny = build(name)
+    seen: list[dict[str, torch.Tensor]] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        seen.append(tiny.loss()[1])
+    assert all(torch.equal(seen[0][k], seen[1][k]) for k in seen[0])
+    assert not all(torch.equal(seen[0][k], seen[2][k]) for k in seen[0])
+
+
+def test_a_size_reaches_model_and_batch() -> None:
+    tiny, wide = build("llama"), build("llama", size=WIDE)
+    assert (tiny.model.config.hidden_size, wide.model.config.hidden_size) == (48, 64)
+    assert (tiny.inputs["input_ids"].shape, wide.inputs["input_ids"].shape) == ((2, 12), (2, 192))
+
+
+def test_the_forward_runs_under_autocast_when_asked() -> None:
+    logits = build("llama", autocast=True).loss()[1]["logits"]
+    assert (logits.dtype, build("llama").loss()[1]["logits"].dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_modules_that_a_model_keeps_in_float32_stay_so() -> None:
+    dtypes = {name: p.dtype for name, p in build("wan", dtype=torch.bfloat16).model.named_parameters()}
+    assert dtypes["blocks.0.attn1.to_q.weight"] == torch.bfloat16
+    assert dtypes["blocks.0.norm2.weight"] == torch.float32
 
 
 def test_plain_modules_refuse_configuration() -> None:

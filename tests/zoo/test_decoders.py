@@ -1,0 +1,14 @@
+"""Decoders, dense and mixtures of experts, in every precision under every policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.decoder_families import DECODERS
+from tests.zoo.cases import cases, check_case
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
+@cases(tuple(DECODERS))
+def test_a_family_under_a_policy(name: str, precision: str, policy: str) -> None:
+    check_case(name, precision, policy)
