@@ -30,11 +30,11 @@ def test_places(actions: list[int]) -> None:
             place = sorted(live)[action % len(live)]
             extents.release(place, live.pop(place))
         assert extents.used_bytes == sum(map(round_up, live.values()))
-        assert extents.free_bytes == sum(extents._lengths)
+        assert extents.free_bytes == sum(length for _, length in extents._free)
     for place, nbytes in live.items():
         extents.release(place, nbytes)
     assert extents.used_bytes == 0
-    assert extents._offsets == ([0] if extents.size_bytes else [])
+    assert [offset for offset, _ in extents._free] == ([0] if extents.size_bytes else [])
     assert extents.tail_bytes == extents.size_bytes
 
 

@@ -84,22 +84,24 @@ class CopyOut:
                 drop_source(entry)
             del entry
             self.in_flight_bytes -= self._queue.popleft()[1]
+        if not self._queue:
+            self.in_flight_bytes = 0  # whatever an interrupt left of a count
         self.stall_seconds += stall
         return stall
 
     def withdraw(self) -> None:
         """Cancel copies that have not begun. See [Note: turn-around]."""
         remaining: deque[tuple[weakref.ref[Entry], int]] = deque()
-        while self._queue:
-            reference, nbytes = self._queue.popleft()
+        for reference, nbytes in self._queue:
             entry = reference()
-            if entry is None or entry.slot is None or entry.slot.cancel():
-                if entry is not None:
-                    entry.slot = None
-                self.in_flight_bytes -= nbytes
-            else:
+            if entry is None or entry.slot is None or entry.source is None:
+                continue
+            slot, entry.slot = entry.slot, None  # first: interrupted here, the bytes are served from the source
+            if not slot.cancel():
+                entry.slot = slot
                 remaining.append((reference, nbytes))
         self._queue = remaining
+        self.in_flight_bytes = sum(nbytes for _, nbytes in remaining)
 
 
 def drop_source(entry: Entry) -> None:

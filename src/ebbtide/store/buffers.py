@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import threading
 import weakref
+from collections import deque
 
 import torch
 
@@ -56,43 +56,44 @@ class Buffer:
 
 
 class BufferPool:
-    """Spare maps, newest first, at most ``limit_bytes``.
+    """Spare maps, newest last, at most ``limit_bytes``.
 
-    Storages die in any thread, and through the garbage collector inside ``find`` too: so ``give`` never waits for the
-    lock. A map that finds it taken goes back to the system.
+    Storages die in any thread, through the garbage collector inside ``find`` too, and an interrupt may strike at any
+    of these moments: so there is no lock to wait for, or to be left locked. One step of a ``deque`` is atomic; the
+    byte count may drift a little between them, until ``trim``.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
-        self._spare: list[mmap.mmap] = []
+        self._spare: deque[mmap.mmap] = deque()
         self._spare_bytes = 0
 
     @property
     def spare_bytes(self) -> int:
         """Bytes kept for later."""
-        return self._spare_bytes
+        return sum(map(len, self._spare.copy()))
 
     def find(self, mapped_bytes: int) -> mmap.mmap | None:
         """Return a spare map of exactly this size, or ``None``."""
-        with self._lock:
-            for index in range(len(self._spare) - 1, -1, -1):
-                if len(self._spare[index]) == mapped_bytes:
-                    self._spare_bytes -= mapped_bytes
-                    return self._spare.pop(index)
+        for memory in reversed(self._spare.copy()):
+            if len(memory) == mapped_bytes:
+                try:
+                    self._spare.remove(memory)
+                except ValueError:  # it was dropped meanwhile, being the oldest
+                    continue
+                self._spare_bytes -= mapped_bytes
+                return memory
         return None
 
     def give(self, memory: mmap.mmap) -> None:
         """Keep a map that nobody uses any more; the oldest go back to the system when there are too many."""
-        if not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._spare.append(memory)
-            self._spare_bytes += len(memory)
-            while self._spare_bytes > self._limit_bytes:
-                self._spare_bytes -= len(self._spare.pop(0))
-        finally:
-            self._lock.release()
+        self._spare.append(memory)
+        self._spare_bytes += len(memory)
+        while self._spare_bytes > self._limit_bytes:
+            try:
+                self._spare_bytes -= len(self._spare.popleft())
+            except IndexError:
+                self._spare_bytes = 0
 
     def trim(self, *, limit_bytes: int | None = None) -> None:
         """Give every spare map back to the system.
@@ -100,8 +101,7 @@ class BufferPool:
         Args:
             limit_bytes: The bound from now on; ``None``: as before.
         """
-        with self._lock:
-            spare, self._spare, self._spare_bytes = self._spare, [], 0
-            if limit_bytes is not None:
-                self._limit_bytes = limit_bytes
-        spare.clear()
+        if limit_bytes is not None:
+            self._limit_bytes = limit_bytes
+        self._spare.clear()
+        self._spare_bytes = 0

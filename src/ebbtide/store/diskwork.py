@@ -2,21 +2,23 @@
 
 [Note: who may hold the lock]
 One lock guards the queues. ``free()`` is called by dying tickets: in any thread, and through the garbage collector even
-in a thread that holds the lock already. So it never waits: it leaves the parcel in ``_dead`` and settles only if the
-lock is free; whoever takes the lock next settles first. For the same reason nothing is dropped under the lock whose
-death could run foreign code: sources and targets go to ``_trash``, which is emptied after the lock is released.
+in a thread that holds the lock already. So it never asks for the lock: it leaves the parcel in ``_dead``, and whoever
+takes the lock next settles first. (To try for the lock is no way out: an interrupt just after would leave it locked.)
+For the same reason nothing is dropped under the lock whose death could run foreign code: sources and targets go to
+``_trash``, which is emptied after the lock is released.
 
 [Note: users of a place]
 A place returns to the free list when its parcel was freed and ``users`` is zero: the write that has not ended counts
-one, and so does each read.
+one, and so does each read. An interrupt may tear this bookkeeping; who uses a place also holds its parcel, so
+``_audit`` mends it from the parcels that are alive.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +28,10 @@ import torch
 from ebbtide.base.errors import DiskError
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
-from ebbtide.store.buffers import Buffer, BufferPool
+from ebbtide.store.buffers import BufferPool
 from ebbtide.store.counters import TierCounters
-from ebbtide.store.extents import PLACE_ALIGN_BYTES
-from ebbtide.store.faults import Fault
-from ebbtide.store.parcel import Parcel, Read, State
+from ebbtide.store.faults import Fault, forked_error
+from ebbtide.store.parcel import Parcel, Read, State, discard
 from ebbtide.store.room import Room
 
 _WAKE_SECONDS = 5.0
@@ -60,12 +61,14 @@ class DiskWork:
         self._reads: deque[Read] = deque()
         self._dead: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
+        self._owners: dict[int, weakref.ref[Parcel]] = {}
+        self._writing: Parcel | None = None
         self._out_bytes = self._ahead_bytes = 0
         self._closed = False
         self._broken: Fault | None = None
         self._running = 2
         self._threads = [
-            threading.Thread(target=self._run, args=(loop,), name=f"ebbtide-disk-{name}", daemon=True)
+            threading.Thread(target=self._run, args=(name, loop), name=f"ebbtide-disk-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
         ]
         for thread in self._threads:
@@ -73,7 +76,7 @@ class DiskWork:
 
     @property
     def usable(self) -> bool:
-        """Whether this process may still use the tier; a dead ticket in a forked child asks before it touches it."""
+        """Whether this process may use the tier; a dead ticket in a forked child asks first."""
         return not self._closed and os.getpid() == self._pid
 
     def check_usable(self) -> None:
@@ -83,11 +86,7 @@ class DiskWork:
             DiskError: Forked, closed, or a thread has died.
         """
         if os.getpid() != self._pid:
-            raise DiskError(
-                f"a disk tier of process {self._pid} is used in its forked child {os.getpid()}",
-                expected="a tier for each process: threads do not survive a fork",
-                hint="open the tier after the fork, or start workers with the 'spawn' method",
-            )
+            raise forked_error(self._pid)
         if self._closed:
             raise DiskError("the disk tier is closed", hint="keep it open until the last backward is done")
         if self._broken is not None:
@@ -108,7 +107,7 @@ class DiskWork:
     def measure(self) -> tuple[int, int]:
         """Return bytes of places in use, and bytes that could still be parked."""
         with self._lock:
-            self._settle()
+            self._audit()
             found = self._room.used_bytes, self._room.free_bytes
         self._trash.clear()
         return found
@@ -124,20 +123,19 @@ class DiskWork:
         started = time.perf_counter()
         with self._lock:
             self._settle()
-            if self._out_bytes and self._out_bytes + need > self._window_bytes:
-                self._wait_until(lambda: not self._out_bytes or self._out_bytes + need <= self._window_bytes)
+            if self._out_bytes > 0 and self._out_bytes + need > self._window_bytes:
+                self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
                 self._counters.stall_seconds += time.perf_counter() - started
             place = self._room.reserve(need)
             parcel.place, parcel.users = place, 1
-            self._out_bytes += need
+            self._owners[place] = weakref.ref(parcel)
             self._writes.append(parcel)
+            self._out_bytes += need  # after what it counts: too little loosens the window, too much would wait for ever
             self._to_write.notify()
         self._trash.clear()
 
     def wait_parked(self, parcel: Parcel) -> float:
         """Wait until the write has ended; returns the stall in seconds."""
-        if parcel.state is State.PARKED:
-            return 0.0
         started = time.perf_counter()
         with self._lock:
             self._settle()
@@ -191,15 +189,8 @@ class DiskWork:
 
     def free(self, parcel: Parcel) -> None:
         """Give the place back once no thread uses it. See [Note: who may hold the lock]."""
-        if parcel.state is State.DEAD or not self.usable:
-            return
-        self._dead.append(parcel)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
-            self._trash.clear()
+        if parcel.state is not State.DEAD and self.usable:
+            self._dead.append(parcel)
 
     def close(self, *, join: bool) -> None:
         """Let the threads go after what they do now; what has not begun is dropped.
@@ -224,7 +215,7 @@ class DiskWork:
         while not happened():
             self.check_usable()
             if not self._done.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
-                raise DiskError("a worker thread of the disk tier is gone", hint="open a new tier in this process")
+                raise DiskError("a thread of the disk tier is gone", hint="close this handle and open a new one")
             self._settle()
 
     def _ask(self, parcel: Parcel) -> Read:
@@ -235,9 +226,8 @@ class DiskWork:
         return read
 
     def _hasten(self, parcel: Parcel) -> None:
-        if parcel.state is State.QUEUED and self._writes[0] is not parcel:
-            self._writes.remove(parcel)
-            self._writes.appendleft(parcel)
+        if parcel.state is State.QUEUED:
+            self._writes.appendleft(parcel)  # its old place stays, to be skipped: moved, an interrupt could lose it
 
     def _wake_all(self) -> None:
         self._to_write.notify_all()
@@ -252,19 +242,33 @@ class DiskWork:
 
     def _settle(self) -> None:
         while self._dead:
-            parcel = self._dead.popleft()
+            parcel = self._dead[0]
             if parcel.state is not State.DEAD:
                 self._bury(parcel)
+            self._dead.popleft()  # last: a burial that was interrupted is done again
+
+    def _audit(self) -> None:
+        """Mend what an interrupt tore. See [Note: users of a place]."""
+        self._settle()
+        alive = {place: parcel for place, owner in self._owners.items() if (parcel := owner()) is not None}
+        self._trash.append(alive)
+        used = {place: parcel for place, parcel in alive.items() if parcel.place == place}
+        self._owners = {place: weakref.ref(parcel) for place, parcel in used.items()}
+        self._room.keep((place, parcel.split.interior_bytes) for place, parcel in used.items())
+        waiting = {id(p): p for p in self._writes if p.state is State.QUEUED}
+        writing = 0 if self._writing is None else self._writing.split.interior_bytes
+        self._out_bytes = writing + sum(p.split.interior_bytes for p in waiting.values())
+        self._ahead_bytes = sum(p.nbytes for p in used.values() if p.read is not None and p.read.ahead)
 
     def _bury(self, parcel: Parcel) -> None:
         if parcel.state is State.QUEUED:
-            self._writes.remove(parcel)
+            discard(self._writes, parcel)
             self._written(parcel)
         parcel.state = State.DEAD
         read, parcel.read = parcel.read, None
         if read is not None:
             if not read.begun:
-                self._reads.remove(read)
+                discard(self._reads, read)
                 read.begun = read.done = True
                 parcel.users -= 1
             self._claim(read)
@@ -282,16 +286,17 @@ class DiskWork:
     def _release_if_unused(self, parcel: Parcel) -> None:
         if parcel.state is State.DEAD and parcel.users == 0 and parcel.place >= 0:
             place, parcel.place = parcel.place, -1
+            self._owners.pop(place, None)
             self._room.release(place, parcel.split.interior_bytes)
 
     # The two threads.
 
-    def _run(self, loop: Callable[[], None]) -> None:
+    def _run(self, name: str, loop: Callable[[], None]) -> None:
         broken: Fault | None = None
         try:
             loop()
         except BaseException as error:  # whatever it was, those who wait must hear of it
-            broken = Fault("a worker thread of the disk tier", error)
+            broken = Fault(f"the {name} thread of the disk tier", error, hint="close this handle and open a new one")
         with self._lock:
             self._broken = self._broken or broken
             self._running -= 1
@@ -314,7 +319,9 @@ class DiskWork:
                 if self._closed:
                     return
                 parcel = self._writes.popleft()
-                parcel.state = State.WRITING
+                if parcel.state is not State.QUEUED:
+                    continue
+                parcel.state, self._writing = State.WRITING, parcel
             self._trash.clear()
             self._write(parcel)
             del parcel
@@ -334,6 +341,7 @@ class DiskWork:
             parcel.fault = fault
             if parcel.state is State.WRITING:
                 parcel.state = State.FAILED if fault else State.PARKED
+            self._writing = None
             self._written(parcel)
             self._release_if_unused(parcel)
             if self._reads:
@@ -362,7 +370,7 @@ class DiskWork:
             if read.urgent:
                 chosen = read
                 break
-            room = not self._ahead_bytes or self._ahead_bytes + read.parcel.nbytes <= self._window_bytes
+            room = self._ahead_bytes <= 0 or self._ahead_bytes + read.parcel.nbytes <= self._window_bytes
             if chosen is None and room:
                 chosen = read
         if chosen is not None:
@@ -374,19 +382,11 @@ class DiskWork:
         return chosen
 
     def _fetch(self, read: Read) -> None:
-        parcel, tensor = read.parcel, None
-        split, fault = parcel.split, parcel.fault
+        parcel, tensor, fault = read.parcel, None, read.parcel.fault
         started = time.perf_counter()
         if fault is None and parcel.state is not State.DEAD:
             try:
-                buffer = Buffer(parcel.nbytes, parcel.address % PLACE_ALIGN_BYTES, self.pool)
-                interior = buffer.address + split.head_bytes
-                ctypes.memmove(buffer.address, parcel.head, split.head_bytes)
-                ctypes.memmove(interior + split.interior_bytes, parcel.tail, split.tail_bytes)
-                if split.interior_bytes:
-                    self._file.read(interior, split.interior_bytes, parcel.place)
-                tensor = buffer.tensor()
-                del buffer
+                tensor = parcel.bring(self._file, self.pool)
             except BaseException as error:
                 fault = Fault(f"reading {format_size(parcel.nbytes)} from {self._file.directory}", error)
         with self._lock:

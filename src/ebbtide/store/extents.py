@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 
 PLACE_ALIGN_BYTES = 4096
 """Every place begins at, and is rounded up to, a multiple of this, which no disk's block exceeds."""
@@ -21,21 +22,25 @@ class Extents:
     """
 
     def __init__(self) -> None:
-        self._offsets: list[int] = []
-        self._lengths: list[int] = []
+        # Pairs of offset and length in one list: an interrupt between two lists would tear them apart.
+        self._free: list[tuple[int, int]] = []
         self.size_bytes = 0
-        self.used_bytes = 0
 
     @property
     def free_bytes(self) -> int:
         """Bytes of the file that no place uses."""
-        return self.size_bytes - self.used_bytes
+        return sum(length for _, length in self._free)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that places use."""
+        return self.size_bytes - self.free_bytes
 
     @property
     def tail_bytes(self) -> int:
         """Free bytes at the very end of the file: growing it by less than is needed can use them."""
-        if self._offsets and self._offsets[-1] + self._lengths[-1] == self.size_bytes:
-            return self._lengths[-1]
+        if self._free and sum(self._free[-1]) == self.size_bytes:
+            return self._free[-1][1]
         return 0
 
     def reserve(self, nbytes: int) -> int | None:
@@ -48,16 +53,13 @@ class Extents:
             Its offset in the file, or ``None`` if no free place is large enough.
         """
         need = round_up(nbytes)
-        for index, length in enumerate(self._lengths):
+        for index, (offset, length) in enumerate(self._free):
             if length < need:
                 continue
-            offset = self._offsets[index]
             if length == need:
-                del self._offsets[index], self._lengths[index]
+                del self._free[index]
             else:
-                self._offsets[index] += need
-                self._lengths[index] -= need
-            self.used_bytes += need
+                self._free[index] = offset + need, length - need
             return offset
         return None
 
@@ -67,9 +69,7 @@ class Extents:
         Raises:
             ValueError: The place overlaps one that is free: it was given back twice.
         """
-        length = round_up(nbytes)
-        self._insert(offset, length)
-        self.used_bytes -= length
+        self._insert(offset, round_up(nbytes))
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` (a multiple of the alignment) at the end of the file."""
@@ -77,22 +77,35 @@ class Extents:
         self.size_bytes += nbytes
         self._insert(offset, nbytes)
 
+    def keep(self, places: Iterable[tuple[int, int]]) -> None:
+        """Free all but these places.
+
+        Args:
+            places: Offsets, and bytes as they were reserved.
+        """
+        free: list[tuple[int, int]] = []
+        end = 0
+        for offset, nbytes in sorted(places):
+            if offset > end:
+                free.append((end, offset - end))
+            end = offset + round_up(nbytes)
+        if end < self.size_bytes:
+            free.append((end, self.size_bytes - end))
+        self._free = free
+
     def _insert(self, offset: int, length: int) -> None:
-        index = bisect.bisect_left(self._offsets, offset)
-        before = index > 0 and self._offsets[index - 1] + self._lengths[index - 1]
-        after = index < len(self._offsets) and self._offsets[index]
-        if (before is not False and before > offset) or (after is not False and after < offset + length):
-            raise ValueError(f"place at {offset} of {length} bytes overlaps one that is free")
-        joins_before = before is not False and before == offset
-        joins_after = after is not False and after == offset + length
-        if joins_before and joins_after:
-            self._lengths[index - 1] += length + self._lengths[index]
-            del self._offsets[index], self._lengths[index]
-        elif joins_before:
-            self._lengths[index - 1] += length
-        elif joins_after:
-            self._offsets[index] = offset
-            self._lengths[index] += length
-        else:
-            self._offsets.insert(index, offset)
-            self._lengths.insert(index, length)
+        index = bisect.bisect_left(self._free, (offset, 0))
+        first, last, end = index, index, offset + length
+        if index > 0:
+            before, before_length = self._free[index - 1]
+            if before + before_length > offset:
+                raise ValueError(f"place at {offset} of {length} bytes overlaps one that is free")
+            if before + before_length == offset:
+                first, offset = index - 1, before
+        if index < len(self._free):
+            after, after_length = self._free[index]
+            if after < end:
+                raise ValueError(f"place at {offset} of {length} bytes overlaps one that is free")
+            if after == end:
+                last, end = index + 1, after + after_length
+        self._free[first:last] = [(offset, end - offset)]

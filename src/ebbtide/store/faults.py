@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 from ebbtide.base.errors import DiskError, DiskFullError
 
@@ -19,18 +20,29 @@ class Fault:
     Args:
         doing: What failed, for people.
         cause: The exception that was caught.
+        hint: What to do; ``None``: what helps against a bad or full disk.
     """
 
-    def __init__(self, doing: str, cause: BaseException) -> None:
-        self._doing, self._cause = doing, cause.with_traceback(None)
+    def __init__(self, doing: str, cause: BaseException, *, hint: str | None = None) -> None:
+        self._doing, self._cause, self._hint = doing, cause.with_traceback(None), hint
 
     def error(self) -> DiskError:
         """Return the error to raise, chained to what the system said."""
-        full = isinstance(self._cause, OSError) and self._cause.errno in FULL_ERRNOS
+        cause = self._cause
+        full = isinstance(cause, OSError) and cause.errno in FULL_ERRNOS
         made = (DiskFullError if full else DiskError)(
-            f"{self._doing} failed: {self._cause}",
-            expected="a disk that takes and returns every byte",
-            hint=("make room there" if full else "see the system log") + ", or give another disk_path=...",
+            f"{self._doing} failed: {cause}" if isinstance(cause, OSError) else f"{self._doing} failed: {cause!r}",
+            expected="a disk that takes and returns every byte" if isinstance(cause, OSError) else "",
+            hint=self._hint or f"{'make room there' if full else 'see the system log'}, or give another disk_path=...",
         )
         made.__cause__ = self._cause
         return made
+
+
+def forked_error(owner: int) -> DiskError:
+    """Return the error for a tier that the process ``owner`` opened and a child of it uses."""
+    return DiskError(
+        f"a disk tier of process {owner} is used in its forked child {os.getpid()}",
+        expected="a tier for each process: threads do not survive a fork",
+        hint="open the tier after the fork, or start workers with the 'spawn' method",
+    )

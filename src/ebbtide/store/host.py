@@ -119,14 +119,16 @@ class HostTier:
     @property
     def used_bytes(self) -> int:
         """Bytes of buffers in use now."""
-        self._settle()
-        return self._buffers.used_bytes
+        with self._lock:
+            self._settle()
+            return self._buffers.used_bytes
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes that the budget still allows; ``None`` without a budget."""
-        self._settle()
-        return self._buffers.free_bytes
+        with self._lock:
+            self._settle()
+            return self._buffers.free_bytes
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on the device."""
@@ -151,8 +153,8 @@ class HostTier:
                 f"source is {source.dtype} of shape {tuple(source.shape)}",
                 expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
             )
-        self._settle()
         with self._lock:
+            self._settle()
             buffer = self._buffers.take(source.numel())
         slot = HostSlot(self, buffer, source.device)
         device = self.device
@@ -166,8 +168,10 @@ class HostTier:
         if buffer.last is not None:
             device.wait(out, buffer.last)
         begin = device.record(out)
-        device.copy(buffer.memory, source, out)
-        slot.done = buffer.last = device.record(out)
+        try:
+            device.copy(buffer.memory, source, out)
+        finally:  # interrupted in between, the copy runs: the buffer's next user must wait for it
+            slot.done = buffer.last = device.record(out)
         self._spans.append(("out_seconds", begin, slot.done))
         return slot
 
@@ -180,21 +184,24 @@ class HostTier:
     def take(self, slot: HostSlot) -> tuple[torch.Tensor, float]:
         """Return the bytes of ``slot`` and the stall in seconds."""
         self._check(slot)
-        self._settle()
+        with self._lock:
+            self._settle()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
             self.device.copy_now(target, self._buffer_of(slot).memory)
             self._counters.in_bytes += slot.nbytes
             return target, 0.0
         compute = self.device.compute_stream(slot.where)
-        ahead, slot.ahead = slot.ahead, None
+        ahead = slot.ahead
         if ahead is not None and ahead.compute != compute:
             # Its memory belongs to another stream, which would reuse it while this one still reads.
             self.device.wait(ahead.compute, ahead.done)
             ahead = None
         if ahead is None:
-            ahead = self._copy_in(slot)
-        return ahead.target, self.stall(compute, ahead.done)
+            ahead = slot.ahead = self._copy_in(slot)
+        stall = self.stall(compute, ahead.done)
+        slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
+        return ahead.target, stall
 
     def stall(self, stream: StreamHandle, event: EventHandle) -> float:
         """Make ``stream`` wait for ``event`` and count the stall."""
@@ -206,23 +213,31 @@ class HostTier:
         return seconds
 
     def bury(self, slot: HostSlot) -> None:
-        """Take back a freed slot's buffer: now, or when the lock is free. Called by dying tickets in any thread."""
+        """Take back a freed slot's buffer, when the lock is taken next. Called by dying tickets in any thread.
+
+        A ticket may die through the collector while this very thread holds the lock: so it is not asked for here.
+        """
         self._dead.append(slot)
-        self._settle()
+        if self._closed and self._lock.acquire(blocking=False):  # nobody may come any more
+            try:
+                self._settle()
+                self._buffers.trim(wait=True)
+            finally:
+                self._lock.release()
 
     def trim(self) -> None:
         """Give back spare buffers that no copy uses."""
-        self._settle()
         self._harvest()
         with self._lock:
+            self._settle()
             self._buffers.trim()
 
     def close(self) -> None:
         """Wait for copies and give host memory back. Harmless when repeated."""
         if self._closed:
             return
-        self._settle()
         with self._lock:
+            self._settle()
             self._closed = True
             self._buffers.trim(wait=True)
 
@@ -234,8 +249,15 @@ class HostTier:
         device.wait(into, device.record(compute))
         device.wait(into, slot.done)
         begin = device.record(into)
-        device.copy(target, buffer.memory, into)
-        done = buffer.last = device.record(into)
+        try:
+            device.copy(target, buffer.memory, into)
+        except (
+            BaseException
+        ):  # an interrupt after the copy began: it must be done before the target's memory is dropped
+            device.wait(compute, device.record(into))
+            raise
+        finally:
+            done = buffer.last = device.record(into)
         self._counters.in_bytes += slot.nbytes
         self._spans.append(("in_seconds", begin, done))
         return _CopyIn(target, compute, done)
@@ -258,22 +280,16 @@ class HostTier:
             raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
 
     def _settle(self) -> None:
-        # A ticket may die through the collector while this very thread holds the lock: never wait for it here.
-        if not self._dead or not self._lock.acquire(blocking=False):
-            return
-        try:
-            while self._dead:
-                slot = self._dead.popleft()
-                ahead, slot.ahead = slot.ahead, None
-                if ahead is not None:  # the target's memory goes back to a stream that must not run before the copy
-                    self.stall(ahead.compute, ahead.done)
-                buffer, slot.buffer = slot.buffer, None
-                if buffer is not None:
-                    self._buffers.give(buffer)
-            if self._closed:
-                self._buffers.trim(wait=True)
-        finally:
-            self._lock.release()
+        # Each step may be interrupted and is then done again: what is dropped or forgotten comes last.
+        while self._dead:
+            slot = self._dead[0]
+            if slot.ahead is not None:  # the target's memory goes back to a stream that must not run before the copy
+                self.stall(slot.ahead.compute, slot.ahead.done)
+                slot.ahead = None
+            buffer, slot.buffer = slot.buffer, None
+            if buffer is not None:
+                self._buffers.give(buffer)
+            self._dead.popleft()
 
     def _harvest(self) -> None:
         for _ in range(len(self._spans)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from ebbtide.store.device import Device, EventHandle
 _LOG = logging.getLogger("ebbtide.store")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class HostBuffer:
     """Host memory and the last event of a copy that uses it; ``None``: no copy does."""
 
@@ -39,8 +40,18 @@ class HostBuffers:
     def __init__(self, device: Device, budget_bytes: int | None) -> None:
         self._device, self._budget_bytes = device, budget_bytes
         self._spare: defaultdict[int, deque[HostBuffer]] = defaultdict(deque)
-        self.total_bytes = 0
-        self.used_bytes = 0
+        self._all: list[weakref.ref[HostBuffer]] = []
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the buffers that there are; counted anew each time, so that no interrupt can make it wrong."""
+        self._all = [reference for reference in self._all if reference() is not None]
+        return sum(buffer.nbytes for reference in self._all if (buffer := reference()) is not None)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the buffers that somebody has."""
+        return self.total_bytes - sum(nbytes * len(spare) for nbytes, spare in self._spare.items())
 
     @property
     def free_bytes(self) -> int | None:
@@ -54,13 +65,10 @@ class HostBuffers:
             CapError: The budget, or the machine, does not give it.
         """
         spare = self._spare.get(nbytes)
-        buffer = spare.popleft() if spare else self._allocate(nbytes)
-        self.used_bytes += nbytes
-        return buffer
+        return spare.popleft() if spare else self._allocate(nbytes)
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back; a copy may still use it."""
-        self.used_bytes -= buffer.nbytes
         self._spare[buffer.nbytes].append(buffer)
 
     def trim(self, *, wait: bool = False, enough_bytes: int | None = None) -> None:
@@ -82,7 +90,6 @@ class HostBuffers:
                         continue
                     self._device.synchronize(buffer.last)
                 self._device.free_host(buffer.memory)
-                self.total_bytes -= buffer.nbytes
                 given += buffer.nbytes
 
     def _allocate(self, nbytes: int) -> HostBuffer:
@@ -105,6 +112,7 @@ class HostBuffers:
                 f"({format_size(self.total_bytes)} in use): {error}",
                 hint="set host_budget below the memory that is there, offload less, or use target='disk'",
             ) from error
-        self.total_bytes += nbytes
-        _LOG.debug("host memory: %s more, %s in all", format_size(nbytes), format_size(self.total_bytes))
-        return HostBuffer(memory)
+        buffer = HostBuffer(memory)
+        self._all.append(weakref.ref(buffer))
+        _LOG.debug("host memory: %s more", format_size(nbytes))
+        return buffer

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from collections import deque
 from enum import Enum
+from typing import Any
 
 import torch
 
-from ebbtide.store.aligned import Split
+from ebbtide.store.aligned import BackingFile, Split
+from ebbtide.store.buffers import Buffer, BufferPool
+from ebbtide.store.extents import PLACE_ALIGN_BYTES
 from ebbtide.store.faults import Fault
 
 
@@ -29,7 +34,10 @@ class Parcel:
         align_bytes: Memory alignment of the file.
     """
 
-    __slots__ = ("address", "fault", "head", "nbytes", "place", "read", "source", "split", "state", "tail", "users")
+    __slots__ = (
+        "__weakref__", "address", "fault", "head", "nbytes", "place", "read", "source", "split", "state", "tail",
+        "users",
+    )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
         self.nbytes, self.address = source.numel(), source.data_ptr()
@@ -44,6 +52,25 @@ class Parcel:
         self.place = -1
         self.users = 0
 
+    def bring(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
+        """Return the bytes in memory of their own. See [Note: aligned interior].
+
+        Args:
+            file: Where the interior lies.
+            pool: Spare memory.
+
+        Raises:
+            OSError: The interior cannot be read.
+        """
+        split = self.split
+        buffer = Buffer(self.nbytes, self.address % PLACE_ALIGN_BYTES, pool)
+        interior = buffer.address + split.head_bytes
+        ctypes.memmove(buffer.address, self.head, split.head_bytes)
+        ctypes.memmove(interior + split.interior_bytes, self.tail, split.tail_bytes)
+        if split.interior_bytes:
+            file.read(interior, split.interior_bytes, self.place)
+        return buffer.tensor()
+
 
 class Read:
     """One copy-in: asked for by ``prefetch`` or ``take``, done by the reader."""
@@ -55,3 +82,9 @@ class Read:
         self.urgent = self.begun = self.done = self.ahead = False
         self.tensor: torch.Tensor | None = None
         self.fault: Fault | None = None
+
+
+def discard(queue: deque[Any], item: object) -> None:
+    """Remove an item that an interrupted removal may have removed."""
+    with contextlib.suppress(ValueError):
+        queue.remove(item)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ebbtide.base.errors import DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
@@ -71,6 +73,10 @@ class Room:
     def release(self, offset: int, need_bytes: int) -> None:
         """Give back the place that ``reserve(need_bytes)`` returned."""
         self._extents.release(offset, need_bytes)
+
+    def keep(self, places: Iterable[tuple[int, int]]) -> None:
+        """Give back all but these places (offset, and bytes as they were reserved)."""
+        self._extents.keep(places)
 
     def _growth_bytes(self) -> int:
         disk = self._file.disk_free_bytes()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError, DiskError, DiskFullError
+from ebbtide.store import diskwork
 from ebbtide.store.disk import DiskTier
 from tests.unit.store.conftest import Gate, noise
 
@@ -139,7 +140,7 @@ def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
     assert torch.equal(taken, source)
     assert tier.used_bytes == 0
     assert tier._work._room.size_bytes <= 256 * MIB
-    assert len(tier._work._room._extents._offsets) == 1  # one free place: all neighbours merged
+    assert len(tier._work._room._extents._free) == 1  # one free place: all neighbours merged
     del taken
     assert tier._work.pool.spare_bytes <= 2 * (300_000 + 8192)  # memory was used again
     tier.trim()
@@ -249,19 +250,40 @@ def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monk
     assert torch.equal(slot.take()[0], source)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_dies_hangs_nobody(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die() -> None:
-        raise MemoryError("no more")
+@pytest.mark.parametrize(
+    ("place", "thread"), [("_next_read", "reader"), ("_fetch", "reader"), ("_write", "writer"), ("_written", "writer")]
+)
+@pytest.mark.parametrize("error", [MemoryError, SystemExit, RuntimeError])
+def test_a_thread_that_dies_hangs_nobody(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, place: str, thread: str, error: type[BaseException]
+) -> None:
+    tier = DiskTier(disk, in_flight_bytes=MIB)
 
-    monkeypatch.setattr(tier._work, "_next_read", die)
+    def die(*args: object) -> None:
+        raise error("no more")
+
+    monkeypatch.setattr(tier._work, place, die)
     slot = tier.park(noise(MIB))
-    with pytest.raises(DiskError, match="worker thread"):
-        slot.take()
-    with pytest.raises(DiskError, match="worker thread"):
-        tier.park(noise(MIB))
+    text = rf"^the {thread} thread of the disk tier failed: {error.__name__}\('no more'\)\nhint: close this handle"
+    for ask in (slot.take, slot.take, slot.wait_parked, lambda: slot.parked, lambda: tier.park(noise(MIB))):
+        with pytest.raises(DiskError, match=text) as caught:
+            ask()
+        assert isinstance(caught.value.__cause__, error)
     slot.free()
+    monkeypatch.undo()
     tier.close()
+    assert not any(x.is_alive() for x in tier._work._threads)
+
+
+@pytest.mark.parametrize("thread", [0, 1])
+def test_a_thread_that_is_gone_without_a_word_hangs_nobody(
+    tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, thread: int
+) -> None:
+    monkeypatch.setattr(diskwork, "_WAKE_SECONDS", 0.01)
+    slot = tier.park(noise(MIB))
+    monkeypatch.setattr(tier._work._threads[thread], "is_alive", lambda: False)
+    with pytest.raises(DiskError, match=r"a thread of the disk tier is gone\nhint: close this handle"):
+        slot.take()
 
 
 def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, write_gate: Gate) -> None:
