@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import ebbtide.cli
 
@@ -62,18 +63,27 @@ def test_bad_input_is_two_lines_and_a_traceback_only_for_debug(settings: Path, l
     assert ("Traceback" in result.stderr) is traceback
 
 
-@pytest.mark.parametrize("offload", ["false", "true"])
-def test_ctrl_c_closes_the_run_file(settings: Path, offload: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "word", "offload"),
+    [
+        (signal.SIGINT, 130, "interrupted", "false"),
+        (signal.SIGINT, 130, "interrupted", "true"),
+        (signal.SIGTERM, 143, "terminated", "true"),
+    ],
+)
+def test_ctrl_c_and_sigterm_close_the_run_file(
+    settings: Path, number: signal.Signals, code: int, word: str, offload: str
+) -> None:
     store = settings.parent / "store"
     store.mkdir()
     argv = command(settings, "--max_steps", 1_000_000, "--activation_cpu_offload", offload, "--disk_path", store)
     with subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         before = [next(line for line in process.stderr if " step 2/" in line)]
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         before += process.stderr.readlines()
-        assert process.wait(timeout=60) == 130
-    assert before[-1] == "interrupted\n"
+        assert process.wait(timeout=60) == code
+    assert before[-1] == f"{word}\n"
     assert not any("Traceback" in line for line in before)
     record = events(settings.parent / "out")
     assert (record[-1]["event"], record[-1]["status"]) == ("run_end", "interrupted")
@@ -81,3 +91,57 @@ def test_ctrl_c_closes_the_run_file(settings: Path, offload: str) -> None:
     assert summary["status"] == "interrupted"
     assert summary["steps"] >= 2
     assert list(store.iterdir()) == []
+
+
+BAD = {
+    "disk path": (["--disk_path", "nosuch"], "error: disk path 'nosuch' does not exist"),
+    "target": (["--offload_target", "host"], "error: offload_target is 'host' on a machine without an accelerator"),
+    "data": (["--dataset", "d.jsnl"], "error: data set file 'd.jsnl' is not there"),
+    "model": (["--model", "./nosuch"], "error: there is no model folder './nosuch'"),
+    "budget": (["--memory_budget", "abc"], "error: memory_budget is 'abc'"),
+    "seed": (["--seed", "-1"], "error: seed is -1"),
+}
+"""What is refused in every mode, here in plain training."""
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_loaded_or_written(
+    settings: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    from ebbtide_recipes.sft import models
+
+    if name == "target" and torch.accelerator.is_available():
+        pytest.skip("there is an accelerator")
+    monkeypatch.setattr(models, "look_up", lambda config: pytest.fail("a model was looked up"))
+    flags, said = BAD[name]
+    assert ebbtide.cli.main(["sft", str(settings), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said), error
+    assert "; expected " in error and "\nhint: " in error
+    assert [path.name for path in settings.parent.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--train_type", "lora", "--target_modules", "q_prj"], "error: target_modules names 'q_prj'"),
+        (["--max_length", "4096"], "error: max_length is 4096; expected at most 128"),
+        (["--report_to", "wandbb"], "error: report_to names 'wandbb'"),
+        (["--dataset", "ROWS"], "rows.jsonl' has no 'text'"),
+    ],
+)
+def test_weights_are_not_loaded_for_what_the_config_of_the_model_can_refuse(
+    settings: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+    said: str,
+) -> None:
+    from ebbtide_recipes.sft import models
+
+    rows = settings.parent / "rows.jsonl"
+    rows.write_text('{"text": "t"}\n{"other": "t"}\n')
+    monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the weights were loaded"))
+    argv = ["sft", str(settings), *(str(rows) if flag == "ROWS" else flag for flag in flags)]
+    assert ebbtide.cli.main(argv) == 2
+    assert said in capsys.readouterr().err

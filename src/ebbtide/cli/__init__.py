@@ -25,8 +25,9 @@ from ebbtide.base.errors import (
     RestoreError,
     nearest,
 )
+from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError)
 """Errors that a correct command can meet while it runs; every other one is bad input."""
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; ``None`` takes the process's own.
 
     Returns:
-        The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+        The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 143 terminated.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -72,13 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_version())
         return 0
     try:
-        return _function(arguments[0])(arguments[1:])
+        with terminate_as_interrupt():
+            return _function(arguments[0])(arguments[1:])
     except BrokenPipeError:  # `ebbtide sft --help | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
         return 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as stop:
+        terminated = isinstance(stop, Terminated)
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
@@ -91,7 +94,7 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
         raise ConfigError(
             f"there is no verb {name!r}",
             expected="one of " + ", ".join(VERBS),
-            hint=nearest(name, VERBS) or "ebbtide --help",
+            hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` says what each does",
         )
     module, _, attribute = verb.function.partition(":")
     return getattr(importlib.import_module(module), attribute)
@@ -101,7 +104,7 @@ def _overview(stream: TextIO) -> None:
     """Print what ``ebbtide --help`` shows."""
     lines = ["usage: ebbtide VERB [file.yaml] [--flag value ...]", "", "verbs:"]
     lines += [f"  {name:<9}{verb.does}" for name, verb in VERBS.items()]
-    lines += ["", "`ebbtide VERB --help` lists the flags of a verb; `ebbtide --version` says which ebbtide this is."]
+    lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` says which ebbtide this is."]
     print("\n".join(lines), file=stream)
 
 

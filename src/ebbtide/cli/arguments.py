@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import io
+import textwrap
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -294,4 +296,13 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
 def _tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
     """Call tyro the one way this command line does."""
     tyro = require("tyro", extra="cli", use="the command line")
-    return tyro.cli(kind, args=flags, prog=prog, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+    config = (tyro.conf.FlagConversionOff,)
+    return tyro.cli(kind, args=flags, prog=prog, description=_description(kind), config=config, use_underscores=True)
+
+
+def _description(kind: type[Any]) -> str:
+    """Return what the docstring says above its fields, in lines of 80. Indented: tyro joins lines that are not."""
+    paragraphs = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip().split("\n\n")
+    indent = "  "
+    wrap = textwrap.TextWrapper(width=80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(wrap.fill(" ".join(paragraph.split())) for paragraph in paragraphs)

@@ -9,23 +9,22 @@ way for all modes, with the engine in them or without. All children get the same
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import platform
-import signal
 import sys
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended, run_child
 from ebbtide.cli.merge import latest_whole_round, merge, spread_of
-from ebbtide.cli.parsing import Parser
+from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 from ebbtide.report import Run, html, load_run
 from ebbtide.report.table import headline, measured, number, size
 from ebbtide.track import write_summary
@@ -37,6 +36,11 @@ MODES: dict[str, tuple[str, str]] = {
     "ebbtide-minimal": ("true", "true"),
 }
 """Each mode's values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
+
+Stopped = Literal["", "interrupted", "terminated"]
+
+OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
+"""What compare sets for each child."""
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
 RECIPES = ("sft",)
@@ -62,19 +66,19 @@ class CompareResult:
         out: The folder with ``summary.json``, ``report.html`` and the run folders.
         modes: One merged summary a mode.
         environment: What was the same for all children.
-        interrupted: It was ended before all rounds were done.
+        stopped: What ended it before all rounds were done: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
     """
 
     out: Path
     modes: list[dict[str, Any]]
     environment: dict[str, Any]
-    interrupted: bool = False
+    stopped: Stopped = ""
 
     @property
     def exit_code(self) -> int:
-        """0; 1 if a child failed; 130 if interrupted."""
-        if self.interrupted:
-            return 130
+        """0; 1 if a child failed; 130 if interrupted; 143 if terminated."""
+        if self.stopped:
+            return 143 if self.stopped == "terminated" else 130
         return 1 if any(mode["status"] != "ok" for mode in self.modes) else 0
 
 
@@ -106,20 +110,23 @@ def compare(
 
     Raises:
         ConfigError: An unknown mode, a mode twice, no round, or arguments that set what the modes set.
-        DataError: ``out`` already holds a comparison.
+        DataError: ``out`` already holds a comparison, or cannot be written.
+        EbbtideError: The recipe refuses its arguments in one of the modes.
     """
     from rich.console import Console
 
     _check(arguments, modes, rounds, out)
     console = Console() if console is None else console
+    if command is None and (set_twice := _check_recipe(recipe, arguments, modes, out)):
+        console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
     command = [sys.executable, "-m", "ebbtide.cli", recipe] if command is None else list(command)
     orders = [[*modes[turn % len(modes) :], *modes[: turn % len(modes)]] for turn in range(rounds)]
     variables = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
     board = _Board(out=out, modes=tuple(modes), console=console)
     environment = _environment(recipe, arguments, rounds, orders, variables, sample_seconds)
-    interrupted = False
-    try:
-        with _terminate_as_interrupt():
+    stopped: Stopped = ""
+    with terminate_as_interrupt():
+        try:
             for turn, order in enumerate(orders, start=1):
                 for mode in order:
                     folder = out / f"round-{turn}" / mode
@@ -131,10 +138,10 @@ def compare(
                             sample_seconds=sample_seconds,
                         )
                     board.add(turn, rounds, mode, ended)
-    except KeyboardInterrupt:
-        interrupted = True
-        console.print("interrupted: the child was ended; what is finished is reported", style="yellow")
-    return board.finish(environment, interrupted=interrupted)
+        except KeyboardInterrupt as stop:
+            stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            console.print(f"{stopped}: the child was ended; what is finished is reported", style="yellow")
+        return board.finish(environment, stopped=stopped)
 
 
 class _Board:
@@ -164,11 +171,11 @@ class _Board:
         ]
         self._console.print(head + "  ".join(said), highlight=False, markup=False, soft_wrap=True)
 
-    def finish(self, environment: dict[str, Any], *, interrupted: bool) -> CompareResult:
+    def finish(self, environment: dict[str, Any], *, stopped: Stopped) -> CompareResult:
         """Merge, write ``summary.json`` and ``report.html``, print the table."""
         summaries = {turn: {mode: run.summary for mode, run in by.items()} for turn, by in self._rounds.items()}
         modes = merge(summaries, self._modes, self._failures)
-        result = CompareResult(out=self._out, modes=modes, environment=environment, interrupted=interrupted)
+        result = CompareResult(out=self._out, modes=modes, environment=environment, stopped=stopped)
         written = {"schema": SCHEMA, "modes": modes, "environment": environment}
         self._out.mkdir(parents=True, exist_ok=True)
         (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
@@ -230,20 +237,49 @@ def _check(arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Pat
                 f"unknown mode {mode!r}", expected=f"some of {', '.join(MODES)}", hint=nearest(mode, MODES)
             )
     if not modes or len(set(modes)) != len(modes):
-        raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once")
+        hint = f"such as --modes {','.join(DEFAULT_MODES)}"
+        raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
     if rounds < 1:
-        raise ConfigError(f"rounds is {rounds}", expected="1 or more")
-    taken = sorted(_names(arguments) & {"activation_cpu_offload", "gradient_checkpointing", "output_dir"})
+        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show how times spread")
+    taken = sorted(_names(arguments) & set(OWN_FLAGS))
     if taken:
         raise ConfigError(
             f"--{taken[0]} is given for the recipe",
             expected="compare to set it for each child",
             hint="choose modes with --modes, and compare's folder with --out",
         )
-    if (out / SUMMARY_FILE).exists() or any(out.glob("round-*")):
+    _check_folder(out)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that holds a result or cannot be made.
+
+    A comparison no child of which came as far as training has left nothing to keep, and does not stand in the way.
+    """
+    begun = any(out.glob(f"round-*/*/{EVENTS_FILE}"))
+    if begun or ((out / SUMMARY_FILE).exists() and not any(out.glob("round-*"))):
+        what = "a comparison" if begun else f"a run ({SUMMARY_FILE})"
+        raise DataError(f"{out} already holds {what}", expected="a folder without one", hint="name another with --out")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "is not writable" if there.is_dir() else "is a file"
         raise DataError(
-            f"{out} already holds a comparison", expected="a folder without one", hint="name another with --out"
+            f"{out} cannot be made: {there} {what}", expected="a folder for the result", hint="name another with --out"
         )
+
+
+def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> list[str]:
+    """Let the recipe refuse its arguments in each mode, before a child is started for them.
+
+    Returns:
+        The names that a file sets and that compare sets for each child.
+    """
+    verb = importlib.import_module(f"ebbtide.cli.{recipe}")
+    for mode in modes:
+        verb.check(verb.read([*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
+    config = verb.read(arguments)
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    return [name for name in OWN_FLAGS if getattr(config, name) != defaults[name]]
 
 
 def _environment(
@@ -268,24 +304,6 @@ def _environment(
     }
 
 
-@contextmanager
-def _terminate_as_interrupt() -> Generator[None, None, None]:
-    """Treat SIGTERM like Ctrl-C meanwhile: by its default it would leave a child behind."""
-
-    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not the main thread: signals are somebody else's
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def run(argv: Sequence[str]) -> int:
     """Compare as the arguments say: ``ebbtide compare [RECIPE] [--modes A,B] [--rounds N] [--out DIR] [recipe's own]``.
 
@@ -293,25 +311,27 @@ def run(argv: Sequence[str]) -> int:
         argv: The arguments after ``compare``.
 
     Returns:
-        The exit code: 0, 1 if a child failed, 130 if interrupted.
+        The exit code: 0, 1 if a child failed, 130 if interrupted, 143 if terminated.
 
     Raises:
         ConfigError: As ``compare``; or a flag of compare that cannot be read.
         DataError: As ``compare``.
     """
     rest = list(argv)
-    recipe = rest.pop(0) if rest and rest[0] in RECIPES else RECIPES[0]
+    recipe = _recipe(rest)
     parser = Parser(
         prog="ebbtide compare",
-        usage=f"%(prog)s [{'|'.join(RECIPES)}] [file.yaml] [--modes A,B] [--rounds N] [--out DIR] [--flag value ...]",
+        usage=f"%(prog)s [{'|'.join(RECIPES)}] [file.yaml] [--modes A,B] [--rounds N] [--out DIR]\n"
+        "                       [flags of the recipe]",
         description="The same few steps of a recipe in fresh processes under several modes. "
         f"Every other argument goes to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
         f"--num_train_epochs or a file, each takes {DEFAULT_STEPS} steps.",
-        allow_abbrev=False,
     )
-    parser.add_argument("--modes", default=",".join(DEFAULT_MODES), help=f"some of {', '.join(MODES)}; %(default)s")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each mode is run; %(default)s")
-    parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder for the result; %(default)s")
+    listed = f"some of {', '.join(MODES)} (default: %(default)s)"
+    parser.add_argument("--modes", metavar="A,B", default=",".join(DEFAULT_MODES), help=listed)
+    parser.add_argument("--rounds", metavar="N", default="3", help="how often each mode is run (default: %(default)s)")
+    folder = "folder for the result (default: %(default)s)"
+    parser.add_argument("--out", metavar="DIR", default="runs/compare", help=folder)
     try:
         own, arguments = parser.parse_known_args(rest)
     except SystemExit:  # --help has been printed
@@ -320,4 +340,23 @@ def run(argv: Sequence[str]) -> int:
     if not has_length and not any(a.endswith((".yaml", ".yml")) for a in arguments):
         arguments += ["--max_steps", str(DEFAULT_STEPS)]  # a comparison is a few steps, never a whole epoch by accident
     modes = [mode.strip() for mode in str(own.modes).split(",") if mode.strip()]
-    return compare(arguments, recipe=recipe, modes=modes, rounds=own.rounds, out=own.out).exit_code
+    if not own.out.strip():
+        raise ConfigError(f"--out is {own.out!r}", expected="a folder", hint="leave --out out for its default")
+    rounds = count("--rounds", own.rounds)
+    return compare(arguments, recipe=recipe, modes=modes, rounds=rounds, out=Path(own.out)).exit_code
+
+
+def _recipe(rest: list[str]) -> str:
+    """Take the recipe's name off the front; without one it is the first recipe."""
+    if not rest or rest[0].startswith("-"):
+        return RECIPES[0]
+    if rest[0] in RECIPES:
+        return rest.pop(0)
+    path = Path(rest[0])
+    if not path.suffix and not path.exists():
+        raise ConfigError(
+            f"there is no recipe {rest[0]!r}",
+            expected=f"one of {', '.join(RECIPES)}, or a YAML file",
+            hint=nearest(rest[0], RECIPES) or f"such as `ebbtide compare {RECIPES[0]} --max_steps {DEFAULT_STEPS}`",
+        )
+    return RECIPES[0]

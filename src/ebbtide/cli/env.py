@@ -44,7 +44,9 @@ def run(argv: Sequence[str]) -> int:
         print("usage: ebbtide env\n\nPrints versions, for bug reports.")
         return 0
     if argv:
-        raise ConfigError(f"ebbtide env was given {' '.join(argv)!r}", expected="no arguments")
+        raise ConfigError(
+            f"ebbtide env was given {' '.join(argv)!r}", expected="no arguments", hint="run `ebbtide env`"
+        )
     lines = {
         "python": platform.python_version(),
         "platform": platform.platform(),

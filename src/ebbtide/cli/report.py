@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_whole_round
-from ebbtide.cli.parsing import Parser
+from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, html, load_run, text
 from ebbtide.report.table import headline
 from ebbtide.report.text import grid
@@ -42,9 +43,16 @@ def report(
         DataError: The folder holds no run, or a damaged one; or ``output`` is there already.
         ConfigError: A format that a comparison does not have.
     """
+    if not run_folder.is_dir():
+        what = "is a file" if run_folder.exists() else "is not there"
+        raise DataError(
+            f"run folder {str(run_folder)!r} {what}",
+            expected="a folder that a run or `ebbtide compare` wrote",
+            hint=nearest(run_folder.name, _neighbours(run_folder)) or "give what --output_dir or --out named",
+        )
     target = output if output is not None else _default_file(run_folder, format)
-    if output is not None and output.exists() and not force:
-        raise DataError(f"{output} is there already", expected="a new file", hint="pass --force to replace it")
+    if target is not None:
+        _check_target(target, replaces=output is None or force)
     comparison = _comparison(run_folder)
     if comparison is not None:
         return _report_comparison(run_folder, comparison, format, target)
@@ -61,6 +69,23 @@ def report(
 
 def _default_file(folder: Path, format: Format) -> Path | None:
     return folder / _DEFAULT_FILES[format] if format in _DEFAULT_FILES else None
+
+
+def _neighbours(folder: Path) -> list[str]:
+    return [other.name for other in folder.parent.iterdir() if other.is_dir()] if folder.parent.is_dir() else []
+
+
+def _check_target(target: Path, *, replaces: bool) -> None:
+    """Refuse a file that cannot be written, before anything is read."""
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
+        raise DataError(f"{target} {what}", expected="a file in an existing folder", hint="name one with --output")
+    if target.exists() and not replaces:
+        raise DataError(f"{target} is there already", expected="a new file", hint="pass --force to replace it")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise DataError(
+            f"{target} cannot be written", expected="a file you may write", hint="name another with --output"
+        )
 
 
 def _put(words: str, target: Path | None) -> Path | None:
@@ -126,14 +151,17 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = Parser(prog="ebbtide report", description="A report of a run folder, or of a comparison.")
     parser.add_argument("run_folder", type=Path, help="what a run or `ebbtide compare` wrote")
-    parser.add_argument("--format", choices=get_args(Format), default="html", help="%(default)s if not given")
-    parser.add_argument("--output", type=Path, help="file to write")
+    formats = cast("tuple[str, ...]", get_args(Format))
+    listed = f"one of {', '.join(formats)} (default: %(default)s)"
+    parser.add_argument("--format", metavar="NAME", default="html", help=listed)
+    parser.add_argument("--output", metavar="FILE", type=Path, help="file to write")
     parser.add_argument("--force", action="store_true", help="make summary.json again; replace --output")
     try:
-        own = parser.parse_args(list(argv))
+        own = parser.read(argv)
     except SystemExit:  # --help has been printed
         return 0
-    path = report(own.run_folder, format=own.format, output=own.output, force=own.force)
+    format_ = cast("Format", choice("--format", own.format, formats))
+    path = report(own.run_folder, format=format_, output=own.output, force=own.force)
     if path is not None:
         print(path)
     return 0

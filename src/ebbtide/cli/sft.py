@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from ebbtide.cli.arguments import read_arguments
 
@@ -22,8 +23,32 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         EbbtideError: Anything in the arguments, the model or the data that cannot be used; anything that failed.
     """
-    config = read_arguments(importlib.import_module(f"{RECIPE}.config").SftConfig, argv, prog="ebbtide sft")
+    config = read(argv)
     if config is None:
         return 0
     importlib.import_module(f"{RECIPE}.main").main(config)
     return 0
+
+
+def read(argv: Sequence[str]) -> Any:
+    """Return the recipe's config as the arguments say; ``None`` when help was asked for and printed.
+
+    Args:
+        argv: The arguments after ``sft``.
+
+    Raises:
+        EbbtideError: Something in the arguments cannot be used.
+    """
+    return read_arguments(importlib.import_module(f"{RECIPE}.config").SftConfig, argv, prog="ebbtide sft")
+
+
+def check(config: Any) -> None:
+    """Refuse what training would refuse before it loads, fetches or writes anything.
+
+    Args:
+        config: As ``read`` returns it.
+
+    Raises:
+        EbbtideError: Something in the config cannot be used here.
+    """
+    importlib.import_module(f"{RECIPE}.main").check(config)

@@ -8,10 +8,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from ebbtide.base.checks import check_fields
 from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Policy, policy_named
 
 Mode = Literal["plain", "checkpointing", "ebbtide"]
+
+_COUNTS: Mapping[str, str] = {
+    "per_device_train_batch_size": "1 takes the least memory",
+    "gradient_accumulation_steps": "1 makes each micro-batch a step",
+    "lora_rank": "8 is the default",
+    "lora_alpha": "32 is the default",
+    "logging_steps": "1 logs every step; --log_level warning logs none",
+}
+"""Numbers that are 1 or more, each with what to do about a smaller one."""
+
+_POSITIVE: Mapping[str, str] = {
+    "num_train_epochs": "1 passes over the data once, 0.5 over half of it; --max_steps N counts steps instead",
+    "learning_rate": "leave it out for 1e-5 (full training) or 1e-4 (LoRA)",
+}
+"""Numbers above zero, each with what to do about another."""
 
 _SINGLE = "this release trains in one process: leave the flag out, or set it to none"
 
@@ -110,34 +126,54 @@ class SftConfig:
     seed: int = 42
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        self._check_texts()
+        self._check_numbers()
+        self._check_together()
+
+    def _check_texts(self) -> None:
+        """Refuse empty text, and training types of later releases."""
+        texts = {"model": (self.model,), "output_dir": (self.output_dir,), "disk_path": (self.disk_path,)}
+        for name in ("dataset", "target_modules", "report_to"):
+            texts[name] = getattr(self, name) or ("",)
+        for name, values in texts.items():
+            if any(value is not None and not value.strip() for value in values):
+                raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
         if self.train_type in ("qlora", "adapter"):
             raise ConfigError(
                 f"train_type is {self.train_type!r}",
                 expected="'full' or 'lora' in this release",
                 hint="--train_type lora trains adapters on unquantised weights",
             )
-        for name in (
-            "per_device_train_batch_size",
-            "gradient_accumulation_steps",
-            "lora_rank",
-            "lora_alpha",
-            "logging_steps",
-        ):
-            _at_least(name, getattr(self, name), 1)
-        _at_least("max_length", self.max_length, 2)
-        if self.max_steps != -1:
-            _at_least("max_steps", self.max_steps, 1)
-        for name in ("num_train_epochs", "learning_rate"):
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that make no run."""
+        for name, hint in _COUNTS.items():
+            _at_least(name, getattr(self, name), 1, hint)
+        _at_least("max_length", self.max_length, 2, "1024 is the default; a token is learned from the one before it")
+        if self.max_steps != -1 and self.max_steps < 1:
+            raise ConfigError(
+                f"max_steps is {self.max_steps}",
+                expected="1 or more, or -1",
+                hint="-1, or leaving it out, leaves the length to --num_train_epochs",
+            )
+        for name, hint in _POSITIVE.items():
             if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected="a number above zero")
+                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected="a number above zero", hint=hint)
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(
+                f"seed is {self.seed}", expected="0 to 4294967295", hint="42 is the default; any such number will do"
+            )
+
+    def _check_together(self) -> None:
+        """Refuse flags that contradict one another, and bad values also where they would have no use."""
         if self.gradient_checkpointing and self.activation_cpu_offload and self.policy not in (None, "minimal"):
             raise ConfigError(
                 f"policy is {self.policy!r} beside gradient_checkpointing true",
                 expected="no policy, or 'minimal': the two flags together mean checkpointing's memory",
                 hint="leave --gradient_checkpointing out to use another policy",
             )
-        if self.mode == "ebbtide" and not self.gradient_checkpointing:
-            self.chosen_policy()
+        self.chosen_policy()
         if self.policy not in (None, "auto") and (self.max_slowdown is not None or self.memory_budget is not None):
             raise ConfigError(
                 f"max_slowdown or memory_budget is given beside policy {self.policy!r}",
@@ -182,10 +218,10 @@ class SftConfig:
         return [name for name in idle if getattr(self, name) != defaults[name]]
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: int, least: int, hint: str) -> None:
     """Refuse a number below the least that makes sense."""
     if value < least:
-        raise ConfigError(f"{name} is {value}", expected=f"{least} or more")
+        raise ConfigError(f"{name} is {value}", expected=f"{least} or more", hint=hint)
 
 
 def refuse_several_processes(environment: Mapping[str, str] = os.environ) -> None:

@@ -1,31 +1,28 @@
-"""Reading data sets into the shapes the trainer knows.
-
-[Note: row shapes]
-Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
-loss is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a
-chat template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
-``completion`` are taken as they are.
-"""
+"""Finding and reading data sets; ``shapes.py`` puts their rows into the shapes the trainer knows."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide_recipes.sft.shapes import EXAMPLE, Row, one_kind, shape_of, shaped_row
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-Row = dict[str, Any]
+LOGGER = logging.getLogger("ebbtide.sft")
 
 BUILTIN = ("builtin:pydoc",)
 SUFFIXES = (".jsonl", ".json", ".parquet")
-ACCEPTED = "`messages`, `conversations`, `prompt`+`completion`, `question`+`answer`, `instruction`+`output` or `text`"
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zip", ".zst", ".arrow", ".yaml", ".yml")
+"""Of files that are not read: names that end so are no hub names, and are refused at once."""
+
+PLACES = f"{', '.join(BUILTIN)}, a {', '.join(SUFFIXES)} file, or a hub name with a train split"
 
 
 def load(names: Sequence[str], *, chat: bool, seed: int) -> Dataset:
@@ -43,56 +40,116 @@ def load(names: Sequence[str], *, chat: bool, seed: int) -> Dataset:
         DataError: A data set cannot be found or read, is empty, or has columns that are not known.
         ConfigError: The part after ``#`` is not a number of rows, or the shapes of several data sets differ.
     """
-    from datasets import Dataset
-
     shaped: list[Row] = []
-    shapes: dict[str, tuple[str, ...]] = {}
+    kinds: dict[str, str] = {}
     for name in names:
         rows = _read(name, seed)
         if not rows:
-            raise DataError(f"data set {name!r} is empty", expected="at least one row")
-        shape = _shape(rows[0], name, chat=chat)
-        part = [_shaped(shape, row, name, number) for number, row in enumerate(rows, start=1)]
-        shapes[name] = tuple(part[0])
+            raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
+        shape = shape_of(rows[0], name, chat=chat)
+        part = [shaped_row(shape, row, name, number) for number, row in enumerate(rows, start=1)]
+        kinds[name] = one_kind(part, name)
         shaped += part
-    if len(set(shapes.values())) > 1:
-        described = ", ".join(f"{name}: {'+'.join(columns)}" for name, columns in shapes.items())
-        raise ConfigError(f"the data sets differ in shape ({described})", expected="data sets of one shape")
-    return Dataset.from_list(shaped)
+    if len(set(kinds.values())) > 1:
+        described = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+        raise ConfigError(
+            f"the data sets differ in shape ({described})",
+            expected="data sets of one shape",
+            hint="train on one after the other, or bring their columns into line",
+        )
+    return _as_dataset(shaped, names)
+
+
+def check(names: Sequence[str]) -> None:
+    """Refuse data sets that are neither built in, nor a file with rows, nor a name the hub can know.
+
+    Args:
+        names: As ``load`` takes them.
+
+    Raises:
+        DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
+        ConfigError: The part after ``#`` is not a number of rows.
+    """
+    for name in names:
+        place, _ = _split(name)
+        if place.startswith("builtin:"):
+            if place not in BUILTIN:
+                raise DataError(
+                    f"there is no data set {place!r}",
+                    expected=f"one of {', '.join(BUILTIN)}",
+                    hint=nearest(place, BUILTIN) or "a file or a hub name will do too",
+                )
+        elif _is_file(Path(place).expanduser(), place):
+            _reader(Path(place).expanduser())
+
+
+def _as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
+    """Put rows into the form the trainer takes."""
+    import pyarrow
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_list(rows)
+    except (pyarrow.ArrowException, TypeError) as error:
+        raise DataError(
+            f"the rows of {', '.join(names)} do not make one table: {error}",
+            expected="rows whose columns hold the same kind of value throughout",
+            hint="look for a message whose content is a list in one row and text in another",
+        ) from error
+
+
+def _split(name: str) -> tuple[str, int | None]:
+    """Split ``NAME#N`` into the name and the number of rows; ``None``: all of them."""
+    place, hash_, count = name.rpartition("#")
+    if not hash_ or Path(name).expanduser().exists():
+        return name, None
+    if place.strip() and count.isascii() and count.isdigit() and int(count) > 0:
+        return place, int(count)
+    raise ConfigError(
+        f"data set {name!r} ends in #{count}",
+        expected="a name, and a number of rows above zero",
+        hint="NAME#1000 takes the first thousand rows; NAME alone takes all",
+    )
 
 
 def _read(name: str, seed: int) -> list[Row]:
     """Return the rows of one data set, as many as ``#N`` asks for."""
-    place, hash_, count = name.rpartition("#")
-    if not hash_ or Path(name).exists():
-        place, limit = name, None
-    elif count.isdigit() and int(count) > 0:
-        limit = int(count)
-    else:
-        raise ConfigError(
-            f"data set {name!r} ends in #{count}", expected="a number of rows above zero, as in NAME#1000"
-        )
+    check([name])
+    place, limit = _split(name)
+    path = Path(place).expanduser()
     if place.startswith("builtin:"):
-        if place not in BUILTIN:
-            hint = nearest(place, BUILTIN) or "the built-in data sets are " + ", ".join(BUILTIN)
-            raise DataError(f"there is no data set {place!r}", hint=hint)
         from ebbtide_recipes.sft import pydoc
 
-        return pydoc.rows(seed)[:limit]
-    path = Path(place).expanduser()
-    if path.suffix.lower() in SUFFIXES or path.exists():
-        return _read_file(path, limit)
-    return _read_hub(place, limit)
+        rows = pydoc.rows(seed)[:limit]
+    elif _is_file(path, place):
+        rows = _read_file(path, limit)
+    else:
+        rows = _read_hub(place, limit)
+    if limit is not None and len(rows) < limit:
+        LOGGER.warning("data set %r has %d rows, fewer than the %d asked for: all are taken", place, len(rows), limit)
+    return rows
 
 
-def _read_file(path: Path, limit: int | None) -> list[Row]:
-    """Read a local file by its suffix."""
+def _is_file(path: Path, written: str) -> bool:
+    """Whether a name means a local file: by its suffix or one spelt like it, by its look, or because it is there."""
+    suffix = path.suffix.lower()
+    return (
+        suffix in (*SUFFIXES, *OTHER_SUFFIXES)
+        or (suffix[1:2] in ("j", "p") and nearest(suffix, SUFFIXES) != "")
+        or written.startswith((".", "/", "~"))
+        or written.count("/") > 1
+        or path.exists()
+    )
+
+
+def _reader(path: Path) -> Callable[[Path], Iterable[Any]]:
+    """Return what reads a local file; refuse one that is not there, empty, or of an unknown kind."""
     if not path.is_file():
         folder = path.parent
-        others = [other.name for other in folder.iterdir() if other.suffix in SUFFIXES] if folder.is_dir() else []
+        others = sorted(o.name for o in folder.iterdir() if o.suffix in SUFFIXES) if folder.is_dir() else []
         what = "is a folder" if path.is_dir() else "is not there"
         hint = nearest(path.name, others, count=1) or f"looked in {folder.resolve()}"
-        raise DataError(f"data set file {str(path)!r} {what}", expected="a file", hint=hint)
+        raise DataError(f"data set file {str(path)!r} {what}", expected=f"a {', '.join(SUFFIXES)} file", hint=hint)
     readers: dict[str, Callable[[Path], Iterable[Any]]] = {
         ".jsonl": _json_lines,
         ".json": _json_document,
@@ -101,20 +158,47 @@ def _read_file(path: Path, limit: int | None) -> list[Row]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError(
-            f"data set file {str(path)!r} ends in {path.suffix!r}", expected="one of " + ", ".join(SUFFIXES)
+            f"data set file {str(path)!r} ends in {path.suffix!r}",
+            expected="one of " + ", ".join(SUFFIXES),
+            hint="one JSON object a line is .jsonl",
         )
     if path.stat().st_size == 0:
-        raise DataError(f"data set file {str(path)!r} is empty", expected="at least one row")
-    rows = list(islice(reader(path), limit))
+        raise DataError(
+            f"data set file {str(path)!r} is empty", expected="at least one row", hint="look at what was to write it"
+        )
+    return reader
+
+
+def _read_file(path: Path, limit: int | None) -> list[Row]:
+    """Read a local file by its suffix."""
+    reader = _reader(path)
+    try:
+        rows = list(islice(reader(path), limit))
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: {error.reason} at byte {error.start}",
+            expected="text in UTF-8",
+            hint="convert it, or look whether it is compressed",
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read ({error.strerror or error})",
+            expected="a file you may read",
+            hint="check its rights",
+        ) from error
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise DataError(f"row {number} of {path} is {row!r:.60}", expected="an object with named columns")
+            raise DataError(
+                f"row {number} of {path} is {row!r:.60}",
+                expected="an object with named columns",
+                hint=f"such as {EXAMPLE}",
+            )
     return rows
 
 
 def _json_lines(path: Path) -> Iterable[Any]:
     """Yield the objects of a file with one JSON object a line; blank lines are passed over."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _parse(line, f"line {number} of {path}")
@@ -122,7 +206,7 @@ def _json_lines(path: Path) -> Iterable[Any]:
 
 def _json_document(path: Path) -> Iterable[Any]:
     """Return the objects of a file that is one JSON list."""
-    content = _parse(path.read_text(encoding="utf-8"), str(path))
+    content = _parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(content, list):
         raise DataError(
             f"{path} holds a JSON {type(content).__name__}",
@@ -137,7 +221,7 @@ def _parse(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}", expected="a JSON object") from error
+        raise DataError(f"{where} is not JSON: {error}", expected="a JSON object", hint=f"such as {EXAMPLE}") from error
 
 
 def _parquet(path: Path) -> Iterable[Any]:
@@ -150,7 +234,9 @@ def _parquet(path: Path) -> Iterable[Any]:
             for batch in file.iter_batches():
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} cannot be read: {error}", expected="a parquet file") from error
+        raise DataError(
+            f"{path} cannot be read: {error}", expected="a parquet file", hint="look whether it was written to its end"
+        ) from error
 
 
 def _read_hub(name: str, limit: int | None) -> list[Row]:
@@ -162,76 +248,13 @@ def _read_hub(name: str, limit: int | None) -> list[Row]:
     except (OSError, ValueError, RuntimeError) as error:
         raise DataError(
             f"data set {name!r} is no local file and could not be loaded by that name: {error}",
-            expected=f"{', '.join(BUILTIN)}, a {', '.join(SUFFIXES)} file, or a hub name with a train split",
+            expected=PLACES,
+            hint=_near(name) or "without a network give a local file, or a data set that was fetched before",
         ) from error
     return list(islice(dataset, limit))
 
 
-Shape = Callable[[Row], Row]
-
-
-def _shape(row: Row, name: str, *, chat: bool) -> Shape:
-    """Choose how rows with these columns are put into shape."""
-    columns = set(row)
-    if "messages" in columns or "conversations" in columns:
-        if not chat:
-            raise DataError(
-                f"data set {name!r} holds chats, but the model's tokenizer has no chat template",
-                expected="a tokenizer with a chat template, or `prompt`+`completion` or `text` columns",
-                hint="use the model's instruct variant",
-            )
-        return _chat
-    if {"prompt", "completion"} <= columns:
-        return lambda row: {"prompt": row["prompt"], "completion": row["completion"]}
-    pair: Callable[[str, str], Row] = _turn if chat else _plain_turn
-    if {"question", "answer"} <= columns:
-        return lambda row: pair(row["question"], row["answer"])
-    if {"instruction", "output"} <= columns:
-        return lambda row: pair("\n\n".join(filter(None, (row["instruction"], row.get("input")))), row["output"])
-    if "text" in columns:
-        return lambda row: {"text": row["text"]}
-    raise DataError(f"data set {name!r} has the columns {', '.join(sorted(columns)) or '(none)'}", expected=ACCEPTED)
-
-
-def _shaped(shape: Shape, row: Row, name: str, number: int) -> Row:
-    """Put one row into shape, or say which row does not fit."""
-    try:
-        result = shape(row)
-    except (KeyError, TypeError) as error:
-        raise DataError(f"row {number} of data set {name!r} does not fit: {error!r}", expected=ACCEPTED) from error
-    for column, value in result.items():
-        # A prompt may be empty: then the completion is learned from nothing, which is what was asked for.
-        if not isinstance(value, str | list) or not (value or column == "prompt"):
-            raise DataError(
-                f"row {number} of data set {name!r} has {value!r} as {column}", expected="text, or a list of messages"
-            )
-    return result
-
-
-def _turn(question: str, answer: str) -> Row:
-    """One question and its answer, as a chat."""
-    return {"prompt": [_message("user", question)], "completion": [_message("assistant", answer)]}
-
-
-def _plain_turn(question: str, answer: str) -> Row:
-    """One question and its answer, as plain text."""
-    if not isinstance(question, str):
-        raise TypeError(f"{question!r} is not text")
-    return {"prompt": f"{question}\n", "completion": answer}
-
-
-def _chat(row: Row) -> Row:
-    """A chat, with the keys and role names of either convention."""
-    messages = row["messages"] if "messages" in row else row["conversations"]
-    return {
-        "messages": [
-            dict(m) if "role" in m else _message(ROLES.get(m["from"], m["from"]), m["value"]) for m in messages
-        ]
-    }
-
-
-def _message(role: str, content: str) -> dict[str, str]:
-    """One message of a chat."""
-    if not isinstance(content, str):
-        raise TypeError(f"{content!r} is not text")
-    return {"role": role, "content": content}
+def _near(name: str) -> str:
+    """Name the built-in data sets and local files with names like this one."""
+    local = sorted(other.name for other in Path().iterdir() if other.suffix in SUFFIXES)
+    return nearest(name, (*BUILTIN, *local), count=1)

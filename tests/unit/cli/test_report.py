@@ -86,6 +86,27 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         report(tmp_path)
 
 
-def test_bad_arguments_are_errors_of_this_command_line():
-    with pytest.raises(ConfigError, match="(?s)invalid choice: 'pdf'.*ebbtide report --help"):
-        run(["folder", "--format", "pdf"])
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["RUN", "--format", "pdf"], "--format is 'pdf'; expected one of text, html, trace, json\nhint: "),
+        (["RUN", "--format", "jsno"], "hint: did you mean 'json'"),
+        (["RUN", "--formt", "json"], "unknown argument '--formt'; .*\nhint: did you mean '--format'"),
+        (["RUN", "--form", "json"], "unknown argument '--form'"),
+        (["RUN", "again"], "unknown argument 'again'"),
+        (["RUN", "--output"], "expected one argument; expected arguments of `ebbtide report`"),
+        ([], "arguments are required: run_folder; .*\nhint: `ebbtide report --help`"),
+        (["rnu"], "run folder 'rnu' is not there; .*\nhint: did you mean 'run'"),
+        (["file"], "run folder 'file' is a file; expected a folder that a run or `ebbtide compare` wrote\nhint: "),
+        (["RUN", "--output", "."], "is a folder; expected a file in an existing folder\nhint: name one with --output"),
+        (["RUN", "--output", "no/such/file"], "cannot be written: there is no folder 'no/such'"),
+        (["RUN", "--output", "file"], "file is there already; expected a new file\nhint: pass --force"),
+    ],
+)
+def test_bad_arguments_are_errors_of_this_command_line(tmp_path, monkeypatch, argv, words):
+    write_run(tmp_path / "run")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError), match=f"(?s){words}"):
+        run(["run" if word == "RUN" else word for word in argv])
+    assert not (tmp_path / "run" / "report.html").exists()

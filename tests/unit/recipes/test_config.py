@@ -39,15 +39,31 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
     [
         ({"train_type": "qlora"}, "expected 'full' or 'lora'"),
         ({"train_type": "adapter"}, "expected 'full' or 'lora'"),
-        ({"max_steps": 0}, "max_steps is 0; expected 1 or more"),
+        ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: -1, or leaving"),
         ({"max_steps": -2}, "max_steps is -2"),
         ({"max_length": 1}, "max_length is 1"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
-        ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a number above zero"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a number above zero\nhint: leave it out"),
         ({"learning_rate": float("nan")}, "learning_rate is nan"),
         ({"num_train_epochs": -1.0}, "num_train_epochs is -1.0"),
-        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more\nhint: "),
+        ({"logging_steps": -5}, "logging_steps is -5; expected 1 or more\nhint: "),
+        ({"seed": -1}, "seed is -1; expected 0 to 4294967295\nhint: "),
+        ({"seed": 2**32}, "seed is 4294967296; expected 0 to 4294967295"),
+        ({"seed": "7"}, "seed is '7'; expected an integer\nhint: pass the value itself, without quotes"),
+        ({"max_steps": 1.5}, "max_steps is 1.5; expected an integer\nhint: "),
+        ({"verify": "no"}, "verify is 'no'; expected true or false\nhint: "),
+        ({"dataset": "builtin:pydoc"}, "dataset is 'builtin:pydoc'; expected a tuple of text\nhint: "),
+        ({"dataset": ()}, "dataset is empty; expected a name\nhint: "),
+        ({"report_to": ("",)}, "report_to is empty"),
+        ({"model": None}, "model is None; expected text\nhint: "),
+        ({"disk_path": " "}, "disk_path is empty; expected a name\nhint: leave disk_path out for its default"),
+        ({"output_dir": ""}, "output_dir is empty"),
+        ({"policy": "minmal"}, "policy is 'minmal'; expected one of auto, .*\nhint: did you mean 'minimal'"),
+        ({"memory_budget": "abc"}, "memory_budget is 'abc'; expected a size above zero"),
+        ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
+        ({"gradient_checkpointing": True, "memory_budget": "abc"}, "memory_budget is 'abc'"),
         ({"activation_cpu_offload": True, "max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"activation_cpu_offload": True, "memory_budget": "0"}, "memory_budget is '0'"),
         ({"activation_cpu_offload": True, "memory_budget": "-1"}, "memory_budget is '-1'"),
@@ -92,7 +108,8 @@ def test_no_flag_is_both_supported_and_refused() -> None:
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "NPROC_PER_NODE"])
 def test_several_processes_are_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is '2' in the environment"):
-        refuse_several_processes({name: "2"})
+    for value in ("2", "abc"):
+        with pytest.raises(ConfigError, match=f"{name} is '{value}' in the environment; expected 1.*\nhint: "):
+            refuse_several_processes({name: value})
     refuse_several_processes({name: "1"})
     refuse_several_processes({})

@@ -92,12 +92,32 @@ def test_data_sets_of_two_shapes_are_refused(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", r"row 1 of .*a.jsonl is \[1\]; expected an object"),
         ("a.jsonl", '{"q": "x", "a": "y"}\n', "has the columns a, q; expected `messages`.*`text`"),
         ("a.jsonl", '{"prompt": "x"}\n', "has the columns prompt; expected"),
-        ("a.jsonl", '{"text": "t"}\n{"other": "t"}\n', "row 2 of data set .* does not fit: KeyError"),
+        ("a.jsonl", '{"text": "t"}\n{"other": "t"}\n', "row 2 of data set .* has no 'text'; its columns are other; "),
         ("a.jsonl", '{"text": ""}\n', "row 1 of data set .* has '' as text; expected text"),
         ("a.jsonl", '{"text": 5}\n', "row 1 of data set .* has 5 as text; expected text"),
         ("a.jsonl", '{"prompt": "q", "completion": null}\n', "row 1 of data set .* has None as completion"),
-        ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: TypeError.*5 is not text"),
+        ("a.jsonl", '{"question": "q", "answer": 5}\n', "row 1 of data set .* does not fit: 5 is not text"),
         ("a.jsonl", '{"messages": []}\n', r"row 1 of data set .* has \[\] as messages"),
+        ("a.jsonl", '{"messages": "hi"}\n', "row 1 of data set .* does not fit: 'hi' is no list of messages"),
+        ("a.jsonl", '{"messages": ["hi"]}\n', r"row 1 of data set .* does not fit: \['hi'\] is no list of messages"),
+        ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "row 1 .* has the message {'role': 'user'} in messages"),
+        ("a.jsonl", '{"messages": [{"content": "x"}]}\n', "row 1 .* has the message {'content': 'x'} in messages"),
+        ("a.jsonl", '{"messages": [{"role": 1, "content": "x"}]}\n', "expected messages with `role` and `content`"),
+        ("a.jsonl", '{"conversations": [{"from": "human"}]}\n', "row 1 of data set .* has no 'value'"),
+        ("a.jsonl", '{"prompt": ["x"], "completion": "y"}\n', "row 1 of data set .* has the message 'x' in prompt"),
+        (
+            "a.jsonl",
+            '{"promt": "x", "completion": "y"}\n',
+            "has the columns completion, promt; .*\nhint: did you mean 'prompt'",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": "x", "completion": "y"}\n{"prompt": [{"role": "user", "content": "x"}], "completion": "y"}\n',
+            "row 2 of data set .* has a list as prompt, the first row a str; expected text in every row",
+        ),
+        ("a.jsonl", "\ufeff{broken\n", "line 1 of .*a.jsonl is not JSON: Expecting property name"),
+        ("a.json", '"words"', "holds a JSON str; expected a list of objects"),
+        ("a.jsonl", "null\n", "row 1 of .*a.jsonl is None; expected an object with named columns\nhint: such as {"),
         ("a.parquet", "no parquet", "a.parquet cannot be read"),
         ("a.csv", "a,b\n", "ends in '.csv'; expected one of .jsonl, .json, .parquet"),
     ],
@@ -110,8 +130,71 @@ def test_bad_files_are_named_with_what_is_wrong(tmp_path: Path, name: str, text:
 
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", [{"text": "t"}])
-    with pytest.raises(DataError, match=r"is not there; expected a file\nhint: did you mean 'train.jsonl'"):
+    with pytest.raises(DataError, match=r"is not there; expected a .* file\nhint: did you mean 'train.jsonl'"):
         load(str(tmp_path / "trian.jsonl"))
+
+
+def test_a_suffix_spelt_wrong_is_a_file_and_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "d.jsonl", [{"text": "t"}])
+    with pytest.raises(DataError, match="'d.jsnl' is not there; expected a .jsonl.*\nhint: did you mean 'd.jsonl'"):
+        data.check(["d.jsnl"])
+    with pytest.raises(DataError, match="'d.csv' is not there; .*\nhint: did you mean 'd.jsonl'"):
+        data.check(["d.csv"])
+    for name in ("owner/name", "owner/name-1.5", "name.en", "owner/name#5", "d.jsonl"):
+        data.check([name])
+
+
+def test_a_file_with_other_letters_than_utf8_is_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.json"):
+        (tmp_path / name).write_bytes(b'[{"text": "\xff\xfe"}]')
+        with pytest.raises(DataError, match=f"{name} is not UTF-8: .* at byte 11; expected text in UTF-8\nhint: "):
+            load(str(tmp_path / name))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('\ufeff{"text": "t"}\n', encoding="utf-8")
+    assert load(str(tmp_path / "a.jsonl")) == [{"text": "t"}]
+
+
+def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = write(tmp_path / "a.jsonl", [{"text": "t"}])
+
+    def refuse(self: Path, *args: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"a.jsonl cannot be read \(Permission denied\); expected a file you may read"):
+        load(name)
+
+
+def test_rows_that_make_no_table_are_an_error(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": content}]} for content in ("text", [{"type": "text"}])]
+    with pytest.raises(DataError, match="do not make one table: .*\nhint: look for a message"):
+        load(write(tmp_path / "a.jsonl", rows))
+
+
+def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = write(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(3)])
+    load(f"{name}#3")
+    assert caplog.messages == []
+    assert len(load(f"{name}#999")) == 3
+    assert caplog.messages == [f"data set {name!r} has 3 rows, fewer than the 999 asked for: all are taken"]
+
+
+@pytest.mark.parametrize("name", ["#5", " #5"])
+def test_a_count_without_a_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="ends in #5; expected a name"):
+        data.check([name])
+
+
+def test_what_is_checked_first_is_neither_read_nor_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_read_file", lambda *args: pytest.fail("was read"))
+    monkeypatch.setattr(data, "_read_hub", lambda *args: pytest.fail("was fetched"))
+    data.check([write(tmp_path / "a.jsonl", [{"text": "t"}]), "builtin:pydoc#5", "owner/name"])
+    for name in ("builtin:pydocs", str(tmp_path), str(tmp_path / "b.jsonl"), "./nothing", "~/no/such/file"):
+        with pytest.raises(DataError, match="\nhint: "):
+            data.check([name])
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -121,7 +204,7 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", ["0", "-5", "x", "1.5", ""])
 def test_the_row_count_is_a_number_above_zero(count: str) -> None:
-    with pytest.raises(ConfigError, match="expected a number of rows above zero"):
+    with pytest.raises(ConfigError, match="and a number of rows above zero\nhint: NAME#1000"):
         load(f"builtin:pydoc#{count}")
 
 
@@ -161,3 +244,5 @@ def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monkey
         DataError, match="'owner/name' is no local file and could not be loaded by that name: no network"
     ):
         load("owner/name")
+    with pytest.raises(DataError, match="\nhint: did you mean 'builtin:pydoc'"):
+        load("pydoc")

