@@ -1,0 +1,165 @@
+"""Threads: models side by side, forwards beside backwards, and who finds what is dying."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ebbtide
+from tests.helpers.engines import POLICIES, assert_nothing_left, forward_pass, in_thread, leaf, open_engine
+from tests.helpers.oracle import same_bits
+from tests.helpers.parts import WIDTH, Model, differing, gated_model, training_step
+
+POLICY = pytest.mark.parametrize("policy", POLICIES)
+STEPS = 12
+
+
+def at_once(*works: Callable[[], Any]) -> None:
+    """Run functions in threads of their own that begin together; the first error comes back."""
+    together, errors = threading.Barrier(len(works)), []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            together.wait(30)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+def weight_grads(model: Model, x: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(model(x).square().sum(), list(model.parameters())))
+
+
+@POLICY
+def test_two_models_train_in_two_threads(policy: str) -> None:
+    models, batches = [gated_model(), gated_model()], [torch.randn(32, WIDTH) for _ in range(2)]
+    expected = [training_step(m, x) for m, x in zip(models, batches, strict=True)]
+    handles = [ebbtide.enable_activation_offloading(m, policy=policy, min_bytes=0, window=1) for m in models]
+
+    def train(number: int) -> None:
+        for _ in range(STEPS):
+            assert differing(expected[number], training_step(models[number], batches[number])) == []
+
+    at_once(lambda: train(0), lambda: train(1))
+    for handle in handles:
+        assert_nothing_left(handle._engine)
+        handle.close()
+
+
+@POLICY
+def test_one_model_serves_two_threads(policy: str) -> None:
+    model, batches = gated_model(), [torch.randn(32, WIDTH) for _ in range(2)]
+    expected = [weight_grads(model, x) for x in batches]
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window=1) as handle:
+
+        def train(number: int) -> None:
+            for _ in range(STEPS):
+                assert all(map(same_bits, expected[number], weight_grads(model, batches[number])))
+
+        at_once(lambda: train(0), lambda: train(1))
+        assert_nothing_left(handle._engine)
+
+
+@POLICY
+def test_forward_in_one_thread_and_backward_in_another(policy: str) -> None:
+    model, x = gated_model(), torch.randn(32, WIDTH)
+    expected = weight_grads(model, x)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window=1, verify=True) as handle:
+        for _ in range(3):
+            loss = in_thread(lambda: model(x).square().sum())
+            got = in_thread(lambda loss=loss: list(torch.autograd.grad(loss, list(model.parameters()))))
+            del loss
+            assert all(map(same_bits, expected, got))
+            assert_nothing_left(handle._engine)
+
+
+@POLICY
+def test_forwards_run_while_backwards_run(policy: str) -> None:
+    """A pipeline: one thread makes graphs, another goes through them, two are between them."""
+    model, batches = gated_model(), [torch.randn(32, WIDTH) for _ in range(2)]
+    expected = [weight_grads(model, x) for x in batches]
+    between: queue.Queue[tuple[int, Tensor]] = queue.Queue(2)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window=1) as handle:
+
+        def forwards() -> None:
+            for step in range(2 * STEPS):
+                between.put((step % 2, model(batches[step % 2]).square().sum()), timeout=30)
+
+        def backwards() -> None:
+            for _ in range(2 * STEPS):
+                number, loss = between.get(timeout=30)
+                got = torch.autograd.grad(loss, list(model.parameters()))
+                del loss
+                assert all(map(same_bits, expected[number], got))
+
+        at_once(forwards, backwards)
+        assert_nothing_left(handle._engine)
+
+
+class _Watched:
+    """A slot; when it is freed, it looks whether anybody can still reach its entry."""
+
+    def __init__(self, slot: Any, look: Callable[[], None]) -> None:
+        self._slot, self._look = slot, look
+
+    def free(self) -> None:
+        self._look()
+        self._slot.free()
+
+    def __del__(self) -> None:
+        self._look()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._slot, name)
+
+
+def test_an_entry_that_is_dying_is_found_by_nobody() -> None:
+    """Another thread that found it would read a slot that is free, or bring the entry back to life."""
+    x = leaf(6, 8)
+    with open_engine("offload", rate=1e12, window_bytes=1) as engine:
+        park, reachable, runs = engine.tier.park, [], []
+
+        def look() -> None:
+            reachable.extend(e for run in runs for r in run.entries if (e := r()) is not None and e.slot is None)
+
+        engine.tier.park = lambda source: _Watched(park(source), look)  # type: ignore[method-assign, assignment]
+        with forward_pass(engine, x) as run:
+            y = x.cumsum(0).sin()
+        runs.append(run)
+        del y, run
+        assert not reachable
+
+
+@POLICY
+def test_a_graph_that_dies_in_another_thread(policy: str) -> None:
+    x, w = leaf(16, WIDTH), leaf(WIDTH, WIDTH, parameter=True)
+    with open_engine(policy, "disk") as engine:
+        graphs: queue.Queue[Tensor | None] = queue.Queue(3)
+
+        def drops() -> None:
+            while (y := graphs.get(timeout=30)) is not None:
+                del y
+
+        def makes() -> None:
+            for _ in range(3 * STEPS):
+                with forward_pass(engine, x, weights=[w]):
+                    graphs.put((x.cumsum(0).exp() @ w).sigmoid(), timeout=30)
+            graphs.put(None, timeout=30)
+
+        at_once(makes, drops)
+        assert_nothing_left(engine)
