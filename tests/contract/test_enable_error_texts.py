@@ -131,6 +131,17 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
         "ConfigError",
         "enable_ckpt is 'false'; expected true or false\nhint: pass the value itself, without quotes",
     ),
+    "checkpointing by number": (
+        lambda tiny: enable(tiny.model, enable_ckpt=1),  # type: ignore[arg-type]
+        "ConfigError",
+        "enable_ckpt is 1; expected true or false\nhint: pass True or False",
+    ),
+    "policy of another kind": (
+        lambda tiny: enable(tiny.model, policy=["auto"]),  # type: ignore[arg-type]
+        "ConfigError",
+        "policy is ['auto']; expected Auto(...), Offload(), Inputs(), Minimal(), Keep() or a name\n"
+        "hint: such as policy='minimal'",
+    ),
     "verify in quotes": (
         lambda tiny: enable(tiny.model, verify="yes"),  # type: ignore[arg-type]
         "ConfigError",
@@ -179,12 +190,12 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
     "empty directory": (
         lambda tiny: enable(tiny.model, disk_path=""),
         "ConfigError",
-        "disk_path is ''; expected a path\nhint: such as disk_path='runs/mine'",
+        "disk_path is ''; expected a path\nhint: such as disk_path='some/folder'",
     ),
     "directory that is no path": (
         lambda tiny: enable(tiny.model, disk_path=5),  # type: ignore[arg-type]
         "ConfigError",
-        "disk_path is 5; expected a path\nhint: such as disk_path='runs/mine'",
+        "disk_path is 5; expected a path\nhint: such as disk_path='some/folder'",
     ),
     "target that is no text": (
         lambda tiny: enable(tiny.model, target=None),  # type: ignore[arg-type]
@@ -238,6 +249,7 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
         "ModifiedInPlaceError",
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         "[float32 [2, 12, 48]] saved at Mlp/norm/input#0 is at version 1; expected version 0 instead\n"
+        "while restoring Mlp/norm/input#0 of block 'layers.0' (offload)\n"
         "hint: the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation",
     ),
 }

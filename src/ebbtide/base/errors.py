@@ -36,16 +36,18 @@ class EbbtideError(Exception):
 
     def __init__(self, found: str, *, expected: str = "", hint: str = "") -> None:
         self.found, self.expected, self.hint = found, expected, hint
+        self.places: list[str] = []
         super().__init__(found)  # one argument: of three, OSError would make errno, strerror and filename
 
-    def __reduce__(self) -> tuple[Callable[..., EbbtideError], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[..., EbbtideError], tuple[str], dict[str, list[str]]]:
         # Errors cross process borders (ranks, fresh processes of a comparison).
-        return partial(type(self), expected=self.expected, hint=self.hint), (self.found,)
+        return partial(type(self), expected=self.expected, hint=self.hint), (self.found,), {"places": self.places}
 
     def __str__(self) -> str:
         text = self.found
         if self.expected:
             text += f"; expected {self.expected}"
+        text = "\n".join([text, *self.places])
         return f"{text}\nhint: {self.hint}" if self.hint else text
 
 
@@ -91,6 +93,21 @@ class ModifiedInPlaceError(EbbtideError, RuntimeError):
 
 class RestoreError(EbbtideError, RuntimeError):
     """Restored or recomputed bytes differ from what was saved (``verify=True``)."""
+
+
+def note_place(error: BaseException, place: str) -> None:
+    """Say in an error where it happened; its class and message stay what they are.
+
+    An error of ebbtide's own shows it in ``str()`` too, so that a line of a log tells it.
+
+    Args:
+        error: Any exception.
+        place: What was being done, with what, such as ``"while saving ..."``.
+    """
+    if isinstance(error, EbbtideError):
+        error.places.append(place)
+    else:
+        error.add_note(place)
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:

@@ -7,13 +7,12 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 
 import torch
 
 from ebbtide.base.actions import Plan
-from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
@@ -24,7 +23,7 @@ from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import Stats, Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
+from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.wrappers import WrapperTicket, plain_tensors
 from ebbtide.store.protocol import Tier
@@ -74,8 +73,8 @@ class Engine:
         self.weights_move = weights_move
         self.rules = rules if rules is not None else rule_table()
         self.lock = threading.RLock()
-        self.live_tickets: set[int] = set()
-        self.live_entries: set[int] = set()
+        self.live_tickets: set[weakref.ref[Life]] = set()
+        self.live_entries: set[weakref.ref[Life]] = set()
         self.orders: dict[str, tuple[int, ...]] = {}
         self.trust = Trust(bus)
         self.last_tally = Tally()
@@ -191,7 +190,11 @@ class Engine:
         """Begin to offload an entry's bytes."""
         self.hold(entry, tensor)
         if entry.source is not None:
-            entry.slot = self.tier.park(entry.source)
+            try:
+                entry.slot = self.tier.park(entry.source)
+            except BaseException as error:
+                note_place(error, f"while copying out {entry.site} ({entry.action.value})")
+                raise
             self._copy_out.add(entry)
             self._copy_out.retire()
 
@@ -201,8 +204,11 @@ class Engine:
 
     def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
         """Whether a recipe gives the tensor that is there, bit by bit."""
-        with _exact(base.device.type):
-            return self.trust.holds(entry, recipe, base, lambda expr: evaluate(expr, self._content, None))
+
+        def remake(expr: Expr) -> torch.Tensor:
+            return _exactly(base.device.type, lambda: evaluate(expr, self._content, None))
+
+        return self.trust.holds(entry, recipe, base, remake)
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
@@ -223,11 +229,9 @@ class Engine:
                 if task != -1 and ticket.run.task != task:
                     self._begin_block_backward(ticket.run, task)
                 return ticket.tensor(self._read(ticket.entry, ticket.run, task))
-        except ModifiedInPlaceError:
-            raise
         except BaseException as error:
-            error.add_note(f"while restoring {ticket.entry.site} of block {ticket.run.block.name!r} "
-                           f"({ticket.entry.action.value})")  # fmt: skip
+            where = f"{ticket.entry.site} of block {ticket.run.block.name!r} ({ticket.entry.action.value})"
+            note_place(error, f"while restoring {where}")
             raise
 
     def _read(self, entry: Entry, run: BlockRun, task: int) -> torch.Tensor:
@@ -236,8 +240,8 @@ class Engine:
         if content is None:
             began = time.perf_counter()
             keep = None if backward is None else functools.partial(self._keep, backward)
-            with _exact(entry.device_type):
-                content = evaluate(entry, lambda e: self._content(e, backward, run), keep)
+            read = functools.partial(self._operand, entry, backward, run)
+            content = _exactly(entry.device_type, lambda: evaluate(entry, read, keep))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -247,6 +251,15 @@ class Engine:
                 hint="please report this with the output of `ebbtide env`; keep_filter can leave the tensor out",
             )
         return content
+
+    def _operand(self, target: Entry, backward: _Backward | None, run: BlockRun, entry: Entry) -> torch.Tensor | None:
+        """Return the bytes of an operand of what is remade if they need no recompute, else None."""
+        try:
+            return self._content(entry, backward, run)
+        except BaseException as error:
+            if entry is not target:
+                note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of what is remade")
+            raise
 
     def _content(
         self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
@@ -343,12 +356,20 @@ class Engine:
         )
 
 
-@contextmanager
-def _exact(device_type: str) -> Generator[None]:
-    """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe)."""
-    with torch.no_grad():
-        if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
-                yield
-        else:
-            yield
+def _exactly(device_type: str, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe).
+
+    The switches are set one by one: what torch's context managers switched, an interrupt could leave switched.
+    """
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device_type)
+    try:
+        torch._C._set_grad_enabled(False)
+        if autocast:
+            torch.set_autocast_enabled(device_type, False)
+        return work()
+    finally:
+        try:
+            torch._C._set_grad_enabled(grad)
+        finally:
+            if autocast:
+                torch.set_autocast_enabled(device_type, True)

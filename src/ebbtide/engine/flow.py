@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ebbtide.base.errors import note_place
 from ebbtide.engine.tickets import Entry
 
 if TYPE_CHECKING:
@@ -77,10 +78,14 @@ class CopyOut:
         while self._queue:
             entry = self._queue[0][0]()
             if entry is not None and entry.source is not None and entry.slot is not None:
-                if not entry.slot.parked:
-                    if self.in_flight_bytes <= self.window.out_bytes:
-                        break
-                    stall += entry.slot.wait_parked()
+                try:
+                    if not entry.slot.parked:
+                        if self.in_flight_bytes <= self.window.out_bytes:
+                            break
+                        stall += entry.slot.wait_parked()
+                except BaseException as error:
+                    note_place(error, f"while copying out {entry.site} ({entry.action.value})")
+                    raise
                 drop_source(entry)
             del entry
             self.in_flight_bytes -= self._queue.popleft()[1]
@@ -137,7 +142,11 @@ class CopyIn:
             if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._next = reference
                 return
-            entry.slot.prefetch()
+            try:
+                entry.slot.prefetch()
+            except BaseException as error:
+                note_place(error, f"while bringing in {entry.site} ({entry.action.value}) ahead of its reader")
+                raise
             self._asked[weakref.ref(entry, self._gone)] = entry.nbytes
             self.ahead_bytes += entry.nbytes
 

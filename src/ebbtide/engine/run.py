@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.errors import note_place
 from ebbtide.engine.build import Builder
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import Expr
@@ -125,7 +126,7 @@ class BlockRun:
                 self._list(entry)
         except BaseException as error:
             where = self.modules[-1][0] if self.modules else "(block)"
-            error.add_note(f"while saving a {list(tensor.shape)} tensor in {where} of block {self.block.name!r}")
+            note_place(error, f"while saving a {list(tensor.shape)} tensor in {where} of block {self.block.name!r}")
             raise
         self.tally.add_saved(layout.logical_bytes)
         self._note(tensor, ticket)

@@ -60,18 +60,14 @@ class Life:
     """Counts whoever holds it among the living.
 
     What is weakly referenced has no ``__del__`` of its own: Python runs that before it clears the references, and
-    another thread would find the dying object through them.
+    another thread would find the dying object through them. Nor has this: an interrupt in it would be lost and the
+    count wrong for ever, but nothing interrupts the ``discard`` of a set.
     """
 
-    __slots__ = ("_living",)
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, living: set[int]) -> None:
-        self._living = living
-        living.add(id(self))
-
-    def __del__(self) -> None:
-        if hasattr(self, "_living"):  # else it was interrupted before the first line of its __init__
-            self._living.discard(id(self))
+    def __init__(self, living: set[weakref.ref[Life]]) -> None:
+        living.add(weakref.ref(self, living.discard))
 
 
 class Entry:
@@ -90,7 +86,7 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         version: int,
-        living: set[int],
+        living: set[weakref.ref[Life]],
     ) -> None:
         self.life = Life(living)
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped

@@ -13,8 +13,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -152,18 +151,25 @@ class Attachment:
         whole = action is Action.CHECKPOINT and self._repeatable(block, args, kwargs)
         self._check_room()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        with offloading(engine, block, inputs, checkpointed=whole) as run, scope.opened():
-            if whole:
+        hooks = offloading(engine, block, inputs, checkpointed=whole)
+        try:
+            # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
+            scope.open = True
+            with hooks as run:
+                if whole:
+                    try:
+                        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                    finally:
+                        run.tally.add_rerun(seen.unique)
+                scope.run = run
                 try:
-                    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                    return forward(*args, **kwargs)
                 finally:
-                    run.tally.add_rerun(seen.unique)
-            scope.run = run
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                scope.run = None
-                self._seen[block.kind] = run.tally
+                    scope.run = None
+                    self._seen[block.kind] = run.tally
+        finally:
+            scope.open = False
+            hooks.close()  # an interrupt may have struck before they were
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
@@ -252,15 +258,6 @@ class _Scope:
         """Follow nothing in a copy. See [Note: copies]."""
         return _Scope, (dataclasses.replace(self.block, weights=tuple),)
 
-    @contextmanager
-    def opened(self) -> Generator[None]:
-        """Hooks are open: a forward behind a compiled call that falls back to eager code opens none of its own."""
-        self.open = True
-        try:
-            yield
-        finally:
-            self.open = False
-
     def follow(self, block_module: nn.Module) -> None:
         """Let the engine know which module of the block runs, and what its leaf modules made."""
         for name, module in block_module.named_modules():
@@ -293,20 +290,48 @@ class _Scope:
             run.builder.note_module(module, output)
 
 
-@contextmanager
-def offloading(
-    engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False
-) -> Generator[BlockRun]:
-    """Open the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included."""
-    run = engine.begin_block(block, inputs)
-    try:
-        with saved_tensors_hooks(run.pack, engine.unpack):
-            yield run
-    finally:
+class offloading:
+    """Opens the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included.
+
+    No generator: one that an interrupt keeps from its end would hold the hooks open as long as the traceback lives.
+
+    Args:
+        engine: Carries out the plan.
+        block: What the engine is told of the block.
+        inputs: Tensors that come into it.
+        checkpointed: The block is run again in backward.
+    """
+
+    def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:
+        self._engine, self._block, self._inputs, self._checkpointed = engine, block, inputs, checkpointed
+        self._run: BlockRun | None = None
+        self._ended = False
+
+    def __enter__(self) -> BlockRun:
+        run = self._run = self._engine.begin_block(self._block, self._inputs)
+        saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
+        return run
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the hooks and end the block. Harmless when repeated; what an interrupt left undone is done then."""
+        run = self._run
+        if run is None:
+            return
         try:
-            engine.end_block(run, checkpointed=checkpointed)
+            while (top := _open_hooks()) is not None and getattr(top[0], "__self__", None) is run:
+                torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
+            if not self._ended:
+                self._ended = True
+                self._engine.end_block(run, checkpointed=self._checkpointed)
         finally:
-            run.close()  # wherever that was interrupted: an open run holds its own tickets
+            run.close()  # an open run holds its own tickets
+
+
+def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _refuse_compiled_around(model: nn.Module, block: str) -> None:

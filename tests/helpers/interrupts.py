@@ -1,0 +1,78 @@
+"""Interrupts at every point of a step at which a signal can strike.
+
+[Note: where a signal strikes]
+Python looks for signals when a function begins, after a call, and at a jump back: there a handler, such as the one that
+raises ``KeyboardInterrupt``, may raise. ``Fuse`` traces the instructions of chosen files and raises at the k-th such
+point; swept over k, it strikes wherever Ctrl-C can. A point is left out where the tracer would raise behind the end of
+a ``with`` or ``try`` that still covers the true one.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import ebbtide
+
+SOURCE = Path(ebbtide.__file__).parent
+FOLDERS = tuple(str(SOURCE / name) for name in ("engine", "wrap", "store", "api.py"))
+LEFT_OUT = str(SOURCE / "store" / "fake.py")  # a device, which no signal interrupts
+LOOKS = frozenset({"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"})
+
+
+@functools.cache
+def points(code: CodeType) -> frozenset[int]:
+    """Offsets of the instructions before which a signal may be noticed. See [Note: where a signal strikes]."""
+    table = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+
+    def handler(offset: int) -> int | None:
+        return next((e.target for e in table if e.start <= offset < e.end), None)
+
+    instructions = list(dis.get_instructions(code))
+    pairs = zip(instructions, instructions[1:], strict=False)
+    return frozenset(
+        after.offset for at, after in pairs if at.opname in LOOKS and handler(at.offset) == handler(after.offset)
+    )
+
+
+class Fuse:
+    """Goes off at the ``when``-th point of the work that it is given, once; 0 only counts.
+
+    Attributes:
+        count: Points met so far.
+        where: ``file:line function`` of where it went off, or an empty string.
+    """
+
+    def __init__(self, error: type[BaseException], when: int = 0, *, also: tuple[str, ...] = ()) -> None:
+        self.error, self.when, self.count, self.where = error, when, 0, ""
+        self._folders = FOLDERS + also
+
+    def burn(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` with the fuse lit, in this thread."""
+        before = sys.gettrace()
+        sys.settrace(self._called)
+        try:
+            return work()
+        finally:
+            sys.settrace(before)
+
+    def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        if not name.startswith(self._folders) or name == LEFT_OUT:
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return self._step
+
+    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode" and frame.f_lasti in points(frame.f_code):
+            self.count += 1
+            if self.count == self.when:
+                code = frame.f_code
+                self.where = f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_qualname}"
+                raise self.error("planted")
+        return self._step
