@@ -122,3 +122,42 @@ def test_a_hundred_steps_do_not_grow() -> None:
         assert sizes[1] <= sizes[0]
         assert handle.stats().live_tickets == 0
         assert handle.stats().store_bytes == 0
+
+
+DEVICE_NODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "FusedRmsNormBackward0": nn.RMSNorm(6),
+    "NativeDropoutBackward0": lambda x: nn.functional.dropout(x, 0.3),
+    "AvgPool3DBackward0": lambda x: nn.functional.avg_pool3d(x.view(1, 1, 2, 2, 6), 2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("node", DEVICE_NODES)
+def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) -> None:
+    device, make = torch.accelerator.current_accelerator(), DEVICE_NODES[node]
+    module = make.to(device, dtype) if isinstance(make, nn.Module) else None
+
+    class Once(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module if module is not None else nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x * 1.5) if module is not None else make(x * 1.5)
+            return y.sigmoid() * y  # what a Mul saves of y stands behind the node
+
+    x = torch.randn(4, 6, device=device, dtype=dtype)
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        leaf = x.clone().requires_grad_()
+        y = model(leaf)
+        y.sum().backward()
+        return [y.detach(), leaf.grad]  # type: ignore[list-item]
+
+    model = nn.Sequential(nn.Sequential(Once()), nn.Sequential(nn.Identity(), Once()))
+    expected = step(model)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1"], min_bytes=0) as handle:
+        for _ in range(3):
+            assert _same(expected, step(model))
+        assert handle.stats().demoted_sites == () and node in handle.explain()

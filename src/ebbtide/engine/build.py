@@ -27,6 +27,9 @@ logger = logging.getLogger("ebbtide.engine")
 
 Rule = Callable[["NodeView"], "Expr | None"]
 
+_PASSED_ON = {"ViewBackward0", "UnsafeViewBackward0", "ToCopyBackward0", "PermuteBackward0", "TransposeBackward0"}
+"""What leaf modules do with the value that they compute: a linear layer over three dimensions, a norm in float32."""
+
 _WRAP = 1 << 63
 """Node attributes print negative dimensions as unsigned 64-bit numbers."""
 
@@ -66,7 +69,25 @@ class NodeView:
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
-        return self._builder.slot(self.node, name)
+        return self._builder.slot(getattr(self.node, "_raw_saved_" + name, None))
+
+    def slots(self, name: str) -> list[Operand | None]:
+        """Return the node's saved list of tensors ``name`` as operands, None for each that cannot be had."""
+        return [self._builder.slot(saved) for saved in getattr(self.node, "_raw_saved_" + name)]
+
+    def saved(self, name: str) -> bool:
+        """Whether the node saved a tensor ``name``."""
+        slot = getattr(self.node, "_raw_saved_" + name, None)
+        return slot is not None and slot.data is not None
+
+    def input_shape(self, index: int) -> tuple[int, ...] | None:
+        """Return the shape of the operator's input ``index``; None if it needs no gradient."""
+        functions = self.node.next_functions
+        node, output_nr = functions[index] if index < len(functions) else (None, 0)
+        if node is None:
+            return None
+        variable = getattr(node, "variable", None)
+        return tuple(variable.shape if variable is not None else node._input_metadata[output_nr].shape)
 
     def input(self, index: int) -> Operand | None:
         """Return the operator's input ``index`` as an operand, by where it came from."""
@@ -119,13 +140,13 @@ class Builder:
         """Remember which leaf module made a value."""
         node = output.grad_fn
         if node is not None:
-            self._alive.append(node)
-            self.records.setdefault((id(node), output.output_nr), module)  # later ones only pass it on
-            if node.name() in ("ViewBackward0", "UnsafeViewBackward0"):  # a linear layer over more than two dimensions
-                inner, number = node.next_functions[0]
-                if inner is not None:
-                    self._alive.append(inner)
-                    self.records.setdefault((id(inner), number), module)
+            number = output.output_nr
+            while node is not None:
+                self._alive.append(node)
+                self.records.setdefault((id(node), number), module)  # later ones only pass it on
+                if node.name() not in _PASSED_ON:
+                    break
+                node, number = node.next_functions[0]
 
     def recipe(self, node: Node, output_nr: int) -> Expr | None:
         """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""
@@ -164,9 +185,8 @@ class Builder:
             return None
         return self.recipe(node, output_nr)
 
-    def slot(self, node: Node, name: str) -> Operand | None:
-        """Return a node's saved tensor as an operand, without unpacking it."""
-        saved = getattr(node, "_raw_saved_" + name, None)
+    def slot(self, saved: Any) -> Operand | None:
+        """Return what a node saved, a ``SavedTensor``, as an operand, without unpacking it."""
         if saved is None:
             return None
         packed = saved.data

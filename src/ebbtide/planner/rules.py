@@ -10,6 +10,10 @@ from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 CHECKPOINT_ABOVE = 3.0
 """A block whose stubborn bytes exceed this many times its inputs is re-run whole under ``Minimal``."""
 
+CHEAP_FLOP_PER_BYTE = 4.0
+"""What costs no more than this is remade under ``Auto``: element-wise chains, depthwise convolutions of a few taps. No
+matrix product of a useful width is as cheap."""
+
 
 @dataclass(frozen=True, slots=True)
 class _PolicyPlan:
@@ -48,7 +52,12 @@ class _InputsPlan(_PolicyPlan):
 
 class _AutoPlan(_PolicyPlan):
     def choose(self, candidate: Candidate) -> Action:
-        return Action.RECOMPUTE if candidate.recompute_flops == 0 else Action.OFFLOAD
+        flops = candidate.recompute_flops
+        return (
+            Action.RECOMPUTE
+            if flops is not None and flops <= CHEAP_FLOP_PER_BYTE * candidate.bytes_
+            else Action.OFFLOAD
+        )
 
 
 class _MinimalPlan(_PolicyPlan):
@@ -80,7 +89,7 @@ def plan_for(policy: Policy) -> Plan:
             return _AutoPlan(
                 policy,
                 "auto",
-                "by rule: what is cheap is remade (element-wise chains, casts, norms, views: ~0 FLOP), the rest "
-                f"is offloaded. The planner that measures the machine is not part of this release, so max_slowdown="
-                f"{policy.max_slowdown:g} is a wish, not a bound",
+                "by rule: what is cheap is remade (element-wise chains, casts, norms, views: at most "
+                f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded. The planner that measures the machine "
+                f"is not part of this release, so max_slowdown={policy.max_slowdown:g} is a wish, not a bound",
             )

@@ -1,0 +1,146 @@
+"""Rules for element-wise operators, casts, reductions along some dimensions, and softmax."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.recipe import Expr
+from ebbtide.engine.rules.making import binary, expression, operator, typed, unary, with_number
+
+
+def _cast(n: NodeView) -> Expr | None:
+    dtype = n.dtype
+    return expression(n, lambda x: x.to(dtype), [n.input(0)], dtype)
+
+
+def _where(n: NodeView) -> Expr | None:
+    return expression(n, torch.where, [n.slot("condition"), n.input(0), n.input(1)])
+
+
+def _masked_fill(n: NodeView) -> Expr | None:
+    return expression(n, lambda x, mask, value: x.masked_fill(mask, value), [n.input(0), n.slot("mask"), n.input(1)])
+
+
+def _contiguous_clone(x: torch.Tensor) -> torch.Tensor:
+    # The node does not tell the memory format; reshape and contiguous make this one, an entry's layout mends others.
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _clamp_between(n: NodeView) -> Expr | None:
+    low, high = (n.slot(name) for name in ("min", "max"))
+    if low is None or high is None:
+        return None
+    return expression(n, torch.clamp, [n.operand("self", 0), low, high])
+
+
+def _power_of_number(n: NodeView) -> Expr | None:
+    base = n.constant("self")
+    return expression(n, lambda x: torch.pow(base, x), [n.operand("exponent", 0)], str(base))
+
+
+def _lerp(n: NodeView) -> Expr | None:
+    weight = n.constant("weight")
+    return expression(n, lambda x, y: torch.lerp(x, y, weight), [n.operand("self", 0), n.operand("end", 1)], weight)
+
+
+def _three(fn: object, *names: str) -> Rule:
+    def rule(n: NodeView) -> Expr | None:
+        value = n.constant("value")
+        operands = [n.operand(name, index) for index, name in enumerate(names)]
+        return expression(n, lambda x, y, z: fn(x, y, z, value=value), operands, value)  # pyright: ignore
+
+    return rule
+
+
+def _dropout(n: NodeView) -> Expr | None:
+    """Nothing is drawn anew: the mask was saved."""
+    p = n.constant("p")
+    scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
+    if n.output_nr:
+        return None
+
+    def again(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if x.device.type == "cpu":  # scales the mask and rounds it; devices have one kernel for all
+            return x * mask.to(x.dtype).mul_(scale)
+        return torch.ops.aten.native_dropout_backward(x, mask, scale)
+
+    return expression(n, again, [n.input(0), n.slot("result1")], p)
+
+
+def arithmetic() -> dict[str, Rule]:
+    """Return the rules for arithmetic, comparison and casts."""
+    return {
+        "AddBackward0": binary(torch.add, alpha=True),
+        "AddcmulBackward0": _three(torch.addcmul, "self", "tensor1", "tensor2"),
+        "ClampBackward0": _clamp_between,
+        "ClampBackward1": unary(torch.clamp, min="min", max="max"),
+        "ClampMaxBackward0": with_number(torch.clamp_max, "max"),
+        "ClampMinBackward0": with_number(torch.clamp_min, "min"),
+        "CloneBackward0": unary(_contiguous_clone),
+        "DivBackward0": binary(torch.div),
+        "DivBackward1": with_number(torch.ops.aten.div.Scalar, "other"),
+        "LerpBackward0": _lerp,
+        "MaskedFillBackward1": _masked_fill,
+        "MaximumBackward0": binary(torch.maximum),
+        "MinimumBackward0": binary(torch.minimum),
+        "MulBackward0": binary(torch.mul),
+        "MulBackward1": with_number(torch.ops.aten.mul.Scalar, "other"),
+        "NativeDropoutBackward0": _dropout,
+        "PowBackward0": with_number(torch.pow, "exponent"),
+        "PowBackward1": binary(torch.pow, names=("self", "exponent")),
+        "PowBackward2": _power_of_number,
+        "RsubBackward0": binary(torch.rsub, alpha=True),
+        "SubBackward0": binary(torch.sub, alpha=True),
+        "ToCopyBackward0": _cast,
+        "WhereBackward0": _where,
+    }
+
+
+def functions() -> dict[str, Rule]:
+    """Return the rules for functions of one number, activations among them."""
+    return {
+        "AbsBackward0": unary(torch.abs),
+        "CeluBackward0": unary(F.celu, alpha="alpha"),
+        "CosBackward0": unary(torch.cos),
+        "EluBackward0": operator(torch.ops.aten.elu, "alpha", "scale", "input_scale"),
+        "ErfBackward0": unary(torch.erf),
+        "ExpBackward0": unary(torch.exp),
+        "Expm1Backward0": unary(torch.expm1),
+        "GeluBackward0": unary(F.gelu, approximate="approximate"),
+        "GluBackward0": unary(F.glu, dim="dim"),
+        "HardsigmoidBackward0": unary(F.hardsigmoid),
+        "HardswishBackward0": unary(F.hardswish),
+        "HardtanhBackward0": unary(F.hardtanh, min_val="min_val", max_val="max_val"),
+        "LeakyReluBackward0": unary(F.leaky_relu, negative_slope="negative_slope"),
+        "Log1PBackward0": unary(torch.log1p),
+        "LogBackward0": unary(torch.log),
+        "LogSigmoidBackward0": unary(F.logsigmoid),
+        "MishBackward0": unary(F.mish),
+        "NegBackward0": unary(torch.neg),
+        "ReciprocalBackward0": unary(torch.reciprocal),
+        "ReluBackward0": unary(F.relu),
+        "RsqrtBackward0": unary(torch.rsqrt),
+        "SigmoidBackward0": unary(torch.sigmoid),
+        "SiluBackward0": unary(F.silu),
+        "SinBackward0": unary(torch.sin),
+        "SoftplusBackward0": unary(F.softplus, beta="beta", threshold="threshold"),
+        "SqrtBackward0": unary(torch.sqrt),
+        "TanhBackward0": unary(torch.tanh),
+    }
+
+
+def reductions() -> dict[str, Rule]:
+    """Return the rules for reductions, scans and softmax: exact, for the same kernel runs on the same values."""
+    return {
+        "AmaxBackward0": operator(torch.amax, "dim", "keepdim"),
+        "CumsumBackward0": typed(torch.cumsum, "dim"),
+        "LinalgVectorNormBackward0": typed(torch.linalg.vector_norm, "ord", "dim", "keepdim"),
+        "LogSoftmaxBackward0": typed(torch.log_softmax, "dim"),
+        "LogsumexpBackward0": operator(torch.logsumexp, "dim", "keepdim"),
+        "MeanBackward1": typed(torch.mean, "dim", "keepdim"),
+        "SafeSoftmaxBackward0": typed(torch.ops.aten._safe_softmax, "dim"),
+        "SoftmaxBackward0": typed(torch.softmax, "dim"),
+        "SumBackward1": typed(torch.sum, "dim", "keepdim"),
+    }

@@ -1,0 +1,148 @@
+"""Rules for matrix products, convolutions, pooling and norms."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.recipe import Expr, Operand
+from ebbtide.engine.rules.making import Fn, expression, operator
+
+
+def _norm(kind: type[torch.nn.Module], fn: Fn, *constants: str) -> Rule:
+    """Rule for a norm whose node does not tell all: the record of its leaf module gives eps and the weights."""
+
+    def rule(n: NodeView) -> Expr | None:
+        module = n.module
+        if n.output_nr or not isinstance(module, kind):
+            return None
+        given = [getattr(module, name) for name in constants]
+        weights = [w for w in (module.weight, getattr(module, "bias", None)) if isinstance(w, torch.Tensor)]
+        return _normed(n, fn, given, [n.operand("input", 0), *map(n.weight, weights)])
+
+    return rule
+
+
+def _normed(n: NodeView, fn: Fn, given: list[object], operands: list[Operand | None]) -> Expr | None:
+    def again(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return fn(x, given[0], *weights, *[None] * (2 - len(weights)), *given[1:])
+
+    return expression(n, again, operands, str(given))
+
+
+def _group_norm(n: NodeView) -> Expr | None:
+    if n.output_nr:
+        return None
+    operands = [n.operand("input", 0), *_given_weights(n, 1, 2)]
+    return _normed(n, F.group_norm, [n.constant("group"), n.constant("eps")], operands)
+
+
+def _batch_norm(n: NodeView) -> Expr | None:
+    """In training the batch's own statistics are taken, and no running ones are touched by the remake."""
+    if n.output_nr:
+        return None
+    eps, training = n.constant("eps"), n.constant("training")
+    weights = _given_weights(n, 1, 2)
+    running = [] if training else [n.slot("running_mean"), n.slot("running_var")]
+
+    def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        weight, bias = given[: len(weights)] or (None, None)
+        mean, variance = given[len(weights) :] or (None, None)
+        return torch.native_batch_norm(x, weight, bias, mean, variance, training, 0.0, eps)[0]
+
+    return expression(n, again, [n.operand("input", 0), *weights, *running], eps, training)
+
+
+def _given_weights(n: NodeView, *inputs: int) -> list[Operand | None]:
+    """Return the weights of a norm, which are all there or none; None for one that cannot be had."""
+    if not n.saved("weight"):
+        return []
+    return [n.operand("weight", inputs[0]), _bias(n, inputs[1])]
+
+
+def _bias(n: NodeView, index: int) -> Operand | None:
+    """Return a bias, which no operator saves: where the operator's input came from, or as the leaf module has it."""
+    found, module_bias = n.input(index), getattr(n.module, "bias", None)
+    return n.weight(module_bias) if found is None and isinstance(module_bias, torch.Tensor) else found
+
+
+def _product(fn: Fn, left: str, right: str, *, bias: bool = False) -> Rule:
+    """Rule for a matrix product; its work is 2 x elements of the result x inner length."""
+
+    def rule(n: NodeView) -> Expr | None:
+        first = 1 if bias else 0
+        operands = [n.operand(left, first), n.operand(right, first + 1)]
+        work = 2.0 * math.prod(n.shape) * _inner_length(n, first)
+        if not bias:
+            return expression(n, fn, operands, flops=work)
+        alpha, beta = n.constant("alpha"), n.constant("beta")
+        return expression(
+            n, lambda c, a, b: fn(c, a, b, alpha=alpha, beta=beta), [_bias(n, 0), *operands], alpha, beta, flops=work
+        )
+
+    return rule
+
+
+def _inner_length(n: NodeView, first: int) -> int:
+    """Return the length that a product sums over, from whichever of its factors is known."""
+    for index, dim in ((first, -1), (first + 1, -2)):
+        shape = n.input_shape(index)
+        if shape:
+            return shape[dim]
+    return 1
+
+
+def _grouped_product(n: NodeView) -> Expr | None:
+    operands = [n.operand("self", 0), n.operand("mat2", 1), n.slot("offs")]
+    work = 2.0 * math.prod(n.shape) * n.constant("self_sym_sizes")[-1]
+    return expression(n, lambda a, b, offs: torch.ops.aten._grouped_mm(a, b, offs), operands, flops=work)
+
+
+def _convolution(n: NodeView) -> Expr | None:
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    given = [n.constant(name) for name in names]
+    operands = [n.operand("input", 0), n.operand("weight", 1)]
+    if any(n.constant("bias_sym_sizes_opt")):
+        operands.append(_bias(n, 2))
+
+    def again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.convolution(x, weight, bias, *given)
+
+    shape = n.input_shape(1)
+    moved = n.input_shape(0) if given[3] else n.shape
+    work = 2.0 * math.prod(moved or n.shape) * math.prod(shape[1:] if shape else (1,))
+    return expression(n, again, operands, str(given), flops=work)
+
+
+def products() -> dict[str, Rule]:
+    """Return the rules for matrix products and convolutions."""
+    return {
+        "AddmmBackward0": _product(torch.addmm, "mat1", "mat2", bias=True),
+        "BaddbmmBackward0": _product(torch.baddbmm, "batch1", "batch2", bias=True),
+        "BmmBackward0": _product(torch.bmm, "self", "mat2"),
+        "ConvolutionBackward0": _convolution,
+        "GroupedMmBackward0": _grouped_product,
+        "MmBackward0": _product(torch.mm, "self", "mat2"),
+    }
+
+
+def norms() -> dict[str, Rule]:
+    """Return the rules for norms and pooling."""
+    pool = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override")
+    return {
+        "AvgPool2DBackward0": operator(F.avg_pool2d, *pool),
+        "AvgPool3DBackward0": operator(F.avg_pool3d, *pool),
+        "FusedRmsNormBackward0": _norm(torch.nn.RMSNorm, _rms_norm, "normalized_shape", "eps"),
+        "NativeBatchNormBackward0": _batch_norm,
+        "NativeGroupNormBackward0": _group_norm,
+        "NativeLayerNormBackward0": _norm(torch.nn.LayerNorm, F.layer_norm, "normalized_shape", "eps"),
+    }
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: list[int], weight: torch.Tensor | None, bias: None, eps: float | None
+) -> torch.Tensor:
+    return F.rms_norm(x, shape, weight, eps)

@@ -1,0 +1,95 @@
+"""How rules are made: one function for each shape that an operator's rule takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.recipe import Expr, Operand
+
+Fn = Callable[..., torch.Tensor]
+
+
+def expression(
+    n: NodeView, fn: Fn, operands: Sequence[Operand | None], *constants: Any, flops: float = 0.0
+) -> Expr | None:
+    """Return ``fn`` of the operands, or None when one of them cannot be had.
+
+    Args:
+        n: The node; its name is part of what trust is bound to.
+        fn: Called with the operands' values.
+        operands: In the order in which ``fn`` takes them.
+        constants: What else decides the result; hashable.
+        flops: Multiply-add work in FLOP.
+    """
+    found = tuple(o for o in operands if o is not None)
+    if len(found) < len(operands):
+        return None
+    return Expr(fn, found, key=(n.node.name(), *constants), flops=flops)
+
+
+def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
+    """Rule for an operator of one tensor; ``constants`` maps keyword arguments of ``fn`` to saved attributes."""
+
+    def rule(n: NodeView) -> Expr | None:
+        given = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
+        key = tuple(sorted((k, str(v)) for k, v in given.items()))
+        return expression(n, lambda x: fn(x, **given), [n.operand(slot, 0)], key)
+
+    return rule
+
+
+def typed(fn: Fn, *constants: str) -> Rule:
+    """Rule for a reduction: ``fn(x, *constants, dtype=...)``, in the dtype of the value."""
+
+    def rule(n: NodeView) -> Expr | None:
+        given, dtype = [n.constant(name) for name in constants], n.dtype
+        return expression(n, lambda x: fn(x, *given, dtype=dtype), [n.operand("self", 0)], str(given), dtype)
+
+    return rule
+
+
+def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "other")) -> Rule:
+    """Rule for an operator of two tensors, or of a tensor and a number that autograd saved as a tensor."""
+
+    def rule(n: NodeView) -> Expr | None:
+        operands = [n.operand(name, index) for index, name in enumerate(names)]
+        if not alpha:
+            return expression(n, fn, operands)
+        a = n.constant("alpha")
+        return expression(n, lambda x, y: fn(x, y, alpha=a), operands, a)
+
+    return rule
+
+
+def with_number(fn: Fn, name: str) -> Rule:
+    """Rule for an operator of a tensor and a number that autograd saved as the attribute ``name``."""
+
+    def rule(n: NodeView) -> Expr | None:
+        number = n.constant(name)
+        return expression(n, lambda x: fn(x, number), [n.operand("self", 0)], str(number))
+
+    return rule
+
+
+def method(name: str, *constants: str) -> Rule:
+    """Rule for a tensor's method of some constants."""
+
+    def rule(n: NodeView) -> Expr | None:
+        given = tuple(n.constant(c) for c in constants)
+        return expression(n, lambda x: getattr(x, name)(*given), [n.input(0)], str(given))
+
+    return rule
+
+
+def operator(fn: Fn, *constants: str, slot: str = "self") -> Rule:
+    """Rule for an operator of one tensor and some constants, in their order."""
+
+    def rule(n: NodeView) -> Expr | None:
+        given = [n.constant(c) for c in constants]
+        return expression(n, lambda x: fn(x, *given), [n.operand(slot, 0)], str(given))
+
+    return rule

@@ -1,0 +1,137 @@
+"""Rules for views, for what puts tensors together, and for what picks elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.recipe import Expr
+from ebbtide.engine.rules.making import expression, method, operator
+
+
+def _to_shape(name: str) -> Rule:
+    def rule(n: NodeView) -> Expr | None:
+        shape = n.shape
+        return expression(n, lambda x: getattr(x, name)(shape), [n.input(0)], shape)
+
+    return rule
+
+
+def _part(name: str, *constants: str) -> Rule:
+    """Rule for an operator with several outputs, all views of its input."""
+
+    def rule(n: NodeView) -> Expr | None:
+        given, which = tuple(n.constant(c) for c in constants), n.output_nr
+        return expression(n, lambda x: getattr(x, name)(*given)[which], [n.input(0)], str(given), which)
+
+    return rule
+
+
+def _squeeze(n: NodeView) -> Expr | None:
+    shape = n.shape
+    return expression(n, lambda x: x.view(shape) if x.is_contiguous() else x.reshape(shape), [n.input(0)], shape)
+
+
+def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
+    def rule(n: NodeView) -> Expr | None:
+        dim = n.constant("dim")
+        operands = [n.input(i) for i in range(len(n.node.next_functions))]
+        return expression(n, lambda *parts: join(list(parts), dim), operands, dim)
+
+    return rule
+
+
+def _index(n: NodeView) -> Expr | None:
+    """Rule for ``x[i, :, j]``: the indices were saved, None where a whole dimension is taken."""
+    whole = [slot.data is None for slot in n.node._raw_saved_indices]  # pyright: ignore
+    indices = [i for i, taken in zip(n.slots("indices"), whole, strict=True) if not taken]
+
+    def pick(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        left = iter(tensors)
+        chosen: list[torch.Tensor | None] = [None if taken else next(left) for taken in whole]
+        return torch.ops.aten.index(x, chosen)
+
+    return expression(n, pick, [n.input(0), *indices], tuple(whole))
+
+
+def _index_select(n: NodeView) -> Expr | None:
+    dim = n.constant("dim")
+    return expression(n, lambda x, i: x.index_select(dim, i), [n.input(0), n.slot("index")], dim)
+
+
+def _gather(n: NodeView) -> Expr | None:
+    dim = n.constant("dim")
+    return expression(n, lambda x, i: x.gather(dim, i), [n.operand("self", 0), n.slot("index")], dim)
+
+
+def _embedding(n: NodeView) -> Expr | None:
+    return expression(n, lambda weight, i: F.embedding(i, weight), [n.input(0), n.slot("indices")])
+
+
+def _upsample(name: str, *constants: str) -> Rule:
+    """Rule for the operator ``name`` with the scales that its node kept, one for each dimension."""
+    upsample: Any = getattr(torch.ops.aten, name)
+
+    def rule(n: NodeView) -> Expr | None:
+        size, given = n.constant("output_size"), [n.constant(c) for c in constants]
+        ends = {1: ("",), 2: ("_h", "_w"), 3: ("_d", "_h", "_w")}[len(size)]
+        scales = [n.constant("scales" + end) for end in ends]
+        return expression(n, lambda x: upsample(x, size, *given, *scales), [n.input(0)], size, str(given), str(scales))
+
+    return rule
+
+
+def views() -> dict[str, Rule]:
+    """Return the rules for views."""
+    return {
+        "AliasBackward0": method("detach"),
+        "DiagonalBackward0": method("diagonal", "offset", "dim1", "dim2"),
+        "ExpandBackward0": _to_shape("expand"),
+        "PermuteBackward0": method("permute", "dims"),
+        "ReshapeAliasBackward0": _to_shape("reshape"),
+        "SelectBackward0": method("select", "dim", "index"),
+        "SliceBackward0": operator(torch.ops.aten.slice, "dim", "start", "end", "step"),
+        "SplitBackward0": _part("split", "split_size", "dim"),
+        "SplitWithSizesBackward0": _part("split", "split_sizes", "dim"),
+        "SqueezeBackward0": _squeeze,
+        "SqueezeBackward1": _squeeze,
+        "SqueezeBackward2": _squeeze,
+        "TBackward0": method("t"),
+        "TransposeBackward0": method("transpose", "dim0", "dim1"),
+        "UnbindBackward0": _part("unbind", "dim"),
+        "UnfoldBackward0": method("unfold", "dimension", "size", "step"),
+        "UnsafeSplitBackward0": _part("split", "split_size", "dim"),
+        "UnsafeViewBackward0": _to_shape("view"),
+        "UnsqueezeBackward0": method("unsqueeze", "dim"),
+        "ViewAsComplexBackward0": operator(torch.view_as_complex),
+        "ViewAsRealBackward0": operator(torch.view_as_real),
+        "ViewBackward0": _to_shape("view"),
+    }
+
+
+def copies() -> dict[str, Rule]:
+    """Return the rules for what puts tensors together, repeats them, or picks elements."""
+    return {
+        "CatBackward0": _joined(torch.cat),
+        "EmbeddingBackward0": _embedding,
+        "FlipBackward0": method("flip", "dims"),
+        "GatherBackward0": _gather,
+        "IndexBackward0": _index,
+        "IndexSelectBackward0": _index_select,
+        "PixelShuffleBackward0": operator(F.pixel_shuffle, "upscale_factor"),
+        "PixelUnshuffleBackward0": operator(F.pixel_unshuffle, "downscale_factor"),
+        "RepeatBackward0": method("repeat", "repeats"),
+        "RollBackward0": method("roll", "shifts", "dims"),
+        "StackBackward0": _joined(torch.stack),
+        "TrilBackward0": method("tril", "diagonal"),
+        "TriuBackward0": method("triu", "diagonal"),
+        "UpsampleBilinear2DBackward0": _upsample("upsample_bilinear2d", "align_corners"),
+        "UpsampleNearest1DBackward0": _upsample("upsample_nearest1d"),
+        "UpsampleNearest2DBackward0": _upsample("upsample_nearest2d"),
+        "UpsampleNearest3DBackward0": _upsample("upsample_nearest3d"),
+        "UpsampleNearestExact2DBackward0": _upsample("_upsample_nearest_exact2d"),
+    }
