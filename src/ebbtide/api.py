@@ -262,9 +262,9 @@ def policy_of(policy: Policy | str | None) -> Policy:
         return policy_named(policy)
     if not isinstance(policy, Policy):
         raise ConfigError(
-            f"policy is {policy!r}",
+            f"policy is {policy!r:.80}",
             expected="Auto(...), Offload(), Inputs(), Minimal(), Keep() or a name",
-            hint="call the class: Minimal(), not Minimal",
+            hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
         )
     return policy
 
@@ -327,7 +327,7 @@ def _size_or_zero(min_bytes: int | str) -> int:
 
 def _path(name: str, path: str | PathLike[str]) -> str:
     if not isinstance(path, (str, PathLike)) or not str(path).strip():
-        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='runs/mine'")
+        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='some/folder'")
     return str(path)
 
 

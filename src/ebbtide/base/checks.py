@@ -16,6 +16,13 @@ _WORDS = {
     bool: "true or false",
     str: "text",
 }
+_EXAMPLES = {
+    bool: "pass True or False",
+    int: "pass a whole number, such as 3",
+    float: "pass a number, such as 0.5",
+    str: "pass text, in quotes",
+}
+_LEAVE_OUT = "leave it out for its default"
 _ABSTRACT = {int: numbers.Integral, float: numbers.Real}
 """Numbers of other packages count as numbers; the booleans of none do."""
 
@@ -66,8 +73,7 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
         return
     hint = nearest(value, known) if isinstance(value, str) and (known := known_names(kind)) else ""
     if not hint and not advice:
-        quoted = isinstance(value, str)
-        advice = "pass the value itself, without quotes" if quoted else f"{type(value).__name__} is no such value"
+        advice = "pass the value itself, without quotes" if isinstance(value, str) else _EXAMPLES.get(kind, _LEAVE_OUT)
     raise ConfigError(f"{name} is {value!r:.80}", expected=in_words(kind), hint=hint or advice)
 
 

@@ -51,7 +51,9 @@ class Given:
 Values = dict[str, Given]
 
 
-def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> ConfigT | None:
+def read_arguments(
+    kind: type[ConfigT], argv: Sequence[str], *, prog: str, others: Sequence[str] = ()
+) -> ConfigT | None:
     """Read ``[file.yaml] [--flag value ...]`` into a config.
 
     Args:
@@ -59,6 +61,7 @@ def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> Co
             serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``).
         argv: The arguments after the verb.
         prog: The command, for help and hints.
+        others: Names of flags read elsewhere; only suggested where an unknown flag is like one of them.
 
     Returns:
         The config, or ``None`` when help was asked for and printed.
@@ -67,7 +70,7 @@ def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> Co
         ConfigError: An unknown key or flag, a flag without its value or twice, a value that cannot be read.
         DataError: The file cannot be read.
     """
-    names = _Names(kind, prog)
+    names = _Names(kind, prog, others)
     if any(argument in ("-h", "--help") for argument in argv):
         with contextlib.suppress(SystemExit):
             _tyro(kind, ["--help"], prog=prog)
@@ -80,8 +83,8 @@ def read_arguments(kind: type[ConfigT], argv: Sequence[str], *, prog: str) -> Co
 class _Names:
     """The names a config knows, and what each takes."""
 
-    def __init__(self, kind: type[Any], prog: str) -> None:
-        self.prog = prog
+    def __init__(self, kind: type[Any], prog: str, others: Sequence[str]) -> None:
+        self.prog, self.others = prog, others
         hints = typing.get_type_hints(kind)
         self.fields = tuple(field.name for field in dataclasses.fields(kind))
         self.booleans = {name for name in self.fields if hints[name] is bool}
@@ -102,7 +105,7 @@ class _Names:
         """
         name = self.known(written)
         if name is None:
-            close = nearest(written.replace("-", "_").lower(), (*self.fields, *self.unsupported))
+            close = nearest(written.replace("-", "_").lower(), (*self.fields, *self.others, *self.unsupported))
             raise ConfigError(
                 f"unknown {what} {written!r}{where}",
                 expected=f"a {what} of `{self.prog}`",
@@ -213,6 +216,8 @@ def _read_file(path: Path, names: _Names) -> Values:
                 raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
             continue
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
+        if name in names.unsupported:
+            items = [str(item) for item in items]
         if not items or any(isinstance(item, (dict, list)) or item is None for item in items):
             several = name in names.repeatable
             raise ConfigError(

@@ -275,9 +275,9 @@ def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], o
         The names that a file sets and that compare sets for each child.
     """
     verb = importlib.import_module(f"ebbtide.cli.{recipe}")
+    config = verb.read(arguments, others=("modes", "rounds", "out"))
     for mode in modes:
         verb.check(verb.read([*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
-    config = verb.read(arguments)
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return [name for name in OWN_FLAGS if getattr(config, name) != defaults[name]]
 

@@ -30,16 +30,18 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def read(argv: Sequence[str]) -> Any:
+def read(argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
     """Return the recipe's config as the arguments say; ``None`` when help was asked for and printed.
 
     Args:
         argv: The arguments after ``sft``.
+        others: As ``read_arguments`` takes them.
 
     Raises:
         EbbtideError: Something in the arguments cannot be used.
     """
-    return read_arguments(importlib.import_module(f"{RECIPE}.config").SftConfig, argv, prog="ebbtide sft")
+    kind = importlib.import_module(f"{RECIPE}.config").SftConfig
+    return read_arguments(kind, argv, prog="ebbtide sft", others=others)
 
 
 def check(config: Any) -> None:

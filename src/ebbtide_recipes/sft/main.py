@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
+import tempfile
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import DataError, TargetError
+from ebbtide.base.errors import DataError, DiskError, TargetError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import require
 from ebbtide.base.runs import EVENTS_FILE
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
+PACKAGES = ("transformers", "trl", "peft", "datasets", "rich", "psutil")
+
 
 def main(config: SftConfig) -> None:
     """Fine-tune a model.
@@ -36,6 +39,8 @@ def main(config: SftConfig) -> None:
         KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
     """
     check(config)
+    for package in PACKAGES:
+        require(package, extra="recipes", use="the sft recipe")
     folder = _claimed(config)
     with logging_to(folder, config.log_level), quiet_hosts():
         for name in config.without_effect():
@@ -55,8 +60,8 @@ def check(config: SftConfig) -> None:
         EbbtideError: The environment, the names in the config or this machine cannot serve the run.
     """
     refuse_several_processes()
-    for package in ("transformers", "trl", "peft", "datasets", "rich", "psutil"):
-        if importlib.util.find_spec(package) is None:
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:  # found, not imported: that takes seconds
             require(package, extra="recipes", use="the sft recipe")
     from ebbtide_recipes.sft import data, models
 
@@ -79,7 +84,16 @@ def _check_store(config: SftConfig) -> None:
             hint="leave --offload_target out, or give disk: RAM is what is scarce here",
         )
     if config.disk_path is not None:
-        check_directory(config.disk_path)
+        directory = check_directory(config.disk_path)
+        try:
+            with tempfile.TemporaryFile(dir=directory):  # rights alone do not tell: /proc, a read-only mount
+                pass
+        except OSError as error:
+            raise DiskError(
+                f"disk path {str(directory)!r} takes no file ({error.strerror})",
+                expected="a writable directory",
+                hint="give a directory on a local disk with --disk_path",
+            ) from error
 
 
 def _check_output(config: SftConfig) -> None:

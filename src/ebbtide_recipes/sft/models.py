@@ -41,7 +41,7 @@ def check(name: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise DataError(
-                f"model folder {name!r} has no config.json",
+                f"model {name!r} cannot be loaded: the folder has no config.json",
                 expected="a folder with config.json, weights and tokenizer",
                 hint="give the folder that save_pretrained wrote",
             )

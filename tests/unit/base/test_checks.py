@@ -72,7 +72,7 @@ class Settings:
     [
         ({"steps": "3"}, "steps is '3'; expected an integer\nhint: count from one"),
         ({"kind": "lroa"}, "kind is 'lroa'; expected one of full, lora\nhint: did you mean 'lora'?"),
-        ({"kind": None}, "kind is None; expected one of full, lora\nhint: NoneType is no such value"),
+        ({"kind": None}, "kind is None; expected one of full, lora\nhint: leave it out for its default"),
     ],
 )
 def test_a_field_of_another_kind_is_refused(values: dict[str, Any], text: str) -> None:

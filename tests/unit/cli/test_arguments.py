@@ -146,6 +146,7 @@ def test_a_refused_flag_that_asks_for_nothing_passes() -> None:
         ("model: {a: 1}\n", ConfigError, "model in .*run.yaml is {'a': 1}; expected a value"),
         ("max_steps: [1, 2]\n", ConfigError, "max_steps in .*run.yaml has 2 values"),
         ("deepspeed: zero3\n", ConfigError, "deepspeed in .*run.yaml zero3 is not supported"),
+        ("deepspeed: {stage: 3}\n", ConfigError, "deepspeed in .*run.yaml {'stage': 3} is not supported"),
         ("verify: perhaps\n", ConfigError, "verify in .*run.yaml is 'perhaps'; expected true or false"),
         ("- a\n- b\n", ConfigError, "holds a list; expected `key: value` lines"),
         ("model: [unclosed\n", DataError, "cannot be read: line 2: .*; expected a YAML file.*\nhint: "),

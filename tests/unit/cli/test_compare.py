@@ -204,7 +204,12 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 4`"),
         (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
         (["no.yaml"], "there is no file 'no.yaml'"),
-        (["sft", "--modle", "x"], "unknown flag 'modle'; expected a flag of `ebbtide sft`\nhint: did you mean 'model'"),
+        (
+            ["sft", "--modle", "x"],
+            "unknown flag 'modle'; expected a flag of `ebbtide sft`\nhint: did you mean .*'model'",
+        ),
+        (["--mode", "plain"], "unknown flag 'mode'; .*\nhint: did you mean .*'modes'"),
+        (["--max_steps", "4", "--round", "2"], "unknown flag 'round'; .*\nhint: did you mean 'rounds'"),
         (["sft", "--max_steps", "0"], "max_steps is 0; expected 1 or more, or -1"),
         (["sft", "--model", "./nothing"], "there is no model folder './nothing'"),
         (["sft", "--dataset", "nothing.jsonl"], "data set file 'nothing.jsonl' is not there"),

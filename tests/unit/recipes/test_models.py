@@ -133,7 +133,10 @@ def test_what_can_be_no_model_is_refused_before_anything_is_loaded(tmp_path: Pat
     file = tmp_path / "model.safetensors"
     file.touch()
     for name, said in (
-        (str(tmp_path), "has no config.json; expected a folder with config.json, weights and tokenizer\nhint: "),
+        (
+            str(tmp_path),
+            "cannot be loaded: the folder has no config.json; expected a folder with config.json.*\nhint: ",
+        ),
         (str(file), "is a file; expected a folder with config.json, weights and tokenizer\nhint: "),
         ("./nothing", "there is no model folder './nothing'; expected a folder with config.json.*\nhint: "),
         ("builtin:xyz", "there is no model 'builtin:xyz'; expected one of builtin:smollm2\nhint: "),
