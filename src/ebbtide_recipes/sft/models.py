@@ -7,6 +7,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
@@ -161,6 +162,8 @@ def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedMod
 @contextmanager
 def _told(config: SftConfig) -> Generator[None, None, None]:
     """Turn what transformers raises about a model into an error that says what was looked for."""
+    from safetensors import SafetensorError
+
     try:
         yield
     except ImportError as error:
@@ -169,7 +172,7 @@ def _told(config: SftConfig) -> Generator[None, None, None]:
             expected="the packages that the model and its attention need",
             hint="--attn_impl sdpa needs none; for the rest install what the message names",
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
             raise
         raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_what_to_do(config.model)) from error
@@ -238,13 +241,14 @@ def lora_config(config: SftConfig, model: PreTrainedModel) -> LoraConfig:
         lora_alpha=config.lora_alpha,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
+    named = {type(m).__name__ for name, m in model.named_modules() if {name, name.rpartition(".")[2]} & set(targets)}
     try:
         # Tried on a copy of the config: PEFT writes the modules it finds into the one it is given.
         inject_adapter_in_model(copy.deepcopy(made), model)
     except ValueError as error:
         raise ConfigError(
-            f"target_modules is {' '.join(targets)}: {_first_line(error)}",
-            expected="modules that can have adapters",
+            f"target_modules is {' '.join(targets)}, which names {', '.join(sorted(named)) or 'no module'}",
+            expected="modules that can have adapters, such as Linear",
             hint="all-linear takes every linear module but the head",
         ) from error
     return made

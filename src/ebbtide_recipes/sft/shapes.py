@@ -92,7 +92,7 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
             raise DataError(
                 f"{where} has {value!r:.60} as {column}",
                 expected="text, or a list of messages",
-                hint="leave rows without any out of the file",
+                hint="mend the row, or leave it out of the file",
             )
         for message in value if isinstance(value, list) else []:
             _check_message(message, where, column)
