@@ -1,107 +1,34 @@
-"""Training in shards: the models, the ways to shard them, and a step that can be repeated with offloading on.
-
-[Note: what a case shows]
-``compare`` trains the same model twice in one rank, from the same seed, without and with offloading, and returns what
-differs: local gradients after every backward, weights after every optimizer step, losses. Beside that it watches the
-store: every byte that is parked is searched for every weight, sharded or whole, in every dtype it is used in. All
-weights are random, those of norms too, so that no activation equals one by chance.
-"""
+"""Training in shards: the ways to wrap a model, each a job for ``trial.compare``."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-import ebbtide
-from ebbtide.base.actions import Action, Plan
-from tests.helpers.engines import assert_nothing_left
-from tests.helpers.models import WIDTH, Attention, Mlp, Tiny, build
-from tests.helpers.oracle import same_bits
+from tests.dist.decoder import VOCABULARY, Decoder, Expert
+from tests.dist.trial import POLICIES, Enable, Findings, Job, Record, compare, note_step, randomise
+from tests.helpers.models import Mlp, Tiny, build
 
-POLICIES = ("keep", "offload", "minimal", "remake", "auto")
-"""``"remake"`` is minimal with no block re-run whole: as many recipes as there can be."""
-VOCABULARY = 61
-
-
-class ShiftedNorm(nn.Module):
-    """A norm that uses its weight as an activation (``1 + weight``), and once more detached."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        scaled = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
-        return scaled + x * self.weight.detach()
-
-
-class Expert(nn.Module):
-    """An expert whose matrix is used through views and through ``data``: neither is a parameter any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = ShiftedNorm()
-        self.up = nn.Parameter(torch.empty(40, WIDTH))
-        self.down = nn.Linear(40, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        gate = torch.sigmoid(y @ self.up.data.t())
-        return torch.tanh(self.down(nn.functional.silu(y @ self.up.t()) * gate))
-
-
-class Experts(nn.Module):
-    """A router and its experts: every token goes to one of them, so shapes change from step to step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(Expert() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share = self.router(x).softmax(-1)
-        return x + sum(e(x * share[..., i : i + 1]) for i, e in enumerate(self.experts))
-
-
-class Layer(nn.Module):
-    """One block: attention, feed-forward, experts, and a scale of its own that follows them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.mlp, self.moe = Attention(), Mlp(), Experts()
-        self.scale = nn.Parameter(torch.empty(WIDTH))
-
-    def forward(self, x: Tensor, shared: nn.Module) -> Tensor:
-        y = self.moe(self.mlp(self.attention(x)))
-        return x + torch.tanh(shared(y) * self.scale) * y
-
-
-class Decoder(nn.Module):
-    """Embedding, blocks, head; one projection of the root is used by every block."""
-
-    def __init__(self, layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x, self.shared)
-        return self.head(self.norm(x))
+Loss = Callable[[nn.Module, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +37,24 @@ class Setup:
 
     Attributes:
         model: ``"decoder"`` or a name of ``tests.helpers.models``.
-        wrapper: ``"fsdp2"``, ``"fsdp1"`` or ``"ddp"``.
+        wrapper: ``"fsdp2"``, ``"fsdp"``, ``"ddp"`` or ``"single"``.
         units: FSDP2 units: ``"blocks"``; ``"nested"``: blocks and parts of them; ``"parts"``: parts of blocks only;
-            ``"experts"``: blocks and single experts; ``"together"``: all blocks in one unit.
+            ``"experts"``: blocks and single experts; ``"together"``: all blocks in one unit; ``"norm and head"``:
+            blocks, and a unit of two modules.
         reshard: ``reshard_after_forward``.
         mixed: bfloat16 parameters in forward and backward (FSDP2's policy), or ``"autocast"``.
         frozen: Part of the weights takes no gradient.
+        tied: The head's weight is the embedding's.
+        lora: All weights are frozen; adapters of peft are trained.
+        host: FSDP2's ``CPUOffloadPolicy``.
+        prefetch: FSDP2 is told which units to gather next.
+        replicas: Copies of the shards (hybrid sharding): FSDP2 and FSDP1.
         accumulate: Microbatches a step; gradients are reduced in the last one only.
         early: Offloading is enabled before the model is wrapped.
         flat: FSDP1 with ``use_orig_params=False``.
+        sharding: FSDP1's strategy.
+        ddp: Options of DDP that are on.
+        unused: Some weights are in no graph.
     """
 
     model: str = "decoder"
@@ -127,132 +63,65 @@ class Setup:
     reshard: bool = True
     mixed: bool | str = False
     frozen: bool = False
+    tied: bool = False
+    lora: bool = False
+    host: bool = False
+    prefetch: bool = False
+    replicas: int = 1
     accumulate: int = 1
     early: bool = False
     flat: bool = False
+    sharding: str = "FULL_SHARD"
+    ddp: tuple[str, ...] = ()
+    unused: bool = False
 
 
-@dataclass(kw_only=True)
-class Findings:
-    """What one rank saw: see [Note: what a case shows]."""
-
-    differences: list[str] = field(default_factory=list)
-    weights_parked: list[str] = field(default_factory=list)
-    parked: int = 0
-    recomputes: int = 0
-    checkpointed: int = 0
-    live_tickets: int = 0
-    store_bytes: int = 0
-    demoted: tuple[str, ...] = ()
-    units: int = 0
-    block_names: list[str] = field(default_factory=list)
-
-
-def compare(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
+def compare_setup(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
     """Train plainly, then with each policy; return the findings of each."""
-    plain, _ = _train(setup, None)
-    found: dict[str, Findings] = {}
-    for policy in policies:
-        record, findings = _train(setup, policy)
-        findings.differences = [
-            k
-            for k in plain.keys() | record.keys()
-            if k not in plain or k not in record or not _same(plain[k], record[k])
-        ]
-        found[policy] = findings
-    return found
+    return compare(partial(_job, setup), policies)
 
 
-Record = dict[str, Tensor | None]
-
-
-def _train(setup: Setup, policy: str | None, steps: int = 2) -> tuple[Record, Findings]:
-    torch.manual_seed(7)
+def _job(setup: Setup, enable: Enable) -> Job:
     model, blocks, loss = _build(setup)
-    # Taken before sharding: what the store must never hold.
-    whole = {k: p.detach().clone() for k, p in model.named_parameters()} | {
-        k: b.detach().clone() for k, b in model.named_buffers()
-    }
-    findings = Findings()
-    with contextlib.ExitStack() as stack:
-        handle: ebbtide.Handle | None = None
-        if policy is not None and setup.early:
-            handle = stack.enter_context(_enable(model, policy, blocks))
-        wrapped = _wrap(model, setup, blocks)
-        if policy is not None and not setup.early:
-            handle = stack.enter_context(_enable(wrapped, policy, blocks if setup.model != "decoder" else None))
-        parked = _watch(handle) if handle is not None else []
-        record: Record = {}
-        optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-        for step in range(steps):
-            _step(setup, wrapped, loss, step, record)
-            if handle is not None:
-                findings.weights_parked += _weights_among(parked, whole, wrapped)
-                findings.parked += len(parked)
-                parked.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-            record |= {f"{step} weight {k}": _local(p).detach().clone() for k, p in wrapped.named_parameters()}
-        if handle is not None:
-            assert_nothing_left(handle._engine)
-            stats = handle.stats()
-            findings.recomputes, findings.checkpointed = stats.total_recomputes, stats.checkpointed_blocks
-            findings.live_tickets, findings.store_bytes = stats.live_tickets, stats.store_bytes
-            findings.demoted = stats.demoted_sites
-            findings.block_names = handle._attachment.block_names
-    findings.units = sum(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in wrapped.modules())
-    return record, findings
+    whole = randomise(model)
+    # Some are found by structure, some are named.
+    options: dict[str, Any] = {"strategy": "auto", "blocks": None if setup.model == "decoder" else blocks}
+    if setup.early:
+        enable(model, **options)
+    wrapped = _wrap(model, setup, blocks)
+    if not setup.early:
+        enable(wrapped, **options | {"strategy": setup.wrapper})
+    return Job(model=wrapped, step=partial(_step, setup, wrapped, loss), whole=whole)
 
 
-def _step(setup: Setup, model: nn.Module, loss: Callable[[nn.Module, int], Tensor], step: int, record: Record) -> None:
+def _step(setup: Setup, model: nn.Module, loss: Loss, step: int, record: Record) -> None:
     for micro in range(setup.accumulate):
         last = micro == setup.accumulate - 1
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
         no_sync = getattr(model, "no_sync", contextlib.nullcontext)
         with contextlib.nullcontext() if last else no_sync():
-            autocast = torch.autocast("cpu", torch.bfloat16, enabled=setup.mixed == "autocast")
-            with autocast:
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.mixed == "autocast"):
                 value = loss(model, step * setup.accumulate + micro)
             value.backward()
-        record[f"{step}.{micro} loss"] = value.detach().clone()
-        record |= {f"{step}.{micro} grad {k}": _copy(p.grad) for k, p in model.named_parameters()}
-
-
-def _enable(model: nn.Module, policy: str, blocks: list[str] | None) -> ebbtide.Handle:
-    name = "minimal" if policy == "remake" else policy
-    handle = ebbtide.enable_activation_offloading(model, policy=name, min_bytes=0, blocks=blocks, window="1MiB")
-    if policy == "remake":
-        handle._engine.plan = _Remake(handle.plan)
-    return handle
-
-
-class _Remake:
-    """A plan that re-runs no block whole."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plan, name)
-
-    def block_action(self, kind: str, index: int, **sizes: int) -> Action:
-        return Action.KEEP
+        note_step(record, f"{step}.{micro}", model, value)
 
 
 # Models
 
 
-def _build(setup: Setup) -> tuple[nn.Module, list[str], Callable[[nn.Module, int], Tensor]]:
+def _build(setup: Setup) -> tuple[nn.Module, list[str], Loss]:
     """Return the model, the paths of its blocks, and what computes the loss of a microbatch."""
     if setup.model == "decoder":
-        model: nn.Module = Decoder()
+        model: nn.Module = Decoder(tied=setup.tied)
         names = [f"layers.{i}" for i in range(2)]
     else:
         tiny: Tiny = build(setup.model, num_hidden_layers=2)
         model, names = tiny.model, [f"{tiny.blocks}.{i}" for i in range(2)]
-    for p in model.parameters():
-        nn.init.normal_(p, std=0.2)
+    if setup.unused:
+        model.register_module("spare", nn.Linear(8, 8))
+    if setup.lora:
+        _adapt(model)
     if setup.frozen:
         for k, p in model.named_parameters():
             p.requires_grad_(not ("attention" in k or "self_attn" in k or "norm" in k))
@@ -267,23 +136,45 @@ def _build(setup: Setup) -> tuple[nn.Module, list[str], Callable[[nn.Module, int
     return model, names, loss
 
 
+def _adapt(model: nn.Module) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    inject_adapter_in_model(LoraConfig(r=3, lora_dropout=0.1, target_modules=["qkv", "gate", "down", "q_proj"]), model)
+
+
+# Wrappers
+
+
 def _wrap(model: nn.Module, setup: Setup, blocks: list[str]) -> nn.Module:
     layers = [model.get_submodule(b) for b in blocks]
-    if setup.wrapper == "ddp":
-        return DistributedDataParallel(model)
-    if setup.wrapper == "fsdp1":
-        classes = {type(layer) for layer in layers} | {Mlp, Expert}
-        return FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy(classes),
-            use_orig_params=not setup.flat,
-            device_id=torch.device("cpu"),
-        )
+    world = torch.distributed.get_world_size()
+    shape = (setup.replicas, world // setup.replicas) if setup.replicas > 1 else (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    match setup.wrapper:
+        case "single":
+            return model
+        case "ddp":
+            return DistributedDataParallel(model, **dict.fromkeys(setup.ddp, True))
+        case "fsdp":
+            return FullyShardedDataParallel(
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers} | {Mlp, Expert}),
+                use_orig_params=not setup.flat,
+                device_id=torch.device("cpu"),
+                sharding_strategy=ShardingStrategy[setup.sharding],
+                device_mesh=mesh,
+            )
+        case _:
+            return _shard(model, setup, layers, mesh)
+
+
+def _shard(model: nn.Module, setup: Setup, layers: list[nn.Module], mesh: Any) -> nn.Module:
     dtype = torch.bfloat16 if setup.mixed is True else None
     options: dict[str, Any] = {
-        "mesh": init_device_mesh("cpu", (torch.distributed.get_world_size(),)),
+        "mesh": mesh,
         "reshard_after_forward": setup.reshard,
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if setup.host else OffloadPolicy(),
     }
     for layer in layers:
         for part in _parts(layer, setup.units):
@@ -292,7 +183,13 @@ def _wrap(model: nn.Module, setup: Setup, blocks: list[str]) -> nn.Module:
             fully_shard(layer, **options)
     if setup.units == "together":
         fully_shard(layers, **options)
+    if setup.units == "norm and head":
+        fully_shard([model.get_submodule("norm"), model.get_submodule("head")], **options)
     fully_shard(model, **options)
+    if setup.prefetch:
+        for one, two in pairwise(layers):
+            one.set_modules_to_forward_prefetch([two])
+            two.set_modules_to_backward_prefetch([one])
     return model
 
 
@@ -305,50 +202,7 @@ def _parts(layer: nn.Module, units: str) -> list[nn.Module]:
     return []
 
 
-# Watching
-
-
-def _watch(handle: ebbtide.Handle) -> list[Tensor]:
-    """Let the store remember every byte that is parked in it."""
-    tier, parked = handle._engine.tier, []
-    park = tier.park
-
-    def watched(source: Tensor) -> Any:
-        parked.append(source.clone())
-        return park(source)
-
-    tier.park = watched  # type: ignore[method-assign]
-    return parked
-
-
-def _weights_among(parked: list[Tensor], whole: dict[str, Tensor], model: nn.Module) -> list[str]:
-    """Name the weights whose bytes stand somewhere in what was parked, as they were in this step's forward."""
-    now = dict(whole)
-    for k, p in model.named_parameters():
-        now[k] = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        now[k + " (local)"] = _local(p).detach()
-    blobs = [b.numpy().tobytes() for b in parked]
-    found: list[str] = []
-    for k, w in now.items():
-        for dtype in {w.dtype, torch.bfloat16} if w.is_floating_point() else {w.dtype}:
-            needle = w.to(dtype).contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            if len(needle) >= 32 and any(needle in b for b in blobs):
-                found.append(f"{k} as {dtype}")
-    return found
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _copy(grad: Tensor | None) -> Tensor | None:
-    return None if grad is None else _local(grad).detach().clone()
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    return same_bits(one, other)
+# What is tried
 
 
 def spelled(setup: Setup) -> str:
@@ -358,22 +212,61 @@ def spelled(setup: Setup) -> str:
     return " ".join(changed) or "plain"
 
 
-def variants() -> list[Setup]:
-    """Every setup that is tried."""
-    base = [Setup(units=u) for u in ("blocks", "nested", "parts", "experts")]
-    base += [Setup(reshard=False), Setup(units="nested", reshard=False)]
-    base += [replace(Setup(units="nested"), **change) for change in _CHANGES]
-    base += [Setup(units="parts", accumulate=2, reshard=False, mixed=True), Setup(units="together", frozen=True)]
-    base += [Setup(model="qwen3", units="nested"), Setup(model="qwen3", units="parts", mixed=True)]
-    base += [Setup(wrapper="fsdp1"), Setup(wrapper="fsdp1", flat=True), Setup(wrapper="ddp", accumulate=2)]
-    return base
+NESTED, PARTS = Setup(units="nested"), Setup(units="parts")
+FSDP, DDP = Setup(wrapper="fsdp"), Setup(wrapper="ddp")
 
+USUAL = (
+    Setup(),
+    PARTS,
+    NESTED,
+    Setup(units="norm and head", reshard=False),
+    replace(NESTED, mixed="autocast", frozen=True),
+    replace(NESTED, early=True, accumulate=2, frozen=True),
+    replace(PARTS, accumulate=2, reshard=False, mixed=True),
+    Setup(host=True, tied=True),
+    Setup(lora=True),
+    replace(NESTED, prefetch=True, accumulate=2),
+    replace(NESTED, model="qwen3", mixed=True),
+    replace(FSDP, flat=True),
+    replace(FSDP, sharding="SHARD_GRAD_OP", tied=True),
+    replace(DDP, accumulate=2, ddp=("gradient_as_bucket_view",)),
+    replace(DDP, ddp=("static_graph",)),
+    replace(DDP, ddp=("find_unused_parameters",), unused=True),
+)
+"""On two ranks, in every run of the tests."""
 
-_CHANGES: tuple[dict[str, Any], ...] = (
-    {"mixed": True},
-    {"mixed": "autocast", "frozen": True},
-    {"frozen": True},
-    {"accumulate": 2},
-    {"early": True},
-    {"early": True, "accumulate": 2, "frozen": True},
+FURTHER = (
+    Setup(wrapper="single"),
+    Setup(reshard=False),
+    Setup(units="experts"),
+    Setup(units="together", frozen=True),
+    replace(NESTED, reshard=False),
+    replace(NESTED, mixed=True),
+    replace(NESTED, frozen=True),
+    replace(NESTED, accumulate=2),
+    replace(NESTED, early=True),
+    replace(NESTED, lora=True, mixed=True),
+    replace(NESTED, host=True, mixed=True),
+    replace(NESTED, tied=True, mixed="autocast"),
+    replace(NESTED, unused=True),
+    replace(PARTS, model="qwen3", mixed=True),
+    replace(NESTED, model="qwen3", lora=True),
+    FSDP,
+    replace(FSDP, accumulate=2, flat=True),
+    replace(FSDP, frozen=True),
+    replace(FSDP, sharding="NO_SHARD"),
+    replace(FSDP, sharding="SHARD_GRAD_OP", flat=True),
+    replace(FSDP, early=True, mixed="autocast"),
+    replace(DDP, accumulate=2),
+    replace(DDP, ddp=("static_graph", "gradient_as_bucket_view")),
+    replace(DDP, ddp=("find_unused_parameters",), unused=True, accumulate=2, tied=True),
+    replace(DDP, lora=True, mixed="autocast"),
+    replace(DDP, early=True, frozen=True),
+)
+"""On two ranks, with the slow tests."""
+
+ON_FOUR = (
+    Setup(replicas=2, units="nested"),
+    Setup(replicas=2, units="parts", mixed=True, accumulate=2),
+    Setup(wrapper="fsdp", replicas=2, sharding="HYBRID_SHARD", flat=True),
 )

@@ -10,34 +10,37 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
-from ebbtide.wrap.agreement import ranks_of
+from ebbtide.wrap.agreement import groups_of
 from tests.helpers.models import Block, Stack
 from tests.helpers.spawn import Case, CaseResult, run_cases
 
-WRAPPERS = ("fsdp2", "fsdp", "ddp")
+WRAPPERS = ("fsdp2", "fsdp", "flat fsdp", "ddp")
 
 
-def wrapped(wrapper: str, blocks: int = 2, ranks: list[int] | None = None) -> nn.Module:
-    model = Stack(*(Block() for _ in range(blocks)))
-    mesh = init_device_mesh("cpu", (2,)) if ranks is None else dist.DeviceMesh("cpu", ranks)
+def wrapped(wrapper: str) -> nn.Module:
+    model = Stack(*(Block() for _ in range(2)))
+    mesh = init_device_mesh("cpu", (2,))
     if wrapper == "fsdp2":
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
-    if wrapper == "fsdp":
-        return FullyShardedDataParallel(model, mesh.get_group(), device_id=torch.device("cpu"))
+    if wrapper != "ddp":
+        # One wrapper around all: a block may have all its numbers on the other rank.
+        return FullyShardedDataParallel(
+            model, mesh.get_group(), device_id=torch.device("cpu"), use_orig_params=wrapper == "fsdp"
+        )
     return DistributedDataParallel(model, process_group=mesh.get_group())
 
 
-def told(wrapper: str, *options: dict[str, Any], blocks: tuple[int, ...] = (2,)) -> str:
+def told(wrapper: str, *options: dict[str, Any]) -> str:
     """Enable on this rank with its own options (the last for all further ranks); return what was said."""
     rank = dist.get_rank()
-    model = wrapped(wrapper, blocks[min(rank, len(blocks) - 1)])
+    model = wrapped(wrapper)
     try:
         handle = ebbtide.enable_activation_offloading(model, **options[min(rank, len(options) - 1)])
     except ConfigError as error:
@@ -66,7 +69,7 @@ def absent(late: bool) -> str:
     return said
 
 
-def apart() -> tuple[str, tuple[int, ...]]:
+def apart() -> tuple[str, list[tuple[int, ...]]]:
     """Two parts of a model, two ranks each: parts may differ, ranks of a part may not."""
     rank = dist.get_rank()
     part = [0, 1] if rank < 2 else [2, 3]
@@ -80,20 +83,37 @@ def apart() -> tuple[str, tuple[int, ...]]:
     try:
         ebbtide.enable_activation_offloading(model, policy="keep" if rank == 3 else policy).close()
     except ConfigError as error:
-        return str(error), ranks_of(model)
-    assert ranks_of(model) == tuple(part)
-    return "agreed", ranks_of(model)
+        return str(error), groups_of(model)
+    assert groups_of(model) == [tuple(part)]
+    return "agreed", groups_of(model)
 
 
-def replicated() -> tuple[tuple[int, ...], str]:
+def replicated() -> tuple[list[tuple[int, ...]], str]:
     """Two shards, two replicas: all four ranks hold the part."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = fully_shard(Stack(*(Block() for _ in range(2))), mesh=mesh)
     try:
         ebbtide.enable_activation_offloading(model, policy="keep" if dist.get_rank() in (1, 2) else "inputs").close()
     except ConfigError as error:
-        return ranks_of(model), str(error)
-    return ranks_of(model), "agreed"
+        return groups_of(model), str(error)
+    return groups_of(model), "agreed"
+
+
+def crossing() -> tuple[list[tuple[int, ...]], str]:
+    """FSDP1 knows its replicas by another group: each rank meets two groups, and no two ranks meet the same two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = FullyShardedDataParallel(
+        Stack(*(Block() for _ in range(2))),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+    try:
+        ebbtide.enable_activation_offloading(model, policy="keep" if dist.get_rank() == 3 else "inputs").close()
+    except ConfigError as error:
+        return groups_of(model), str(error)
+    return groups_of(model), "agreed"
 
 
 def one_may(n: int) -> bool:
@@ -144,7 +164,8 @@ def two() -> dict[str, CaseResult]:
 
 @pytest.fixture(scope="module")
 def four() -> dict[str, CaseResult]:
-    return run_cases({"apart": (apart, ()), "replicated": (replicated, ())}, 4, timeout_seconds=30.0)
+    cases: dict[str, Case] = {f.__name__: (f, ()) for f in (apart, replicated, crossing)}
+    return run_cases(cases, 4, timeout_seconds=30.0)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -184,16 +205,24 @@ def test_ranks_meet_again_after_one_had_not_come(two: dict[str, CaseResult]) -> 
 
 def test_parts_of_a_model_may_differ_and_ranks_of_a_part_may_not(four: dict[str, CaseResult]) -> None:
     said, ranks = zip(*four["apart"].values(), strict=True)
-    assert ranks == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert ranks == ([(0, 1)], [(0, 1)], [(2, 3)], [(2, 3)])
     assert said[:2] == ("agreed", "agreed") and said[2] == said[3]
     assert "on rank 2, but 'keep (" in said[2] and "expected the same on ranks 2, 3," in said[2]
 
 
 def test_replicas_hold_the_same_part(four: dict[str, CaseResult]) -> None:
     for ranks, said in four["replicated"].values():
-        assert ranks == (0, 1, 2, 3)
+        assert ranks == [(0, 1, 2, 3)]
         assert "on ranks 0, 3, but 'keep (" in said and "on ranks 1, 2; expected" in said
 
 
+def test_groups_that_cross_are_all_met(four: dict[str, CaseResult]) -> None:
+    groups, said = zip(*four["crossing"].values(), strict=True)
+    assert groups == ([(0, 1), (0, 2)], [(0, 1), (1, 3)], [(0, 2), (2, 3)], [(1, 3), (2, 3)])
+    assert said[0] == "agreed"  # no collective of its own has rank 3
+    assert "on rank 1, but 'keep (" in said[1] and "on rank 2, but 'keep (" in said[2]
+    assert "on rank 1, but 'keep (" in said[3]
+
+
 def test_alone_there_is_nobody_to_meet() -> None:
-    assert ranks_of(Stack(Block())) == ()
+    assert groups_of(Stack(Block())) == []

@@ -12,6 +12,7 @@ process group, not in a collective: a rank that never comes is named when the st
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 from collections.abc import Generator, Mapping, Sequence
@@ -33,19 +34,21 @@ SHOWN = 3
 """Differences told in one message."""
 
 
-def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks that hold the same part of the model as this one, in order; none if nothing is distributed."""
+def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
+    """Return the groups of ranks that hold a part of the model with this one; none if nothing is distributed.
+
+    A group is told by the same mesh or process group on each of its ranks, so all of them name it alike.
+    """
     if not dist.is_available() or not dist.is_initialized():
-        return ()
-    ranks: set[int] = set()
+        return []
+    groups: set[tuple[int, ...]] = set()
     for module in model.modules():
         if is_ddp(module) or is_fsdp1(module):
-            groups: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
-            ranks.update(rank for g in groups if g is not None for rank in dist.get_process_group_ranks(g))
+            inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
+            groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
-    for mesh in meshes.values():
-        ranks.update(mesh.mesh.flatten().tolist())
-    return tuple(sorted(ranks))
+    groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in meshes.values())
+    return sorted(g for g in groups if len(g) > 1)
 
 
 def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[str, str]:
@@ -68,79 +71,109 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[
     return terms | {f"block {block.name}": block.kind for block in blocks}
 
 
-def check_agreement(ranks: Sequence[int], terms: Mapping[str, str]) -> None:
-    """Meet the other ranks and compare.
+def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -> None:
+    """Meet the ranks of each group and compare.
 
     Args:
-        ranks: Who is to come; fewer than two: there is nobody to meet.
-        terms: What must be the same on all of them.
+        groups: Who is to come.
+        terms: What must be the same within a group.
 
     Raises:
         ConfigError: They differ, or a rank did not come in time.
     """
-    if len(ranks) < 2:
-        return
-    found = _exchange("enable", ranks, json.dumps(dict(terms)))
-    told = {rank: json.loads(text) for rank, text in found.items()}
-    names = dict.fromkeys(name for one in told.values() for name in one)
+    text = json.dumps(dict(terms))
+    with contextlib.ExitStack() as stack:
+        # All are opened before one is waited in: no two ranks wait for each other in different groups.
+        for meeting in [stack.enter_context(_meeting(ranks, text)) for ranks in groups]:
+            told = meeting.attend()
+            lines = _differences({rank: json.loads(one) for rank, one in told.items()})
+            if lines:
+                more = f"; and {len(lines) - SHOWN} differences more" if len(lines) > SHOWN else ""
+                raise ConfigError(
+                    "; ".join(lines[:SHOWN]) + more,
+                    expected=f"the same on {_spelled(meeting.ranks)}, which train the same part of the model",
+                    hint="pass the same arguments to enable_activation_offloading on these ranks",
+                )
+
+
+def _differences(told: Mapping[int, Mapping[str, str]]) -> list[str]:
     lines: list[str] = []
-    for name in names:
+    for name in dict.fromkeys(name for one in told.values() for name in one):
         by_value: dict[str, list[int]] = {}
         for rank, one in told.items():
             by_value.setdefault(one.get(name, "absent"), []).append(rank)
         if len(by_value) > 1:
             lines.append(f"{name} is " + ", but ".join(f"{v!r} on {_spelled(r)}" for v, r in by_value.items()))
-    if lines:
-        more = f"; and {len(lines) - SHOWN} differences more" if len(lines) > SHOWN else ""
-        raise ConfigError(
-            "; ".join(lines[:SHOWN]) + more,
-            expected=f"the same on {_spelled(ranks)}, which train the same part of the model",
-            hint="pass the same arguments to enable_activation_offloading on these ranks",
-        )
+    return lines
 
 
-def _exchange(what: str, ranks: Sequence[int], text: str) -> dict[int, str]:
-    """Give every rank's text to every rank; the n-th call of one meets the n-th of the others.
+class _Absent(ConfigError):
+    """A rank did not come."""
 
-    Raises:
-        ConfigError: A rank did not come in time.
+
+class _Meeting:
+    """Every rank of a group gives a text to every other; the n-th meeting of one is the n-th of the others.
+
+    Args:
+        ranks: The group, in order.
+        text: What this rank gives.
     """
-    store, me = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    store = dist.distributed_c10d.PrefixStore("ebbtide/" + what + "/" + "-".join(map(str, ranks)), store)
-    with _counted(store, f"calls of {me}") as number:
-        keys = {rank: f"{number} from {rank}" for rank in ranks}
-        store.set(keys[me], text)
-        try:
-            _wait(store, keys)
-        except BaseException:
-            store.delete_key(keys[me])  # who comes later must not find a rank that has left
-            raise
-        return {rank: store.get(key).decode() for rank, key in keys.items()}
+
+    def __init__(self, ranks: Sequence[int], text: str) -> None:
+        name = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()
+        default: Any = dist.distributed_c10d._get_default_store()
+        self.ranks, self._me = ranks, dist.get_rank()
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"ebbtide/{name}", default)
+        self._limit_seconds: float = default.timeout.total_seconds()
+        number = self._store.add(f"meetings of {self._me}", 1)
+        self._keys = {rank: f"{number} from {rank}" for rank in ranks}
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._store.set(self._keys[self._me] + " in full", text)
+        self._store.set(self._keys[self._me], digest)
+
+    def leave(self) -> None:
+        """Undo: who comes later must not find a rank that has gone, and meets it when it comes again."""
+        self._store.delete_key(self._keys[self._me])
+        self._store.add(f"meetings of {self._me}", -1)
+
+    def attend(self) -> dict[int, str]:
+        """Wait for all; return the text of each rank, or of this one alone if all are equal.
+
+        Raises:
+            ConfigError: A rank did not come in time.
+        """
+        self._wait()
+        keys = list(self._keys.values())
+        found = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
+        differ = len(set(found)) > 1
+        return {r: self._store.get(k + " in full").decode() for r, k in self._keys.items() if differ or r == self._me}
+
+    def _wait(self) -> None:
+        first_seconds = min(PATIENCE_SECONDS, self._limit_seconds)
+        absent = _absent(self._store, self._keys, first_seconds)
+        if absent and self._limit_seconds > first_seconds:
+            logger.warning("waiting for %s to enable offloading too", _spelled(absent))
+            absent = _absent(self._store, self._keys, self._limit_seconds - first_seconds)
+        if absent:
+            raise _Absent(
+                f"{_spelled(absent)} did not enable offloading within {self._limit_seconds:g} s",
+                expected=f"a call on each of {_spelled(self.ranks)}, which train the same part of the model",
+                hint="call enable_activation_offloading on every rank; the time limit is that of init_process_group",
+            )
 
 
 @contextlib.contextmanager
-def _counted(store: Any, name: str) -> Generator[int]:
-    """Count a meeting, unless it fails."""
+def _meeting(ranks: Sequence[int], text: str) -> Generator[_Meeting]:
+    meeting = _Meeting(ranks, text)
     try:
-        yield store.add(name, 1)
-    except BaseException:
-        store.add(name, -1)
+        yield meeting
+    except ConfigError as error:
+        if isinstance(error, _Absent):
+            meeting.leave()
         raise
-
-
-def _wait(store: Any, keys: Mapping[int, str]) -> None:
-    limit_seconds: float = store.timeout.total_seconds()
-    first_seconds = min(PATIENCE_SECONDS, limit_seconds)
-    absent = _absent(store, keys, first_seconds)
-    if absent and limit_seconds > first_seconds:
-        logger.warning("waiting for %s to enable offloading too", _spelled(absent))
-        absent = _absent(store, keys, limit_seconds - first_seconds)
-    if absent:
-        raise ConfigError(
-            f"{_spelled(absent)} did not enable offloading within {limit_seconds:g} s",
-            expected=f"a call on each of {_spelled(list(keys))}, which train the same part of the model",
-            hint="call enable_activation_offloading on every rank; the time limit is that of init_process_group",
-        )
+    except BaseException:
+        meeting.leave()
+        raise
 
 
 def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:

@@ -14,14 +14,12 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError, DiskFullError
@@ -29,16 +27,14 @@ from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import check_agreement, ranks_of, terms_of
+from ebbtide.wrap.agreement import check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
+from ebbtide.wrap.rerun import Reruns, run_again
 from ebbtide.wrap.strategy import weights_move
 
 logger = logging.getLogger("ebbtide.wrap")
-
-_PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, Enum)
-"""What a block can be given and cannot change behind our back (tensors carry versions)."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -67,7 +63,7 @@ class Attachment:
             )
         for _, block in blocks:
             _refuse_compiled_around(model, block.name)
-        check_agreement(ranks_of(model), terms_of(model, [block for _, block in blocks], engine))
+        check_agreement(groups_of(model), terms_of(model, [block for _, block in blocks], engine))
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._undo: list[Callable[[], None]] = []
@@ -75,19 +71,20 @@ class Attachment:
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._told: set[str] = set()  # kinds of blocks, and transforms, of which a warning was given
+        self._told: set[str] = set()  # transforms of which a warning was given
+        self._reruns = Reruns()
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call).remove)
         for module, block in blocks:
             _attached.add(module)
             self._undo.append(functools.partial(_attached.discard, module))
-            scope = _Scope(block)
+            scope = _Scope(block, module)
             self._scopes.append((module, scope))
             self._undo.append(scope.leave)
             scope.inside.append(StandIn(module, functools.partial(self._block_call, scope)).remove)
             if not is_compiled_wrapper(module):
-                scope.follow(module)
+                scope.follow()
         self._stand_around_compiled()
 
     @property
@@ -148,17 +145,17 @@ class Attachment:
         action = engine.plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
         )
-        whole = action is Action.CHECKPOINT and self._repeatable(block, args, kwargs)
+        whole = action is Action.CHECKPOINT and self._reruns.allowed(block.kind, args, kwargs)
         self._check_room()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         hooks = offloading(engine, block, inputs, checkpointed=whole)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run:
+            with hooks as run, self._reruns.watched(block.kind, scope.module):
                 if whole:
                     try:
-                        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+                        return run_again(forward, args, kwargs)
                     finally:
                         run.tally.add_rerun(seen.unique)
                 scope.run = run
@@ -192,20 +189,6 @@ class Attachment:
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
             self._leave_to_checkpoint(kept, before)
-
-    def _repeatable(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a block may be run again: not if it is given an object that it may change, such as a cache."""
-        changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
-        if changeable is None:
-            return True
-        if block.kind not in self._told:
-            self._told.add(block.kind)
-            logger.warning(
-                "%s blocks are not re-run whole: they are given a %s, which a second run would find changed; "
-                "their tensors are treated one by one (for a key-value cache, set use_cache=False)",
-                block.kind, type(changeable).__name__,
-            )  # fmt: skip
-        return False
 
     def _transformed(self) -> bool:
         """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
@@ -248,20 +231,20 @@ class Attachment:
 class _Scope:
     """Which module of a block is running."""
 
-    def __init__(self, block: Block) -> None:
-        self.block = block
+    def __init__(self, block: Block, module: nn.Module) -> None:
+        self.block, self.module = block, module
         self.open = False
         self.inside: list[Callable[[], None]] = []  # take away what was put on the block and its modules
         self.run: BlockRun | None = None
 
-    def __reduce__(self) -> tuple[type[_Scope], tuple[Block]]:
+    def __reduce__(self) -> tuple[type[_Scope], tuple[Block, nn.Module]]:
         """Follow nothing in a copy. See [Note: copies]."""
-        return _Scope, (dataclasses.replace(self.block, weights=tuple),)
+        return _Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
-    def follow(self, block_module: nn.Module) -> None:
+    def follow(self) -> None:
         """Let the engine know which module of the block runs, and what its leaf modules made."""
-        for name, module in block_module.named_modules():
-            if module is block_module:
+        for name, module in self.module.named_modules():
+            if module is self.module:
                 continue
             leaf = not any(True for _ in module.children())
             before = module.register_forward_pre_hook(functools.partial(self.entered, name))

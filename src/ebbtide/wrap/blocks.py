@@ -61,14 +61,15 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
 
 def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    total = max(_size(model), 1)
+    size = _tensors if any(is_fsdp1(m) for m in model.modules()) else _numbers
+    total = max(size(model), 1)
     found: list[tuple[str, nn.Module]] = []
     pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         name, module = pending.pop()
         children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
-        stack = [(n, c) for n, c in children if _size(c)]
-        if _is_stack(module, [c for _, c in stack]) and _size(module) >= SMALL_STACK * total:
+        stack = [(n, c) for n, c in children if size(c)]
+        if _is_stack(module, [c for _, c in stack]) and size(module) >= SMALL_STACK * total:
             found.extend(stack)
         else:
             pending.extend(reversed(children))
@@ -113,9 +114,13 @@ def _kind(module: nn.Module) -> str:
     return type(_behind(module)).__name__
 
 
-def _size(module: nn.Module) -> int:
-    """Return how many numbers the weights of a module are, wherever FSDP1 has put them."""
-    return sum(p.numel() for p in module.parameters()) + sum(w.numel() for m in module.modules() for w in _flattened(m))
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _tensors(module: nn.Module) -> int:
+    """Count weights: in FSDP1's shards one may have all numbers on another rank, or be no parameter of its module."""
+    return sum(1 for _ in module.parameters()) + sum(1 for m in module.modules() for _ in _flattened(m))
 
 
 def _under_fsdp1(module: nn.Module) -> nn.Module:

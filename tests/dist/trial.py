@@ -1,0 +1,206 @@
+"""A training that can be repeated with offloading on, and what a rank sees of the difference.
+
+[Note: what a trial shows]
+``compare`` trains the same thing twice in one rank, from the same seed, without and with offloading, and returns what
+differs: losses, local gradients after every backward, weights after every optimizer step. Beside that it watches the
+store: every byte that is parked is searched for every weight, sharded or whole, in every dtype it is used in. All
+weights are random, those of norms too, so that no activation equals one by chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+import ebbtide
+from ebbtide.base.actions import Action, Plan
+from tests.helpers.engines import assert_nothing_left
+from tests.helpers.oracle import same_bits
+
+POLICIES = ("keep", "offload", "minimal", "remake", "auto")
+"""``"remake"`` is minimal with no block re-run whole: as many recipes as there can be."""
+MOVING = ("offload", "minimal", "auto")
+
+Record = dict[str, Tensor | None]
+Enable = Callable[..., None]
+"""``enable(model, **options)``: turn offloading on here, in a run that has it."""
+
+
+@dataclass(kw_only=True)
+class Job:
+    """What one rank trains.
+
+    Attributes:
+        model: Holds every parameter that is trained.
+        step: Runs the forwards and backwards of one optimizer step and notes what they gave.
+        whole: Weights as they were before they were sharded, where sharding hides them.
+    """
+
+    model: nn.Module
+    step: Callable[[int, Record], None]
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+
+Make = Callable[[Enable], Job]
+
+
+@dataclass(kw_only=True)
+class Findings:
+    """What one rank saw: see [Note: what a trial shows]."""
+
+    differences: list[str] = field(default_factory=list)
+    noted: int = 0
+    weights_parked: list[str] = field(default_factory=list)
+    parked: int = 0
+    recomputes: int = 0
+    checkpointed: int = 0
+    live_tickets: int = 0
+    store_bytes: int = 0
+    demoted: tuple[str, ...] = ()
+    units: int = 0
+    block_names: list[str] = field(default_factory=list)
+
+
+def compare(make: Make, policies: tuple[str, ...] = POLICIES, *, steps: int = 2) -> dict[str, Findings]:
+    """Train plainly, then with each policy; return the findings of each."""
+    plain, _ = _train(make, None, steps)
+    found: dict[str, Findings] = {}
+    for policy in policies:
+        record, findings = _train(make, policy, steps)
+        findings.differences = [
+            k
+            for k in plain.keys() | record.keys()
+            if k not in plain or k not in record or not _same(plain[k], record[k])
+        ]
+        findings.noted = sum(v is not None for v in plain.values())
+        found[policy] = findings
+    return found
+
+
+def note_step(record: Record, name: str, model: nn.Module, loss: Tensor | None = None) -> None:
+    """Note a loss and the gradients as they are now."""
+    if loss is not None:
+        record[f"{name} loss"] = _local(loss).detach().clone()
+    record |= {f"{name} grad {k}": _copy(p.grad) for k, p in model.named_parameters()}
+
+
+def randomise(model: nn.Module) -> dict[str, Tensor]:
+    """Give every parameter random values; return a copy of all weights, whole."""
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.2)
+    named = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {k: t.detach().clone() for k, t in named.items()}
+
+
+def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings]:
+    torch.manual_seed(7)
+    findings = Findings()
+    with contextlib.ExitStack() as stack:
+        watched: list[tuple[ebbtide.Handle, list[Tensor]]] = []
+
+        def enable(model: nn.Module, **options: Any) -> None:
+            if policy is not None:
+                handle = stack.enter_context(_enable(model, policy, options))
+                watched.append((handle, _watch(handle)))
+
+        job = make(enable)
+        record: Record = {}
+        optimizer = torch.optim.SGD([p for p in job.model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+        for step in range(steps):
+            job.step(step, record)
+            for _, parked in watched:
+                findings.weights_parked += _weights_among(parked, job.whole, job.model)
+                findings.parked += len(parked)
+                parked.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+            record |= {f"{step} weight {k}": _local(p).detach().clone() for k, p in job.model.named_parameters()}
+        for handle, _ in watched:
+            _add(findings, handle)
+    findings.units = sum(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in job.model.modules())
+    return record, findings
+
+
+def _add(findings: Findings, handle: ebbtide.Handle) -> None:
+    assert_nothing_left(handle._engine)
+    stats = handle.stats()
+    findings.recomputes += stats.total_recomputes
+    findings.checkpointed += stats.checkpointed_blocks
+    findings.live_tickets += stats.live_tickets
+    findings.store_bytes += stats.store_bytes
+    findings.demoted += stats.demoted_sites
+    findings.block_names += handle._attachment.block_names
+
+
+def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.Handle:
+    name = "minimal" if policy == "remake" else policy
+    handle = ebbtide.enable_activation_offloading(model, policy=name, min_bytes=0, window="1MiB", **options)
+    if policy == "remake":
+        handle._engine.plan = _Remake(handle.plan)
+    return handle
+
+
+class _Remake:
+    """A plan that re-runs no block whole."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def block_action(self, kind: str, index: int, **sizes: int) -> Action:
+        return Action.KEEP
+
+
+# Watching
+
+
+def _watch(handle: ebbtide.Handle) -> list[Tensor]:
+    """Let the store remember every byte that is parked in it."""
+    tier, parked = handle._engine.tier, []
+    park = tier.park
+
+    def watched(source: Tensor) -> Any:
+        parked.append(source.clone())
+        return park(source)
+
+    tier.park = watched  # type: ignore[method-assign]
+    return parked
+
+
+def _weights_among(parked: list[Tensor], whole: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Name the weights whose bytes stand somewhere in what was parked, as they were in this step's forward."""
+    now = dict(whole)
+    for k, p in model.named_parameters():
+        now[k] = p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        now[k + " (local)"] = _local(p).detach()
+    blobs = [b.numpy().tobytes() for b in parked]
+    found: list[str] = []
+    for k, w in now.items():
+        for dtype in {w.dtype, torch.bfloat16} if w.is_floating_point() else {w.dtype}:
+            needle = w.to(dtype).contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            if len(needle) >= 32 and any(needle in b for b in blobs):
+                found.append(f"{k} as {dtype}")
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _copy(grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else _local(grad).detach().clone()
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return same_bits(one, other)
