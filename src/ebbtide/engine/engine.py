@@ -133,7 +133,11 @@ class Engine:
         run.pass_.checkpointed += checkpointed
         with self.lock:
             self._window.saw_block(run.tally.offloaded)
-            stall = self._copy_out.retire()
+            try:
+                stall = self._copy_out.retire()
+            except BaseException as error:
+                note_place(error, f"at the end of the forward of block {run.block.name!r}")
+                raise
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if not self.bus.active:

@@ -84,6 +84,8 @@ class CopyOut:
                             break
                         stall += entry.slot.wait_parked()
                 except BaseException as error:
+                    # It keeps its source. Said once: the block that this error leaves asks again when it ends.
+                    self.in_flight_bytes -= self._queue.popleft()[1]
                     note_place(error, f"while copying out {entry.site} ({entry.action.value})")
                     raise
                 drop_source(entry)

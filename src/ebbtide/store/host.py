@@ -78,8 +78,8 @@ class HostSlot:
     def free(self) -> None:
         """Give the buffer back; a copy that still uses it is waited for by the buffer's next user."""
         if not self.freed:
-            self.freed = True
             self._tier.bury(self)
+            self.freed = True
 
 
 class HostTier:

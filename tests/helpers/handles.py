@@ -1,0 +1,94 @@
+"""A handle of the public API over a tier of the test's own, and what must hold after whatever went wrong under it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostTier
+from tests.helpers.engines import assert_nothing_left, drain, hooks_are_closed
+from tests.helpers.models import build
+from tests.helpers.oracle import same_bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A tiny model under a handle, and the gradients of plain training.
+
+    Attributes:
+        handle: The handle.
+        step: One forward and backward; returns the gradients.
+        expected: The gradients without ebbtide.
+        packs: Saved tensors of a step under the handle.
+    """
+
+    handle: ebbtide.Handle
+    step: Callable[[], list[Tensor]]
+    expected: list[Tensor]
+    packs: int
+
+    def assert_recovers(self) -> None:
+        """Assert invariant 7: nothing is open, nothing is left, the next step is right and whole."""
+        engine = self.handle._engine
+        assert hooks_are_closed() and torch.is_grad_enabled()
+        drain()
+        assert_nothing_left(engine)
+        assert all(map(same_bits, self.step(), self.expected))
+        assert hooks_are_closed() and not engine._backwards
+        assert self.handle.stats().packs == self.packs
+        assert self.handle.explain()
+        engine._copy_out.retire()
+        assert engine._copy_out.in_flight_bytes == 0
+        assert_nothing_left(engine)
+
+
+@contextlib.contextmanager
+def training(
+    policy: str, tier: str, *, name: str = "mlp", room_bytes: int | None = None, **given: Any
+) -> Iterator[Trainee]:
+    """A tiny model under ``enable_activation_offloading``, warm after two steps.
+
+    Args:
+        policy: Its name.
+        tier: ``"disk"``, or ``"host"`` on the fake device.
+        name: Of the tiny model.
+        room_bytes: Budget of the tier.
+        given: Further arguments of ``enable_activation_offloading``.
+    """
+    tiny = build(name)
+    weights = list(tiny.model.parameters())
+
+    def step() -> list[Tensor]:
+        return list(torch.autograd.grad(tiny.loss()[0], weights))
+
+    expected = step()
+    with contextlib.ExitStack() as stack:
+        if tier == "disk":
+            place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()), budget_bytes=room_bytes)
+        else:
+            place = HostTier(FakeDevice(1e6, 1e6), budget_bytes=room_bytes)
+        stack.callback(place.close)
+        handle = enable_over(place, tiny.model, policy=policy, **({"min_bytes": 0, "window": "30KiB"} | given))
+        stack.enter_context(handle)
+        trainee = Trainee(handle=handle, step=step, expected=expected, packs=0)
+        if room_bytes is None:
+            for _ in range(2):
+                assert all(map(same_bits, step(), expected))
+            trainee = Trainee(handle=handle, step=step, expected=expected, packs=handle.stats().packs)
+        yield trainee
+
+
+def enable_over(place: Any, model: nn.Module, **given: Any) -> ebbtide.Handle:
+    """``enable_activation_offloading`` over a given tier."""
+    with mock.patch("ebbtide.api.open_tier", lambda *args, **options: place):
+        return ebbtide.enable_activation_offloading(model, **given)

@@ -1,0 +1,146 @@
+"""Exceptions and signals at every point of a real step, through the public API. Invariant 7."""
+
+from __future__ import annotations
+
+import contextlib
+import contextlib as contextlib_module
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.graph
+
+from ebbtide.engine import Engine
+from ebbtide.engine.run import BlockRun
+from tests.helpers.engines import TIERS
+from tests.helpers.handles import Trainee, training
+from tests.helpers.interrupts import Fuse
+
+POLICIES = ["offload", "minimal", "auto"]
+TORCH_AND_CONTEXTS = (torch.autograd.graph.__file__, contextlib_module.__file__)
+
+everywhere = pytest.mark.parametrize(("policy", "tier"), [(p, t) for p in POLICIES for t in TIERS])
+
+
+@pytest.fixture
+def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drops what is raised in a destructor, where a signal may well strike: a report would keep its frames alive."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+
+
+@contextlib.contextmanager
+def calls_counted(before: Callable[[], None]) -> Iterator[None]:
+    """``before`` runs at the start of every call of a hook."""
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((BlockRun, "pack"), (Engine, "unpack")):
+            patch.setattr(owner, name, _after(before, getattr(owner, name)))
+        yield
+
+
+def _after(before: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    def first(self: Any, value: Any) -> Any:
+        before()
+        return call(self, value)
+
+    return first
+
+
+class Countdown:
+    """Raises at the n-th call, once; 0 only counts."""
+
+    def __init__(self, error: type[BaseException], when: int = 0) -> None:
+        self.error, self.when, self.calls = error, when, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == self.when:
+            raise self.error("planted")
+
+
+@everywhere
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+def test_an_exception_at_every_call_of_a_hook(policy: str, tier: str, error: type[BaseException]) -> None:
+    with training(policy, tier) as trainee:
+        count = Countdown(error)
+        with calls_counted(count):
+            trainee.step()
+        assert count.calls >= 2 * trainee.packs > 40  # each saved tensor is packed, and most are read
+        for when in range(1, count.calls + 1):
+            with calls_counted(Countdown(error, when)), pytest.raises(error, match="planted") as raised:
+                trainee.step()
+            del raised  # its traceback holds the graph
+            trainee.assert_recovers()
+        assert trainee.handle.stats().demoted_sites == ()
+    assert not any(t.name.startswith("ebbtide-disk") for t in threading.enumerate())
+
+
+def sweep(trainee: Trainee, error: type[BaseException], chosen: Callable[[int], list[int]]) -> None:
+    counting = Fuse(error, also=TORCH_AND_CONTEXTS)
+    counting.burn(trainee.step)
+    assert counting.count > 1000
+    struck: set[str] = set()
+    for when in chosen(counting.count):
+        fuse = Fuse(error, when, also=TORCH_AND_CONTEXTS)
+        with contextlib.suppress(error):  # not always raised: a destructor swallows it, a rule is left out
+            fuse.burn(trainee.step)
+        try:
+            trainee.assert_recovers()
+        except BaseException as failed:
+            failed.add_note(f"after {error.__name__} at point {when}: {fuse.where}")
+            raise
+        struck.add(fuse.where)
+    assert len(struck) > 5
+
+
+@everywhere
+@pytest.mark.usefixtures("dropped")
+def test_a_signal_at_points_drawn_by_chance(policy: str, tier: str, seed: int) -> None:
+    with training(policy, tier) as trainee:
+        sweep(trainee, KeyboardInterrupt, lambda count: random.sample(range(1, count + 1), 40))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@everywhere
+@pytest.mark.usefixtures("dropped")
+def test_a_signal_at_every_point(policy: str, tier: str) -> None:
+    with training(policy, tier) as trainee:
+        sweep(trainee, KeyboardInterrupt, lambda count: list(range(1, count + 1)))
+
+
+@everywhere
+@pytest.mark.usefixtures("dropped")
+def test_a_real_signal_at_some_moment_of_a_step(policy: str, tier: str) -> None:
+    """Another thread sends SIGINT once the k-th hook was called; it arrives wherever the step is then."""
+    main = threading.main_thread().ident or 0
+    with training(policy, tier) as trainee:
+        count = Countdown(KeyboardInterrupt)
+        with calls_counted(count):
+            trainee.step()
+        for when in range(1, count.calls + 1, 5):
+            reached = threading.Event()
+            marks = iter(range(1, when))
+
+            def mark(marks: Iterator[int] = marks, reached: threading.Event = reached) -> None:
+                if next(marks, None) is None:
+                    reached.set()
+
+            def send(reached: threading.Event = reached) -> None:
+                assert reached.wait(60)
+                signal.pthread_kill(main, signal.SIGINT)
+
+            thread = threading.Thread(target=send)
+            thread.start()
+            try:
+                with calls_counted(mark):
+                    trainee.step()
+                thread.join()  # not yet sent: then it arrives here
+            except KeyboardInterrupt:
+                pass
+            thread.join()
+            trainee.assert_recovers()

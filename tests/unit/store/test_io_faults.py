@@ -1,0 +1,236 @@
+"""A disk that fails, fills, or stops short, and a cap that is reached, in the middle of training.
+
+Whatever happens, a step either gives the gradients of plain training or raises an error that says what failed and
+where; and the step after it is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import resource
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import CapError, DiskError, DiskFullError, EbbtideError
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostTier
+from tests.helpers.engines import drain, hooks_are_closed
+from tests.helpers.handles import Trainee, enable_over, training
+from tests.helpers.models import build
+from tests.helpers.oracle import same_bits
+
+POLICIES = ["offload", "minimal", "auto"]
+WINDOW = 1  # every copy-out is waited for: none can fail unnoticed
+ACTION = re.compile(r"\nwhile (copying out|bringing in|reading|restoring) Mlp/\S+ .*\((offload|recompute)\)")
+BLOCK = re.compile(r"\n(while|at) .* of block 'layers\.\d'")
+
+
+def says_where(error: BaseException | None) -> bool:
+    """Whether an error names the site, its action and the block."""
+    return bool(ACTION.search(str(error)) and BLOCK.search(str(error)))
+
+
+class Faulty:
+    """Stands for a system call: the ``when``-th call does something else; 0 only counts."""
+
+    def __init__(self, call: Callable[..., int], instead: Callable[..., int], when: int = 0) -> None:
+        self.call, self.instead, self.when, self.calls = call, instead, when, 0
+
+    def __call__(self, *args: Any) -> int:
+        self.calls += 1
+        return (self.instead if self.calls == self.when else self.call)(*args)
+
+
+def failing(number: int) -> Callable[..., int]:
+    def fail(*args: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+@contextlib.contextmanager
+def instead_of(call: str, instead: Callable[..., int], when: int = 0) -> Iterator[Faulty]:
+    with pytest.MonkeyPatch.context() as patch:
+        faulty = Faulty(getattr(os, call), instead, when)
+        patch.setattr(os, call, faulty)
+        yield faulty
+
+
+def outcome(trainee: Trainee) -> EbbtideError | None:
+    """The error that a step raised, or None if its gradients are right."""
+    try:
+        grads = trainee.step()
+    except EbbtideError as error:
+        return error.with_traceback(None)
+    assert all(map(same_bits, grads, trainee.expected))
+    return None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, DiskError), (errno.ENOSPC, DiskFullError)])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[DiskError], policy: str) -> None:
+    with training(policy, "disk", window=WINDOW) as trainee:
+        with instead_of(call, failing(number)) as counting:
+            assert outcome(trainee) is None
+        assert counting.calls >= 3
+        noticed = 0
+        for when in range(1, counting.calls + 1):
+            with instead_of(call, failing(number), when):
+                error = outcome(trainee)
+            trainee.assert_recovers()
+            if error is None:
+                continue  # nobody needed those bytes: their source was still there
+            noticed += 1
+            assert type(error) is kind and error.__context__ is None  # it is said once
+            doing = "writing" if call == "pwritev" else "reading"
+            assert re.match(rf"{doing} [\d.]+ (KiB|B) (to|from) .* failed: .*{os.strerror(number)}", str(error))
+            assert says_where(error), str(error)
+            assert isinstance(error.__cause__, OSError) and error.__cause__.errno == number
+        assert noticed >= counting.calls - 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_every_write_and_every_read_may_end_early(call: str, policy: str) -> None:
+    with training(policy, "disk", window=WINDOW) as trainee:
+        with instead_of(call, lambda *args: 0) as counting:
+            assert outcome(trainee) is None
+        noticed = 0
+        for when in range(1, counting.calls + 1):
+            with instead_of(call, lambda *args: 0, when):
+                error = outcome(trainee)
+            trainee.assert_recovers()
+            noticed += error is not None
+            assert error is None or (type(error) is DiskError and "short" in str(error) and says_where(error)), error
+        assert noticed >= counting.calls - 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_written_and_read_in_parts_comes_whole(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = dict.fromkeys(("pwritev", "preadv"), 0)
+
+    def in_parts(name: str) -> Callable[..., int]:
+        whole = getattr(os, name)
+
+        def part(fd: int, views: list[memoryview], offset: int) -> int:
+            calls[name] += 1
+            return whole(fd, [views[0][:512]], offset)
+
+        return part
+
+    with training(policy, "disk", window=WINDOW) as trainee:
+        for name in calls:
+            monkeypatch.setattr(os, name, in_parts(name))
+        assert outcome(trainee) is None
+        assert min(calls.values()) > 20
+        monkeypatch.undo()
+        trainee.assert_recovers()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_file_that_is_cut_off_under_us(policy: str) -> None:
+    tiny = build("mlp")
+    with training(policy, "disk", window=WINDOW) as trainee:
+        work: Any = trainee.handle._engine.tier._work
+        size = os.fstat(work._file.fd).st_size
+        assert tiny is not None and size > 0
+        cut = False
+
+        def cut_first(fd: int, views: list[memoryview], offset: int) -> int:
+            nonlocal cut
+            if not cut:
+                cut = True
+                os.ftruncate(fd, 0)
+            return preadv(fd, views, offset)
+
+        preadv = os.preadv
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "preadv", cut_first)
+            error = outcome(trainee)
+        assert type(error) is DiskError and "short read: 0 of" in str(error) and says_where(error), str(error)
+        trainee.assert_recovers()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_disk_that_is_full_at_every_page(policy: str) -> None:
+    """The system's own limit on the size of a file stands for the disk's."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    seen = {DiskFullError: 0, None: 0}
+    for pages in (*range(12), *range(12, 200, 6)):
+        with training(policy, "disk", window=WINDOW, room_bytes=1 << 30) as trainee:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (pages * 4096, hard))
+            try:
+                error = outcome(trainee)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            seen[None if error is None else type(error)] += 1  # type: ignore[index]
+            if error is None:
+                break
+            assert re.match(r"[\d.]+ \S+ needed, .* free in ", str(error)) or "the disk tier can hold" in str(error)
+            del error
+            drain()
+            assert hooks_are_closed() and outcome(trainee) is None
+    assert seen[DiskFullError] > 2 and seen[None] == 1
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_cap_that_is_reached(policy: str, tier: str) -> None:
+    kind = {"disk": DiskFullError, "host": CapError}[tier]
+    unit = 1 << 10
+    enough, seen = 0, 0
+    for units in range(4, 400, 6):
+        with training(policy, tier, window=WINDOW, room_bytes=units * unit) as trainee:
+            error = outcome(trainee)
+            if error is None:
+                enough = units
+                trainee.handle._engine.tier.trim()
+                assert outcome(trainee) is None
+                break
+            seen += 1
+            assert type(error) is kind and "hint: " in str(error)
+            assert trainee.handle.stats().store_bytes <= units * unit
+    assert enough and seen >= 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_after_a_cap_a_smaller_step_is_right(policy: str) -> None:
+    tiny = build("mlp")
+    x, weights = tiny.inputs["x"].detach(), list(tiny.model.parameters())
+
+    def grads(batch: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(tiny.model(batch).square().sum(), weights))
+
+    large, small = x.repeat(32, 1, 1), x[:1]
+    expected = grads(small)
+    tier = HostTier(FakeDevice(1e6, 1e6), budget_bytes=200_000)
+    with enable_over(tier, tiny.model, policy=policy, min_bytes=0) as handle:
+        for _ in range(2):
+            with pytest.raises(
+                CapError, match=r"host budget of[\s\S]*\nwhile copying out Mlp/[\s\S]*\nhint: raise host"
+            ):
+                grads(large)
+            assert hooks_are_closed()
+            drain()
+            assert handle.stats().live_tickets == handle.stats().store_bytes == 0
+            assert all(map(same_bits, grads(small), expected))
+    tier.close()
+
+
+def test_a_machine_that_gives_no_more_host_memory() -> None:
+    tiny = build("mlp")
+    tier = HostTier(FakeDevice(1e6, 1e6, host_limit_bytes=30_000))
+    with enable_over(tier, tiny.model, policy="offload", min_bytes=0):
+        with pytest.raises(
+            CapError, match=r"the machine gives no further [\s\S]*\nwhile copying out Mlp/[\s\S]*hint: "
+        ):
+            tiny.step()
+        assert hooks_are_closed()
+    tier.close()
