@@ -4,9 +4,10 @@
 The pack hook is handed a tensor with its ``grad_fn``, and that node names what the tensor was made from. An operand is
 looked for, in this order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the
 node's own saved slot, whose packed object is a ticket and is read without unpacking; a weight (the node behind is
-``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. What came into the
-block from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its
-later in-place change is legal.
+``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. A value counts as
+saved when a view of it was: a linear layer over three dimensions saves its input flattened. What came into the block
+from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its later
+in-place change is legal.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ebbtide.engine.inputs import Inputs
+from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
 from ebbtide.engine.tickets import LightTicket, Ticket
 
@@ -110,7 +113,8 @@ class Builder:
     Args:
         rules: Node name to rule.
         usable_weight: Whether a weight will have its bytes when the block's backward runs.
-        outside: Values that came into the block, as ``(id(node), output_nr)``.
+        inputs: What came into the block.
+        saved_input: Returns the ticket of an input, if it was saved.
         is_weight: Whether a leaf is a parameter or a buffer.
         checks_weights: Whether reading a weight checks that it was not changed in place.
     """
@@ -119,14 +123,17 @@ class Builder:
         self,
         rules: dict[str, Rule],
         usable_weight: Callable[[torch.Tensor], bool],
-        outside: set[tuple[int, int]],
+        inputs: Inputs,
+        saved_input: Callable[[torch.Tensor], Ticket | None],
         *,
         is_weight: Callable[[torch.Tensor], bool],
         checks_weights: bool = True,
     ) -> None:
         self.is_weight, self.checks_weights = is_weight, checks_weights
-        self.rules, self.usable_weight, self.outside = rules, usable_weight, outside
+        self.rules, self.usable_weight = rules, usable_weight
+        self._inputs, self._saved_input = inputs, saved_input
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
+        self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
         self.records: dict[tuple[int, int], torch.nn.Module] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
         self._alive: list[Node] = []  # an id names a node only while the node lives
@@ -135,6 +142,13 @@ class Builder:
         """Remember the ticket of a value."""
         self._alive.append(node)
         self.tickets.setdefault((id(node), output_nr), ticket)
+
+    def note_view(self, base: torch.Tensor, ticket: Ticket) -> None:
+        """Remember the ticket of a view of a value."""
+        node = base.grad_fn
+        if node is not None and (id(node), base.output_nr) not in self._of_views:
+            self._alive.append(node)
+            self._of_views[id(node), base.output_nr] = ticket, Layout.of(base)
 
     def note_module(self, module: torch.nn.Module, output: torch.Tensor) -> None:
         """Remember which leaf module made a value."""
@@ -176,14 +190,30 @@ class Builder:
         if node is None:
             return None
         ticket = self.tickets.get((id(node), output_nr))
+        if ticket is None:
+            ticket = self._by_view((id(node), output_nr))
         if ticket is not None:
             return self._usable(ticket)
         variable = getattr(node, "variable", None)
         if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
             return self.weight(variable) if self.is_weight(variable) else None
-        if (id(node), output_nr) in self.outside:
+        given = self._inputs.value((id(node), output_nr))
+        if given is None:
+            return self.recipe(node, output_nr)
+        ticket = self._saved_input(given)
+        return None if ticket is None else self._usable(ticket)
+
+    def _by_view(self, key: tuple[int, int]) -> Ticket | None:
+        """Return the ticket of a value of which a view was saved, if that view's entry stands for all of it."""
+        found = self._of_views.get(key)
+        if found is None:
             return None
-        return self.recipe(node, output_nr)
+        ticket, layout = found
+        first, last = layout.extent()
+        if first < ticket.entry.first or last > ticket.entry.last:
+            return None
+        whole = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
+        return whole
 
     def slot(self, saved: Any) -> Operand | None:
         """Return what a node saved, a ``SavedTensor``, as an operand, without unpacking it."""

@@ -13,11 +13,12 @@ import torch
 from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.build import Builder
+from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Ticket, version_probe
-from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper, plain_tensors
+from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
@@ -82,16 +83,13 @@ class BlockRun:
         self._counts: Counter[tuple[str, str]] = Counter()
         self._weights = engine.storage_keys(block.weights())
         self._passing: set[int] = set()  # storages of weights that have bytes only while a part of the block runs
-        self._inputs = inputs  # hold the tensors while the block runs: ids of their storages and nodes stay valid
-        strided = [t for t in plain_tensors(inputs) if t.layout == torch.strided and not t.is_nested]
-        self._input_storages = {id(t.untyped_storage()) for t in strided}
-        outside = {(id(n), t.output_nr) for t in inputs if (n := t.grad_fn) is not None}
-        self._nodes = [t.grad_fn for t in inputs]
-        self.tally.input_bytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
+        self._inputs = Inputs(inputs)
+        self.tally.input_bytes = self._inputs.nbytes
         self.builder: Builder | None = Builder(
             engine.rules,
             self._usable_weight,
-            outside,
+            self._inputs,
+            self._saved_input,
             is_weight=self._is_weight,
             checks_weights=engine.checks_weights,
         )
@@ -139,9 +137,8 @@ class BlockRun:
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.builder = None
-        self._inputs, self._nodes = [], []
+        self._inputs.forget()
         self.modules.clear()
-        self._input_storages.clear()
         self._seen.clear()
         self._narrow.clear()
 
@@ -192,6 +189,22 @@ class BlockRun:
             node = torch.autograd.graph.get_gradient_edge(tensor).node  # an input that is a leaf
         if node is not None:
             builder.note_ticket(node, tensor.output_nr, ticket)
+            if tensor._base is not None and isinstance(ticket, Ticket):
+                builder.note_view(tensor._base, ticket)
+
+    def _saved_input(self, tensor: torch.Tensor) -> Ticket | None:
+        """Return a ticket of what came into the block, if it or a view of it was saved and its bytes were stored.
+
+        One that an earlier block remakes is left out: its weights may be gone by now, and chains would grow from block
+        to block.
+        """
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested:
+            return None
+        engine, layout = self.engine, Layout.of(tensor)
+        entry = engine.index.find(tensor.untyped_storage(), tensor._version, *layout.extent())
+        if entry is None or entry.recipe is not None:
+            return None
+        return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
 
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
@@ -224,7 +237,7 @@ class BlockRun:
         base_layout, nbytes = Layout.of(base), storage.nbytes()
         whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
-        is_input = id(storage) in self._input_storages or self._casts_an_input(base)
+        is_input = self._inputs.holds(storage) or self._inputs.casts(base)
         name = outer.node if outer is not None else node.name() if node is not None else "leaf"
         site = self._site("input" if is_input else name)
         weight = self._copied_weight(base) if whole and engine.may_remake(tensor) else None
@@ -234,7 +247,7 @@ class BlockRun:
             recipe = Expr(lambda w: w.to(base_layout.dtype), (ticket,), key=("cast", base_layout.dtype))
         elif (
             whole
-            and id(storage) not in self._input_storages
+            and not self._inputs.holds(storage)
             and node is not None
             and self.builder is not None
             and engine.may_remake(tensor)
@@ -279,13 +292,6 @@ class BlockRun:
         if weight is None or self._usable_weight(weight):
             return weight
         return weight if self.engine.storage_key(weight.untyped_storage()) in self._passing else None
-
-    def _casts_an_input(self, base: torch.Tensor) -> bool:
-        node = base.grad_fn
-        if node is None or node.name() != "ToCopyBackward0" or self.builder is None:
-            return False
-        source, number = node.next_functions[0]
-        return source is not None and (id(source), number) in self.builder.outside
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None

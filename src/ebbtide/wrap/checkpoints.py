@@ -21,6 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.engine.tickets import LightTicket, Ticket
+from ebbtide.engine.wrappers import WrapperTicket
 
 REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
@@ -59,7 +60,7 @@ class Kept:
                 if HAS_HOOKS not in str(error):
                     raise
                 packed = saved.data  # ours, if two blocks share a checkpoint, or another's
-                if not isinstance(packed, (Ticket, LightTicket)) and not _of_checkpoint(type(packed)):
+                if not isinstance(packed, (Ticket, LightTicket, WrapperTicket)) and not _of_checkpoint(type(packed)):
                     theirs = packed
         return theirs
 

@@ -315,10 +315,6 @@ def test_blocks_that_save_do_so_under_the_hooks() -> None:
     assert idle == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a block that changes its own buffers is re-run whole, which changes them twice",
-)
 def test_a_block_that_changes_its_buffers_is_not_run_twice() -> None:
     model = Model(lambda: _convolutions(track_running_stats=True))
     check_model(model, torch.randn(2, 4, 6, 6), "minimal")

@@ -18,7 +18,7 @@ from ebbtide.engine import Expr, NodeView
 from ebbtide.engine.recipe import MAX_DEPTH, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.tickets import LightTicket
-from tests.helpers.engines import REMAKE, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
+from tests.helpers.engines import REMAKE, Leaves, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
 from tests.helpers.oracle import same_bits
 
 
@@ -250,3 +250,38 @@ def test_register_recompute_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) 
 
 def _remade(engine: Any) -> list[Any]:
     return [s for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
+
+
+def flattened(leaves: Leaves) -> list[Tensor]:
+    """A residual around a linear layer, which saves its input flattened: the sum's operands are saved as views."""
+    x = leaves["x"] * 1
+    return [_residual(x, leaves["w"])]
+
+
+def _residual(x: Tensor, w: Tensor) -> Tensor:
+    total = x + F.linear(x, w).tanh()
+    return total * total
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_value_of_which_a_view_was_saved_is_an_operand(outside: bool) -> None:
+    leaves = {"x": leaf(2, 3, 4), "w": leaf(4, 4, parameter=True)}
+    expected = observe(flattened, leaves)
+    with open_engine(REMAKE) as engine:
+        for _ in range(2):
+            if outside:
+                x = leaves["x"].detach().clone().requires_grad_()
+                made = x * 1  # by an earlier block: an input of this one
+                with forward_pass(engine, made, weights=[leaves["w"]]):
+                    (y,) = [_residual(made, leaves["w"])]
+                del made
+                assert same_bits(expected.outputs[0], y)
+                fed = torch.randn(y.shape, generator=torch.Generator().manual_seed(7))
+                grads = torch.autograd.grad(y, (x, leaves["w"]), fed)
+                assert all(same_bits(a, expected.grads[k]) for a, k in zip(grads, ("x", "w"), strict=True))
+                del y
+            else:
+                assert compare(expected, observe(flattened, leaves, engine)) == []
+            assert_nothing_left(engine)
+        remade = [s.node for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
+        assert "AddBackward0" in remade, engine.last_pass.sites

@@ -1,0 +1,46 @@
+"""What comes into a block from outside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ebbtide.engine.wrappers import plain_tensors
+
+
+class Inputs:
+    """The tensors that a block is called with.
+
+    Held while the block runs: only so long are the ids of their storages and nodes their own.
+
+    Args:
+        tensors: All of them, those in lists and under names too.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
+        self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
+        self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
+        self._values = {(id(n), t.output_nr): (n, t) for t in tensors if (n := t.grad_fn) is not None}
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is an input's."""
+        return id(storage) in self._storages
+
+    def value(self, key: tuple[int, int]) -> torch.Tensor | None:
+        """Return the input that is the value of ``(id(node), output_nr)``."""
+        found = self._values.get(key)
+        return None if found is None else found[1]
+
+    def casts(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is an input in another type."""
+        node = tensor.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return False
+        source, number = node.next_functions[0]
+        return source is not None and (id(source), number) in self._values
+
+    def forget(self) -> None:
+        """Let the tensors go."""
+        self._storages, self._values = {}, {}
