@@ -137,11 +137,23 @@ class Observed:
     message: str = ""
 
 
+Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Leaves], "Mapping[str, Tensor | None]"]
+"""Goes through the graphs of outputs, from the gradients fed in, and returns gradients by name."""
+
+
+def all_at_once(wanted: Sequence[Tensor], fed: Sequence[Tensor], leaves: Leaves) -> dict[str, Tensor | None]:
+    """One backward over all outputs; the gradients of all leaves."""
+    if wanted:
+        torch.autograd.backward(wanted, fed)
+    return {k: v.grad for k, v in leaves.items() if v.requires_grad}
+
+
 def observe(
     program: Callable[..., Sequence[Tensor]],
     leaves: Leaves,
     engine: Engine | str = "plain",
     *,
+    backward: Backward = all_at_once,
     thread: bool = False,
     seed: int = 7,
     blocks: bool = False,
@@ -152,6 +164,7 @@ def observe(
         program: The function; may draw random numbers.
         leaves: Its leaves; ``nn.Parameter`` stays one, others that require gradients are the block's inputs.
         engine: ``"plain"``, ``"oracle"`` or an engine.
+        backward: What is done with the outputs' graphs. A note ``backward ...`` on its error says where.
         thread: Backward in a thread of its own, as an accelerator does it.
         seed: Of the forward and of the gradients fed in.
         blocks: The program opens its blocks itself, by the function that it is given beside the leaves.
@@ -172,13 +185,16 @@ def observe(
     wanted = [o for o in outputs if o.requires_grad]
     fed = [torch.randn(o.shape, generator=torch.Generator().manual_seed(seed)).to(o.dtype) for o in wanted]
     del outputs
+
+    def run() -> Mapping[str, Tensor | None]:
+        return backward(wanted, fed, fresh)
+
     try:
-        if wanted:
-            in_thread(lambda: torch.autograd.backward(wanted, fed)) if thread else torch.autograd.backward(wanted, fed)
+        return Observed(outputs=kept, grads=dict(in_thread(run) if thread else run()))
     except RuntimeError as error:
         drain()
-        return Observed(outputs=kept, grads={}, error=(type(error), "backward"), message=str(error))
-    return Observed(outputs=kept, grads={k: v.grad for k, v in fresh.items() if v.requires_grad})
+        place = next((n for n in getattr(error, "__notes__", []) if n.startswith("backward ")), "backward")
+        return Observed(outputs=kept, grads={}, error=(type(error), place), message=str(error))
 
 
 def compare(one: Observed, other: Observed) -> list[str]:

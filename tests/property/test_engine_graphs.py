@@ -10,14 +10,16 @@ from hypothesis import strategies as st
 
 from tests.helpers.engines import (
     POLICIES,
+    Backward,
     Observed,
+    all_at_once,
     assert_nothing_left,
     compare,
     hooks_are_closed,
     observe,
     open_engine,
 )
-from tests.helpers.graphs import Graph, graphs, leaves
+from tests.helpers.graphs import CHANGES, OPERATORS, Graph, Schedule, graphs, leaves, schedules
 
 LEAVES = leaves()
 RATES = st.sampled_from([10.0, 1e3, 1e9])
@@ -29,52 +31,83 @@ def is_an_operand_that_changed(got: Observed) -> bool:
     return got.error is not None and "needed to remake another tensor and was changed in place" in got.message
 
 
-def check(graph: Graph, policy: str, tier: str, *, rate: float, window_bytes: int, thread: bool) -> None:
+def check(
+    graph: Graph,
+    policy: str,
+    tier: str,
+    *,
+    rate: float,
+    window_bytes: int,
+    thread: bool,
+    backward: Backward = all_at_once,
+) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch says of an operator, it says in plain training too
-        expected = observe(graph, LEAVES, blocks=True)
+        expected = observe(graph, LEAVES, blocks=True, backward=backward)
         if expected.error is None:
-            assert compare(expected, observe(graph, LEAVES, "oracle", blocks=True)) == []
+            assert compare(expected, observe(graph, LEAVES, "oracle", blocks=True, backward=backward)) == []
         with open_engine(policy, tier, rate=rate, window_bytes=window_bytes, verify=thread) as engine:
             for _ in range(2):  # the second time recipes are trusted
-                got = observe(graph, LEAVES, engine, blocks=True, thread=thread)
-                if not (engine.plan.remakes and expected.error is None and is_an_operand_that_changed(got)):
+                got = observe(graph, LEAVES, engine, blocks=True, thread=thread, backward=backward)
+                if not (engine.plan.remakes and is_an_operand_that_changed(got)):
                     assert compare(expected, got) == []
                 assert hooks_are_closed()
                 assert_nothing_left(engine)
 
 
-@settings(max_examples=60)
-@given(graphs(), st.sampled_from(sorted(POLICIES)), RATES, WINDOWS, st.booleans())
+POLICY = st.sampled_from(sorted(POLICIES))
+TIER = st.sampled_from(["host", "host", "host", "disk"])
+
+
+@settings(max_examples=200)
+@given(graphs(), POLICY, RATES, WINDOWS, st.booleans())
 def test_gradients_are_those_of_plain_training(
     graph: Graph, policy: str, rate: float, window_bytes: int, thread: bool
 ) -> None:
     check(graph, policy, "host", rate=rate, window_bytes=window_bytes, thread=thread)
 
 
-@settings(max_examples=60)
-@given(graphs(changes=True), st.sampled_from(sorted(POLICIES)), RATES, WINDOWS, st.booleans())
+@settings(max_examples=200)
+@given(graphs(changes=True), POLICY, RATES, WINDOWS, st.booleans())
 def test_changes_in_place_raise_what_plain_training_raises(
     graph: Graph, policy: str, rate: float, window_bytes: int, thread: bool
 ) -> None:
     check(graph, policy, "host", rate=rate, window_bytes=window_bytes, thread=thread)
 
 
-@settings(max_examples=25)
-@given(graphs(changes=True), st.sampled_from(sorted(POLICIES)), WINDOWS, st.booleans())
-def test_the_disk_gives_the_same_bits(graph: Graph, policy: str, window_bytes: int, thread: bool) -> None:
-    check(graph, policy, "disk", rate=1, window_bytes=window_bytes, thread=thread)
+@settings(max_examples=200)
+@given(graphs(), schedules(), POLICY, RATES, WINDOWS, st.booleans())
+def test_several_backwards_in_any_order(
+    graph: Graph, schedule: Schedule, policy: str, rate: float, window_bytes: int, thread: bool
+) -> None:
+    check(graph, policy, "host", rate=rate, window_bytes=window_bytes, thread=thread, backward=schedule)
+
+
+@settings(max_examples=100)
+@given(graphs(changes=True), schedules(touch=True), POLICY, WINDOWS, st.booleans())
+def test_the_disk_gives_the_same_bits(
+    graph: Graph, schedule: Schedule, policy: str, window_bytes: int, thread: bool
+) -> None:
+    check(graph, policy, "disk", rate=1, window_bytes=window_bytes, thread=thread, backward=schedule)
+
+
+@pytest.mark.parametrize("name", [*OPERATORS, *CHANGES])
+def test_every_operator_that_is_drawn_can_be_computed(name: str) -> None:
+    """An operator that fails on every shape would only look as if it were tried."""
+    computed = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for before in ("silu", "view", "sum", "to_fp64"):
+            for k in range(3):
+                graph = Graph(((before, 0, 1, k), (name, 0, 2, k), ("mul", 0, 1, 0)), (0,))
+                computed += observe(graph, LEAVES, blocks=True).error is None
+    assert computed
 
 
 @pytest.mark.slow
 @settings(max_examples=4000)
-@given(
-    graphs(changes=True, most=30),
-    st.sampled_from(sorted(POLICIES)),
-    st.sampled_from(["host", "disk"]),
-    RATES,
-    WINDOWS,
-    st.booleans(),
-)
-def test_long_graphs(graph: Graph, policy: str, tier: str, rate: float, window_bytes: int, thread: bool) -> None:
-    check(graph, policy, tier, rate=rate, window_bytes=window_bytes, thread=thread)
+@given(graphs(changes=True, most=30), schedules(touch=True, most=6), POLICY, TIER, RATES, WINDOWS, st.booleans())
+def test_long_graphs(
+    graph: Graph, schedule: Schedule, policy: str, tier: str, rate: float, window_bytes: int, thread: bool
+) -> None:
+    check(graph, policy, tier, rate=rate, window_bytes=window_bytes, thread=thread, backward=schedule)
