@@ -71,18 +71,19 @@ class Attachment:
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._told: set[str] = set()  # transforms of which a warning was given
+        self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns()
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
-        self._undo.append(StandIn(model, self._model_call).remove)
+        self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
         for module, block in blocks:
             _attached.add(module)
             self._undo.append(functools.partial(_attached.discard, module))
             scope = _Scope(block, module)
             self._scopes.append((module, scope))
             self._undo.append(scope.leave)
-            scope.inside.append(StandIn(module, functools.partial(self._block_call, scope)).remove)
+            call = functools.partial(self._block_call, scope)
+            scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
             if not is_compiled_wrapper(module):
                 scope.follow()
         self._stand_around_compiled()
@@ -189,6 +190,15 @@ class Attachment:
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
             self._leave_to_checkpoint(kept, before)
+
+    def _compiled_away(self) -> None:
+        """Say that the model, or what holds its blocks, is being compiled: nothing of ours runs in compiled code."""
+        if self.enabled and "compiled" not in self._told:
+            self._told.add("compiled")
+            logger.warning(
+                "nothing is offloaded in the code that is being compiled now: hooks inside it would break its graph; "
+                "compile the blocks instead: `for block in model.layers: block.compile()`"
+            )
 
     def _transformed(self) -> bool:
         """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""

@@ -9,7 +9,8 @@ Hooks entered in compiled code are a graph break, or an error with ``fullgraph=T
 block, a stand-in or a module hook, has every block compiled anew, until torch gives up. So nothing of ours is left on
 a compiled block or inside: hooks stand around the compiled call, ``_compiled_call_impl``. A block that is compiled
 under a handle is found when the next forward of the model begins; should it be traced before, a stand-in is nothing
-but the forward behind it.
+but the forward behind it, and says so: Dynamo calls a function that is marked as constant while it traces, and leaves
+it out of the graph.
 """
 
 from __future__ import annotations
@@ -31,17 +32,22 @@ class StandIn:
         module: The module; its attribute ``name`` is replaced on the instance.
         call: What runs instead; is handed what was there.
         name: ``"forward"`` or ``"_compiled_call_impl"``.
+        traced: Told when the stand-in is compiled into the code around it, where nothing runs in its place.
     """
 
-    def __init__(self, module: nn.Module, call: Call, name: str = "forward") -> None:
+    def __init__(
+        self, module: nn.Module, call: Call, name: str = "forward", *, traced: Callable[[], None] | None = None
+    ) -> None:
         behind = getattr(module, name)
         functools.update_wrapper(self, behind)  # inspect.signature(module.forward) stays what it was
         self._module, self._name, self._call, self._behind = module, name, call, behind
+        self._traced = _while_tracing(traced)
         self._own = module.__dict__.get(name)
         setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            self._traced()
             return self._behind(*args, **kwargs)
         return self._call(self._behind, args, kwargs)
 
@@ -68,6 +74,18 @@ def is_compiled(module: nn.Module) -> bool:
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile(block)`` returned: its own forward is the compiled call."""
     return "_orig_mod" in module._modules
+
+
+def _while_tracing(told: Callable[[], None] | None) -> Callable[[], None]:
+    """Return a function that Dynamo calls while it traces and that is no part of what it compiles."""
+
+    def call() -> None:
+        if told is not None:
+            told()
+
+    # What torch.compiler.assume_constant_result sets, without importing Dynamo.
+    call._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return call
 
 
 def _as_it_is(value: Any) -> Any:

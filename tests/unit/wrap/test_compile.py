@@ -13,7 +13,7 @@ from ebbtide.base.errors import ConflictError
 from ebbtide.wrap.forward import StandIn
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Tiny, build
-from tests.helpers.oracle import differences
+from tests.helpers.oracle import differences, step
 
 pytestmark = [  # torch's own, while compiling
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -116,3 +116,32 @@ def test_blocks_inside_a_compiled_model_are_refused(whole: str) -> None:
         model = torch.compile(model, backend="aot_eager")
     with pytest.raises(ConflictError, match=r"(?s)part of compiled code.*hint: compile the blocks"):
         ebbtide.enable_activation_offloading(model)
+
+
+@pytest.mark.parametrize("how", ["in place", "as a wrapper"])
+def test_a_model_that_is_compiled_whole_under_a_handle_says_so_at_once(
+    how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, tiny = build("mlp"), build("mlp")
+    plain.model.compile(backend="aot_eager", fullgraph=True)
+    expected = plain.step()
+    model = tiny.model
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
+        if how == "in place":
+            model.compile(backend="aot_eager", fullgraph=True)
+            called = model
+        else:
+            called = torch.compile(model, backend="aot_eager", fullgraph=True)
+        for _ in range(2):
+            assert differences(step(model, lambda: tiny.loss(called), tiny.inputs), expected) == []
+        assert caplog.text.count("nothing is offloaded in the code that is being compiled now") == 1
+        assert handle.stats().packs == 0
+
+
+def test_blocks_that_are_compiled_under_a_handle_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("mlp")
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        compile_in_place(tiny)
+        tiny.step()
+        assert handle.stats().packs > 0
+    assert "compiled" not in caplog.text
