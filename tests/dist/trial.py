@@ -84,6 +84,26 @@ def compare(make: Make, policies: tuple[str, ...] = POLICIES, *, steps: int = 2)
     return found
 
 
+def check(
+    values: list[dict[str, Findings]], *, blocks: int, unknowable: Callable[[str], bool] = lambda weight: False
+) -> None:
+    """Assert that every rank found no difference, no weight parked, nothing left, and that there was something to find.
+
+    Args:
+        values: What each rank's ``compare`` returned.
+        blocks: Blocks of a rank.
+        unknowable: Weights whose copies nothing tells from activations.
+    """
+    for rank, by_policy in enumerate(values):
+        for policy, found in by_policy.items():
+            where = f"rank {rank}, {policy}"
+            assert found.differences == [], where
+            assert [w for w in found.weights_parked if not unknowable(w)] == [], where
+            assert (found.live_tickets, found.store_bytes, found.demoted) == (0, 0, ()), where
+            assert len(found.block_names) == blocks and found.noted > 20, where
+            assert (found.parked > 0) == (policy != "keep"), where
+
+
 def note_step(record: Record, name: str, model: nn.Module, loss: Tensor | None = None) -> None:
     """Note a loss and the gradients as they are now."""
     if loss is not None:

@@ -1,0 +1,77 @@
+"""Offloading beside tensor, sequence and pipeline parallelism, and on meshes of two dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.dist import parallel, sharded, stages
+from tests.dist.trial import MOVING, POLICIES, Findings, check
+from tests.helpers.spawn import CaseResult, run_cases
+
+Compare = Callable[[Any, tuple[str, ...]], dict[str, Findings]]
+
+TWO: dict[str, tuple[Compare, Any]] = {
+    **{f"{s} parallel": (parallel.compare_setup, parallel.Setup(style=s)) for s in ("tensor", "dtensor", "sequence")},
+    "loss parallel": (parallel.compare_setup, parallel.Setup(style="loss")),
+    "sequence parallel, checkpointed": (
+        parallel.compare_setup,
+        parallel.Setup(style="sequence", checkpointed=True),
+    ),
+    **{s: (stages.compare_setup, stages.Setup(schedule=s)) for s in stages.PLACES},
+}
+FOUR: dict[str, tuple[Compare, Any]] = {
+    "sequence parallel and FSDP2": (parallel.compare_setup, parallel.Setup(style="sequence", shard=True)),
+    "tensor parallel and FSDP2, DTensors, bfloat16": (
+        parallel.compare_setup,
+        parallel.Setup(style="dtensor", shard=True, mixed=True),
+    ),
+    "tensor parallel and FSDP2, checkpointed": (
+        parallel.compare_setup,
+        parallel.Setup(style="tensor", shard=True, checkpointed=True),
+    ),
+    "1F1B and FSDP2": (stages.compare_setup, stages.Setup(schedule="1F1B", shard=True)),
+    "ZBVZeroBubble and FSDP2": (stages.compare_setup, stages.Setup(schedule="ZBVZeroBubble", shard=True)),
+    **{sharded.spelled(s): (sharded.compare_setup, s) for s in sharded.ON_FOUR},
+}
+CASES = TWO | FOUR
+OFTEN = {
+    "dtensor parallel",
+    "sequence parallel",
+    "1F1B",
+    "ZBVZeroBubble",
+    "sequence parallel and FSDP2",
+    sharded.spelled(sharded.ON_FOUR[0]),
+}
+
+
+def _blocks(name: str) -> int:
+    # A rank of the interleaved schedules and of the V holds two stages of two blocks.
+    return 4 if "Interleaved" in name or "ZeroBubble" in name else 2
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
+    """Every case that was asked for, two ranks and four ranks each in one group of processes."""
+    wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    found: dict[str, CaseResult] = {}
+    for known, size, policies in ((TWO, 2, POLICIES), (FOUR, 4, MOVING)):
+        cases = {name: (known[name][0], (known[name][1], policies)) for name in wanted if name in known}
+        found |= run_cases(cases, size, timeout_seconds=90.0) if cases else {}
+    return found
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
+def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
+    values = results[name].values()
+    check(values, blocks=_blocks(name))
+    checkpointed = getattr(CASES[name][1], "checkpointed", False)
+    for by_policy in values:
+        for policy, found in by_policy.items():
+            # What a checkpoint outside drops is no tensor of ours; what is cheap is remade otherwise.
+            assert found.checkpointed == 2 if checkpointed else policy == "minimal" or not found.checkpointed
+            if policy == "minimal" and not checkpointed:
+                assert found.recomputes + found.checkpointed > 0
