@@ -220,6 +220,15 @@ CHANGES: dict[str, Operator] = {
 }
 
 
+def _can_be_used(x: Tensor) -> bool:
+    """Whether autograd still knows how ``x`` was made: not a part made by split after the whole was changed."""
+    try:
+        _ = x.grad_fn
+    except RuntimeError:
+        return False
+    return True
+
+
 UNTRACKED = ("no_grad_", "detached_")
 
 
@@ -244,7 +253,7 @@ class Graph:
             else:
                 segments[-1][1].append(step)
         for inside, segment in segments:
-            inputs = [t for t in pool if not isinstance(t, torch.nn.Parameter)]
+            inputs = [t for t in pool if not isinstance(t, torch.nn.Parameter) and _can_be_used(t)]
             with block(*inputs) if inside else contextlib.nullcontext():
                 for step in segment:
                     self._take(step, pool)

@@ -266,3 +266,23 @@ def test_an_untracked_change_of_an_unsaved_tensor_that_begins_late() -> None:
     with open_engine(REMAKE) as engine:
         assert compare(observe(program, small), observe(program, small, engine)) == []
         assert compare(observe(program, large), observe(program, large, engine)) == []
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a block asks every input for its gradient function")
+def test_an_input_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:
+    def program() -> tuple[Tensor, Tensor, Tensor]:
+        whole = x.exp()
+        part, other = whole.split(3)
+        whole.mul_(2)  # from here on torch refuses to say how the parts were made
+        return whole, part, other
+
+    x = leaf(6, 8)
+    whole, part, other = program()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        part.sin()
+    expected = torch.autograd.grad(whole.sin().sum(), x)[0]
+    with open_engine("offload") as engine:
+        whole, part, other = program()
+        with forward_pass(engine, whole, part, other):
+            y = whole.sin()
+        assert torch.equal(expected, torch.autograd.grad(y.sum(), x)[0])
