@@ -34,7 +34,7 @@ def _vit(size: Size) -> dict[str, Any]:
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "image_size": size.pixels,
-        "patch_size": 4,
+        "patch_size": size.patch,
     }
 
 
@@ -130,7 +130,7 @@ def _llava(size: Size) -> dict[str, Any]:
 
 
 def _llava_batch(size: Size) -> dict[str, Any]:
-    patches = (size.pixels // 4) ** 2
+    patches = (size.pixels // size.patch) ** 2
     ids = torch.cat([torch.full((size.batch, patches), IMAGE), size.text().clamp_min(IMAGE + 1)], 1)
     return {"input_ids": ids, "labels": ids.clone(), "pixel_values": size.image()}
 

@@ -42,6 +42,11 @@ class Size:
         """Attention heads: 4 everywhere."""
         return 4
 
+    @property
+    def patch(self) -> int:
+        """Height and width of a vision transformer's patches: a few tokens from a small image, enough from a larger."""
+        return 4 if self.pixels <= 16 else 2
+
     def text(self) -> Tensor:
         """Return token ids [batch, tokens]; 0 and 1 are left for special tokens."""
         return torch.randint(2, VOCABULARY, (self.batch, self.tokens))
@@ -62,7 +67,7 @@ class Size:
 
 VOCABULARY = 61
 TINY = Size()
-WIDE = Size(tokens=192, width=64, inner=160, layers=2, pixels=32, frames=3, samples=6400)
+WIDE = Size(tokens=128, width=64, inner=160, layers=2, pixels=24, frames=3, samples=3200)
 
 Maker = Callable[[Size, dict[str, Any]], Built]
 """Makes a family at a size, with further fields of its configuration."""

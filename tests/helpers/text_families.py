@@ -96,7 +96,7 @@ def _recurrent_gemma(size: Size) -> dict[str, Any]:
 
 
 def _xlstm(size: Size) -> dict[str, Any]:
-    return {"hidden_size": size.width, "num_hidden_layers": 2, "num_heads": size.heads, "chunk_size": 16}
+    return {"hidden_size": size.width, "num_hidden_layers": 2, "num_heads": size.heads, "chunk_size": 256}
 
 
 ENCODERS: dict[str, Maker] = {

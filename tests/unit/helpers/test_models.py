@@ -57,7 +57,7 @@ def test_families_with_dropout_draw_from_the_seed(name: str) -> None:
 def test_a_size_reaches_model_and_batch() -> None:
     tiny, wide = build("llama"), build("llama", size=WIDE)
     assert (tiny.model.config.hidden_size, wide.model.config.hidden_size) == (48, 64)
-    assert (tiny.inputs["input_ids"].shape, wide.inputs["input_ids"].shape) == ((2, 12), (2, 192))
+    assert (tiny.inputs["input_ids"].shape, wide.inputs["input_ids"].shape) == ((2, 12), (2, 128))
 
 
 def test_the_forward_runs_under_autocast_when_asked() -> None:

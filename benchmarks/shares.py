@@ -1,0 +1,196 @@
+"""What becomes of a model's saved tensors under each policy, in bytes; and why what Auto moves is moved.
+
+The yardstick does not come from the engine: the *naive bytes* are those of the distinct storages that a second,
+independent pair of hooks sees saved inside the blocks in a plain forward, weights left out. Every figure of a policy is
+taken from a step whose loss, outputs and gradients are equal, bit by bit, to those of plain training.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import ebbtide
+from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.events import BUS
+from ebbtide.config import POLICIES
+from ebbtide.engine.rules import rule_table
+from ebbtide.wrap.blocks import find_blocks
+from tests.helpers.models import Tiny
+from tests.helpers.oracle import Outcome, differences
+
+STEPS = {"minimal": 2}
+"""Steps of a policy, if more than one: no block is re-run whole before it was seen. The last is the one that counts."""
+
+NARROWED = "(cast)"
+"""Stands in place of a node for tensors that were cast up and wait in the narrower type."""
+
+
+class Differs(Exception):
+    """A policy's step is not equal to plain training: there are no figures for it."""
+
+
+class Recorder:
+    """A plan that chooses as another does and remembers what it was told."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.told: dict[Site, Candidate] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def choose(self, candidate: Candidate) -> Action:
+        """Return the plan's choice."""
+        self.told[candidate.site] = candidate
+        return self._plan.choose(candidate)
+
+
+@contextmanager
+def naive_bytes(model: nn.Module) -> Iterator[Counter[str]]:
+    """Count, while open, the bytes of distinct storages that are saved inside the model's blocks.
+
+    Yields:
+        Bytes by name of block; what several blocks save belongs to the first.
+    """
+    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    alive: dict[int, torch.UntypedStorage] = {}  # held, so that no address is met twice
+    found: Counter[str] = Counter()
+
+    def pack(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in weights and address not in alive:
+            alive[address] = storage
+            found[name] += storage.nbytes()
+        return tensor
+
+    open_hooks, undo = ExitStack(), ExitStack()
+
+    def enter(name: str, module: nn.Module, args: Any) -> None:
+        open_hooks.enter_context(saved_tensors_hooks(partial(pack, name), lambda tensor: tensor))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        open_hooks.close()
+
+    with open_hooks, undo:
+        for module, block in find_blocks(model):
+            undo.callback(module.register_forward_pre_hook(partial(enter, block.name)).remove)
+            undo.callback(module.register_forward_hook(leave).remove)
+        yield found
+
+
+def shares(tiny: Tiny) -> dict[str, Any]:
+    """Return what each policy does with the saved tensors of a model.
+
+    Args:
+        tiny: The model with its batch; it is stepped, and left as it was.
+
+    Returns:
+        ``naive_bytes``, ``blocks``, for each of ``policies`` the bytes kept, moved, remade and (part of those)
+        checkpointed, and ``moved``: the rows of ``moved_by_node`` under Auto.
+
+    Raises:
+        Differs: A step is not equal to plain training.
+    """
+    plain = tiny.step()
+    with naive_bytes(tiny.model) as naive:
+        tiny.loss()
+    total = naive.total()
+    result: dict[str, Any] = {"naive_bytes": total, "blocks": len(find_blocks(tiny.model)), "policies": {}}
+    for policy in POLICIES:
+        result["policies"][policy], moved = _under(tiny, policy, plain, naive)
+        if policy == "auto":
+            result["moved"] = moved
+    counted = result["policies"]["keep"]["kept"]
+    for found in result["policies"].values():
+        found["kept"] += max(total - counted, 0)  # what the engine leaves out of its count stays where it is
+    return result
+
+
+def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tuple[dict[str, int], list[dict[str, Any]]]:
+    """Return the bytes of a policy's last step, and what it moved."""
+    rerun: list[dict[str, Any]] = []  # the events of blocks that were re-run whole
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "block" and fields["action"] == "checkpoint":
+            rerun.append(fields)
+
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
+        engine = handle._engine
+        recorder = engine.plan = Recorder(engine.plan)
+        remove = BUS.subscribe(listen)
+        try:
+            for step in range(STEPS.get(policy, 1)):
+                rerun.clear()
+                found = differences(plain, tiny.step())
+                if found:
+                    raise Differs(f"{tiny.name}, {policy}, step {step}: {found[0]} and {len(found) - 1} more")
+        finally:
+            remove()
+        stats = handle.stats()
+        moved = moved_by_node(engine.last_pass.sites, recorder.told, stats.demoted_sites, stats.offloaded_bytes)
+    # Of a block that is re-run whole the engine sees its inputs only; the rest of it is what plain training saved.
+    checkpointed = sum(max(naive[block["name"]] - block["offloaded_bytes"], 0) for block in rerun)
+    sizes = {
+        "kept": stats.kept_bytes,
+        "moved": stats.offloaded_bytes,
+        "remade": stats.recomputed_bytes - sum(block["recomputed_bytes"] for block in rerun) + checkpointed,
+        "checkpointed": checkpointed,
+        "checkpointed_blocks": stats.checkpointed_blocks,
+    }
+    return sizes, moved
+
+
+def moved_by_node(
+    sites: dict[Site, tuple[int, int, Action]],
+    told: dict[Site, Candidate],
+    demoted: tuple[str, ...],
+    offloaded_bytes: int,
+) -> list[dict[str, Any]]:
+    """Group what was not remade by autograd node and by the reason.
+
+    Args:
+        sites: Storages, bytes and action of each site in the pass.
+        told: What the plan was told of each site.
+        demoted: Sites whose first remake differed.
+        offloaded_bytes: Bytes that were moved in all.
+
+    Returns:
+        Rows of ``node``, ``why``, ``storages`` and ``bytes``, the largest first.
+    """
+    rules = rule_table()
+    sizes: Counter[tuple[str, str]] = Counter()
+    storages: Counter[tuple[str, str]] = Counter()
+    for site, (count, nbytes, action) in sites.items():
+        if action is not Action.RECOMPUTE:
+            key = (site.node, reason(told[site], rules, demoted=str(site) in demoted))
+            sizes[key] += nbytes
+            storages[key] += count
+            offloaded_bytes -= nbytes if action is Action.OFFLOAD else 0
+    if offloaded_bytes > 0:
+        sizes[NARROWED, "cast up, waits as it was"] = offloaded_bytes
+    return [
+        {"node": node, "why": why, "storages": storages[node, why], "bytes": nbytes}
+        for (node, why), nbytes in sizes.most_common()
+    ]
+
+
+def reason(candidate: Candidate, rules: dict[str, Any], *, demoted: bool) -> str:
+    """Return why a tensor is not remade under Auto."""
+    if candidate.block_input:
+        return "block input"
+    if demoted:
+        return "remake differed"
+    if candidate.site.node == "leaf":
+        return "no autograd node"
+    if candidate.recompute_flops is not None:
+        return "matrix product"
+    return "operand missing" if candidate.site.node in rules else "no rule"

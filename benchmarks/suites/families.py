@@ -1,0 +1,172 @@
+"""What becomes of the saved tensors of fifty model families, in three precisions, under every policy.
+
+Models from configurations with random weights, small but with activations that outweigh the weights (128 tokens, width
+64, pictures of 24 x 24); every saved tensor counts, however small. Shares are of the naive bytes, which
+``benchmarks.shares`` counts, and say nothing about time. A case whose loss, outputs or gradients differ from plain
+training in one bit fails the suite. ``docs/reference/families.md`` is written from the newest results folder.
+
+    python -m benchmarks.suites.families [--only llama vit ...] [--page] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.results_folder import RESULTS, result_folder, write_result
+from benchmarks.shares import Differs, shares
+from tests.helpers.models import FAMILIES, PRECISIONS, build
+from tests.helpers.sizes import WIDE
+
+PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
+MUCH = 60
+"""Percent left under Auto above which the page says why."""
+
+WHY = {
+    "matrix product": "a matrix product or a convolution is between it and what else is saved: Minimal remakes it",
+    "no rule": "no rule covers the node that made it",
+    "operand missing": "a rule covers the node, but something that it was made from is not saved and has no rule",
+    "no autograd node": "nothing tells how it was made: masks of dropout, workspaces, constants",
+    "block input": "it came into the block from outside",
+    "cast up, waits as it was": "saved in float32, moved as the bfloat16 that it was cast from",
+    "remake differed": "the first remake was not equal, so the site is moved",
+}
+
+
+def measure(only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the shares of each family in each precision."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    for name in only:
+        for precision, given in PRECISIONS.items():
+            yield {"family": name, "precision": precision, **shares(build(name, size=WIDE, **given))}
+
+
+def percent(case: dict[str, Any], policy: str, what: str) -> float:
+    """Return the share of the naive bytes that a policy keeps, moves, remakes or checkpoints."""
+    return 100.0 * case["policies"][policy][what] / case["naive_bytes"]
+
+
+def left(case: dict[str, Any]) -> float:
+    """Return the percentage that Auto keeps or moves."""
+    return percent(case, "auto", "kept") + percent(case, "auto", "moved")
+
+
+def row(case: dict[str, Any]) -> str:
+    """Return a case's line of the table."""
+    auto = [f"{percent(case, 'auto', k):.0f}" for k in ("kept", "moved", "remade")]
+    minimal = [f"{percent(case, 'minimal', k):.0f}" for k in ("kept", "moved", "remade", "checkpointed")]
+    size = f"{case['naive_bytes'] / 2**20:.1f}"
+    return "| " + " | ".join([case["family"], case["precision"], size, *auto, *minimal]) + " |"
+
+
+def reasons(case: dict[str, Any], most: int = 3) -> str:
+    """Return the largest groups of what Auto does not remake."""
+    groups = [r for r in case["moved"] if 100 * r["bytes"] >= case["naive_bytes"]][:most]
+    return ", ".join(f"{r['node']} {100 * r['bytes'] / case['naive_bytes']:.0f} ({r['why']})" for r in groups)
+
+
+def tables(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the lines that the results folder and the reference page share."""
+    whys: Counter[str] = Counter()
+    nodes: Counter[tuple[str, str]] = Counter()
+    for case in cases:  # every case has the same weight, whatever its size
+        for group in case["moved"]:
+            part = 100.0 * group["bytes"] / case["naive_bytes"] / len(cases)
+            whys[group["why"]] += part
+            nodes[group["node"], group["why"]] += part
+    kept, moved, remade = (
+        sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "remade")
+    )
+    much = [c for c in cases if left(c) > MUCH]
+    return [
+        "Percent of the naive bytes: those of the distinct storages that autograd saves inside the blocks of plain",
+        "training, weights left out, as a second pair of hooks counts them. *Re-run* is the part of *remade* that",
+        "belongs to blocks re-run whole. What the three lack to 100 is one value that was saved in two storages and is",
+        "stored once. Every case gives the bits of plain training. All was run on a CPU, whose attention with dropout",
+        "saves its softmax and a float mask; the fused kernels of a GPU do not.",
+        "",
+        "| family | precision | naive MiB | Auto: kept | moved | remade | Minimal: kept | moved | remade | re-run |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *map(row, cases),
+        "",
+        "## What Auto moves, and why",
+        "",
+        f"Over all {len(cases)} cases with equal weight, Auto keeps {kept:.0f} %, moves {moved:.0f} % and remakes "
+        f"{remade:.0f} %.",
+        "",
+        "| why it is not remade | % | which means |",
+        "| --- | ---: | --- |",
+        *(f"| {why} | {part:.1f} | {WHY[why]} |" for why, part in whys.most_common()),
+        "",
+        "| made by | why | % |",
+        "| --- | --- | ---: |",
+        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in nodes.most_common() if part >= 0.1),
+        "",
+        f"## Where Auto leaves more than {MUCH} %",
+        "",
+        "| family | precision | left % | of it, largest first |",
+        "| --- | --- | ---: | --- |",
+        *(f"| {c['family']} | {c['precision']} | {left(c):.0f} | {reasons(c)} |" for c in much),
+        "",
+    ]
+
+
+def page(folder: Path) -> str:
+    """Return the reference page that a results folder gives."""
+    cases = json.loads((folder / "run.json").read_text())["cases"]
+    names = len({case["family"] for case in cases})
+    return "\n".join(
+        [
+            f"# What becomes of the saved tensors of {names} model families",
+            "",
+            "Written by `python -m benchmarks.suites.families --page` from "
+            f"[{folder.name}](../../benchmarks/results/{folder.name}/README.md); not edited by hand.",
+            "",
+            *tables(cases),
+        ]
+    )
+
+
+def newest() -> Path:
+    """Return the newest results folder of this suite."""
+    return max(RESULTS.glob("families_*"), key=lambda folder: folder.name.rpartition("_")[2])
+
+
+def main() -> None:
+    """Measure and write the results folder and the page; or only the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY")
+    parser.add_argument("--page", action="store_true", help="write the page from the newest results, measure nothing")
+    parser.add_argument(
+        "--out", type=Path, help="results folder; default: a new one in benchmarks/results, and the page"
+    )
+    given = parser.parse_args()
+    if given.page:
+        PAGE.write_text(page(newest()))
+        return
+    torch.set_num_threads(1)  # sums do not depend on the machine's cores
+    folder = given.out or result_folder("families")
+    head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
+    cases: list[dict[str, Any]] = []
+    try:
+        for case in measure(tuple(given.only)):
+            cases.append(case)
+            print(row(case), flush=True)
+            write_result(folder, {"suite": "families", "cases": cases}, "\n".join([*head, *tables(cases)]))
+    except Differs as error:
+        raise SystemExit(f"{error}\nno figures on a red gate: the cases before it are in {folder}") from error
+    if given.out is None and tuple(given.only) == FAMILIES:
+        PAGE.write_text(page(folder))
+    print(f"written to {folder}")
+
+
+if __name__ == "__main__":
+    main()
