@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ebbtide.wrap.forward import StandIn
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Tiny, build
 from tests.helpers.oracle import differences, step
+from tests.helpers.parts import WIDTH, Model, Part, check_model, differing, gated_model, linear, training_step
 
 pytestmark = [  # torch's own, while compiling
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -145,3 +147,63 @@ def test_blocks_that_are_compiled_under_a_handle_say_nothing(caplog: pytest.LogC
         tiny.step()
         assert handle.stats().packs > 0
     assert "compiled" not in caplog.text
+
+
+def test_shapes_that_change_compile_no_more_than_in_plain_training() -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(1)
+        return graph.forward
+
+    def steps(model: Model) -> list[dict[str, torch.Tensor | None]]:
+        compiled.clear()
+        torch._dynamo.reset()
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=True, dynamic=True)
+        return [training_step(model, torch.ones(rows, WIDTH)) for rows in (4, 7, 5, 4, 33)]
+
+    model = gated_model()
+    expected = steps(model)
+    count = len(compiled)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks="layers.*") as handle:
+        assert [differing(a, b) for a, b in zip(expected, steps(model), strict=True)] == [[]] * 5
+        assert len(compiled) == count
+        assert handle.stats().offloaded_bytes > 0
+        assert_nothing_left(handle._engine)
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compiled_function_inside_a_block(policy: str, dynamic: bool) -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    def activation(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) * y.sigmoid().cumsum(-1)
+
+    def forward(s: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + s.b(activation(s.a(x), x))
+
+    model = Model(lambda: Part(forward, a=linear(), b=linear()))
+    handle = check_model(model, torch.randn(4, WIDTH), policy)
+    assert handle.stats().packs > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}], ids=str)
+def test_blocks_compiled_by_inductor(given: dict[str, Any]) -> None:
+    def compiled() -> Model:
+        torch.manual_seed(1)
+        model = gated_model()
+        for layer in model.layers:
+            layer.compile(fullgraph=True, **given)
+        return model
+
+    x = torch.randn(4, WIDTH)
+    expected = training_step(compiled(), x)
+    for policy in ("offload", "minimal", "auto"):
+        model = compiled()
+        with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*") as handle:
+            for _ in range(2):
+                assert differing(expected, training_step(model, x)) == []
+            assert handle.stats().offloaded_bytes > 0
+            assert_nothing_left(handle._engine)

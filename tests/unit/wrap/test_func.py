@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -176,3 +177,50 @@ def test_a_tangent_of_zeros_is_no_memory() -> None:
     expected = step()
     with ebbtide.offload_saved_tensors(min_bytes=0):
         assert all(map(same_bits, expected, step()))
+
+
+@pytest.mark.parametrize(
+    "tracer",
+    [
+        pytest.param(
+            "export",
+            marks=pytest.mark.xfail(strict=True, raises=AttributeError, reason="a stand-in has no __code__"),
+        ),
+        "strict export",
+        "fx",
+        "jit",
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute of a Tensor")
+def test_a_model_under_a_handle_is_exported_as_it_is_alone(tracer: str) -> None:
+    model, x = gated_model(), torch.randn(4, WIDTH)
+
+    def exported() -> Tensor:
+        if tracer == "fx":
+            return torch.fx.symbolic_trace(model)(x)
+        if tracer == "jit":
+            return torch.jit.trace(model, x)(x)
+        return torch.export.export(model, (x,), strict=tracer == "strict export").module()(x)
+
+    expected = exported().detach()
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+        assert same_bits(expected, exported())
+        assert hooks_are_closed()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_without_memory(policy: str) -> None:
+    """Fake and meta tensors go through a model under a handle, as memory estimates send them."""
+    model, x = gated_model(), torch.randn(4, WIDTH)
+    with torch.device("meta"):
+        empty = gated_model()
+    for made in (model, empty):
+        with ebbtide.enable_activation_offloading(made, policy=policy, min_bytes=0) as handle:
+            if made is empty:
+                made(torch.empty(4, WIDTH, device="meta")).sum().backward()
+            else:
+                with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                    made(mode.from_tensor(x)).sum().backward()
+            assert handle.stats().offloaded_bytes == 0
+            assert_nothing_left(handle._engine)
+    assert empty.layers[0].a.weight.grad is not None
