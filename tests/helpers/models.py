@@ -49,7 +49,7 @@ class Tiny:
     def loss(self, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward; return the scalar loss and the float outputs."""
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            outputs = _outputs((model or self.model)(**self.inputs))
+            outputs = _outputs((self.model if model is None else model)(**self.inputs))
         if "loss" in outputs:
             return outputs["loss"], outputs
         return sum((v.float().square().mean() for v in outputs.values()), torch.zeros(())), outputs

@@ -22,6 +22,7 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
 from ebbtide.engine.tickets import LightTicket, Ticket
+from ebbtide.engine.weights import Weights
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -112,25 +113,22 @@ class Builder:
 
     Args:
         rules: Node name to rule.
-        usable_weight: Whether a weight will have its bytes when the block's backward runs.
+        weights: The block's weights.
         inputs: What came into the block.
         saved_input: Returns the ticket of an input, if it was saved.
-        is_weight: Whether a leaf is a parameter or a buffer.
         checks_weights: Whether reading a weight checks that it was not changed in place.
     """
 
     def __init__(
         self,
         rules: dict[str, Rule],
-        usable_weight: Callable[[torch.Tensor], bool],
+        weights: Weights,
         inputs: Inputs,
         saved_input: Callable[[torch.Tensor], Ticket | None],
         *,
-        is_weight: Callable[[torch.Tensor], bool],
         checks_weights: bool = True,
     ) -> None:
-        self.is_weight, self.checks_weights = is_weight, checks_weights
-        self.rules, self.usable_weight = rules, usable_weight
+        self.rules, self._weights, self._checks_weights = rules, weights, checks_weights
         self._inputs, self._saved_input = inputs, saved_input
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
@@ -196,7 +194,7 @@ class Builder:
             return self._usable(ticket)
         variable = getattr(node, "variable", None)
         if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
-            return self.weight(variable) if self.is_weight(variable) else None
+            return self.weight(variable) if self._weights.include(variable) else None
         given = self._inputs.value((id(node), output_nr))
         if given is None:
             return self.recipe(node, output_nr)
@@ -229,14 +227,14 @@ class Builder:
 
     def weight(self, tensor: torch.Tensor) -> Operand | None:
         """Return a parameter or buffer as an operand, if its bytes will be there in backward."""
-        if not self.usable_weight(tensor):
+        if not self._weights.usable(tensor):
             return None
-        return LightTicket(tensor, weight=True, checked=self.checks_weights)
+        return LightTicket(tensor, weight=True, checked=self._checks_weights)
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
         if isinstance(ticket, Ticket):
             return None if ticket.entry.part_only else ticket
-        return None if ticket.weight and not self.usable_weight(ticket.alias) else ticket
+        return None if ticket.weight and not self._weights.usable(ticket.alias) else ticket
 
 
 def _signed(value: Any) -> Any:

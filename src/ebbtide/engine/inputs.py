@@ -22,7 +22,7 @@ class Inputs:
         strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
-        self._values = {(id(n), t.output_nr): (n, t) for t in tensors if (n := t.grad_fn) is not None}
+        self._values = {(id(n), t.output_nr): (n, t) for t in tensors if (n := _node(t)) is not None}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is an input's."""
@@ -44,3 +44,10 @@ class Inputs:
     def forget(self) -> None:
         """Let the tensors go."""
         self._storages, self._values = {}, {}
+
+
+def _node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # one of several views of a tensor, changed in place: an error only for who uses it
+        return None

@@ -18,6 +18,7 @@ from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Ticket, version_probe
+from ebbtide.engine.weights import Weights, is_parameter
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 if TYPE_CHECKING:
@@ -79,18 +80,19 @@ class BlockRun:
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
+        self._staying: dict[
+            int, weakref.ref[torch.UntypedStorage]
+        ] = {}  # that light tickets keep, and that were counted
         self.modules: list[tuple[str, torch.nn.Module]] = []  # that are running, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
-        self._weights = engine.storage_keys(block.weights())
-        self._passing: set[int] = set()  # storages of weights that have bytes only while a part of the block runs
+        self.weights = Weights(engine, block.weights())
         self._inputs = Inputs(inputs)
         self.tally.input_bytes = self._inputs.nbytes
         self.builder: Builder | None = Builder(
             engine.rules,
-            self._usable_weight,
+            self.weights,
             self._inputs,
             self._saved_input,
-            is_weight=self._is_weight,
             checks_weights=engine.checks_weights,
         )
 
@@ -130,10 +132,6 @@ class BlockRun:
         self._note(tensor, ticket)
         return ticket
 
-    def see_weights(self, weights: Iterable[torch.Tensor]) -> None:
-        """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
-        self._passing |= self.engine.storage_keys(weights) - self._weights
-
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.builder = None
@@ -141,6 +139,8 @@ class BlockRun:
         self.modules.clear()
         self._seen.clear()
         self._narrow.clear()
+        self._staying.clear()
+        self.weights.forget()
 
     def _list(self, entry: Entry) -> None:
         if id(entry) not in self._seen:
@@ -151,35 +151,44 @@ class BlockRun:
         """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else None."""
         engine = self.engine
         base = tensor._base
-        if _is_parameter(tensor) or (base is not None and _is_parameter(base)):
+        if is_parameter(tensor) or (base is not None and is_parameter(base)):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
         if type(tensor) is not torch.Tensor:
-            copied = self._copied_weight(tensor)
+            copied = self.weights.copied(tensor, self._module)
             return (pack_wrapper(tensor, self.pack, engine.empty) if copied is None else None) or LightTicket(tensor)
         if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
             return LightTicket(tensor)
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
-        key = engine.storage_key(storage)
-        if key in self._weights or key in self._passing or engine.is_weight(storage):
+        if self.weights.holds(storage):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights)
+        nbytes = storage.nbytes()
+        if not tensor.numel() or nbytes < engine.options.min_bytes:
+            self.tally.add_saved(nbytes)
+            return LightTicket(tensor)
         owner = outer.owner if outer is not None else tensor if base is None else base
-        if Layout.of(owner).extent() != (0, nbytes):
+        if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.
-            self.tally.add_small(nbytes)
-            return LightTicket(tensor)
-        if (
-            not tensor.numel()
-            or nbytes < engine.options.min_bytes
+            Layout.of(owner).extent() != (0, nbytes)
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
         ):
-            self.tally.add_small(nbytes)
+            self._keep_light(tensor, storage)
             return LightTicket(tensor)
         return None
+
+    def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Count a storage of which a part, or a kind that is not moved, stays."""
+        nbytes = storage.nbytes()
+        self.tally.add_saved(tensor.numel() * tensor.itemsize)
+        known = self._staying.get(id(storage))
+        if known is None or known() is not storage:
+            self._staying[id(storage)] = weakref.ref(storage)
+            self.tally.add(Action.KEEP, nbytes, stubborn=True)
+            site = self._site(tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf")
+            self.pass_.add_site(site, nbytes, Action.KEEP)
 
     def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:
         builder, node = self.builder, tensor.grad_fn
@@ -206,14 +215,9 @@ class BlockRun:
             return None
         return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
 
-    def _is_weight(self, tensor: torch.Tensor) -> bool:
-        if isinstance(tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
-            return isinstance(tensor, torch.nn.Parameter)
-        key = self.engine.storage_key(tensor.untyped_storage())
-        return key in self._weights or key in self._passing or self.engine.is_weight(tensor.untyped_storage())
-
-    def _usable_weight(self, tensor: torch.Tensor) -> bool:
-        return self.engine.lasts(tensor) or self.engine.storage_key(tensor.untyped_storage()) in self._weights
+    @property
+    def _module(self) -> torch.nn.Module | None:
+        return self.modules[-1][1] if self.modules else None
 
     def _site(self, node_name: str) -> Site:
         module = self.modules[-1][0] if self.modules else ""
@@ -240,7 +244,7 @@ class BlockRun:
         is_input = self._inputs.holds(storage) or self._inputs.casts(base)
         name = outer.node if outer is not None else node.name() if node is not None else "leaf"
         site = self._site("input" if is_input else name)
-        weight = self._copied_weight(base) if whole and engine.may_remake(tensor) else None
+        weight = self.weights.copied(base, self._module) if whole and engine.may_remake(tensor) else None
         recipe = None
         if weight is not None:
             ticket = LightTicket(weight, weight=True, checked=engine.checks_weights)
@@ -269,29 +273,11 @@ class BlockRun:
         action = engine.plan.choose(candidate)
         if weight is not None and action is not Action.KEEP:
             action = Action.RECOMPUTE
-            entry.part_only = not self._usable_weight(weight)
+            entry.part_only = not self.weights.usable(weight)
         self._carry_out(action, entry, tensor, base, recipe)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
-
-    def _copied_weight(self, base: torch.Tensor) -> torch.Tensor | None:
-        """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
-
-        Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
-        reads the copy, but not yet when the block remakes other tensors: see ``Entry.part_only``.
-        """
-        node, weight = base.grad_fn, None
-        if node is not None and node.name() == "ToCopyBackward0":
-            leaf = getattr(node.next_functions[0][0], "variable", None)
-            weight = leaf if leaf is not None and self._is_weight(leaf) else None
-        elif node is None and self.modules and base.is_floating_point():  # frozen: nothing but the module tells
-            same = [w for w in self.modules[-1][1].parameters(recurse=False) if w.shape == base.shape]
-            if len(same) == 1 and not same[0].requires_grad and same[0].dtype != base.dtype:
-                weight = same[0]
-        if weight is None or self._usable_weight(weight):
-            return weight
-        return weight if self.engine.storage_key(weight.untyped_storage()) in self._passing else None
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
@@ -364,11 +350,6 @@ class BlockRun:
         unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
         self.engine.orders[self.block.kind] = tuple(read + unread)
         self.reads = []
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    # Asking Parameter's own check costs ten times as much, and a plain tensor never passes it.
-    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
 def _region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:

@@ -23,10 +23,6 @@ class Tally:
         self.packs += 1
         self.saved += nbytes
 
-    def add_small(self, nbytes: int) -> None:
-        """A tensor stayed because it is small or of a kind that is not moved."""
-        self.add_saved(nbytes)
-
     def add(self, action: Action, nbytes: int, *, stubborn: bool) -> None:
         """A storage was met for the first time."""
         self.unique += nbytes

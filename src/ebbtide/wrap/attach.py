@@ -271,7 +271,7 @@ class _Scope:
         if run is not None:
             run.modules.append((name, module))
             if run.engine.weights_move:
-                run.see_weights(weights_of(module))
+                run.weights.see(weights_of(module))
 
     def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
         run = self.run

@@ -268,10 +268,9 @@ def test_an_untracked_change_of_an_unsaved_tensor_that_begins_late() -> None:
         assert compare(observe(program, large), observe(program, large, engine)) == []
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="a block asks every input for its gradient function")
 def test_an_input_that_may_not_be_used_any_more_is_only_an_error_when_it_is_used() -> None:
     def program() -> tuple[Tensor, Tensor, Tensor]:
-        whole = x.exp()
+        whole = x * 1
         part, other = whole.split(3)
         whole.mul_(2)  # from here on torch refuses to say how the parts were made
         return whole, part, other

@@ -1,0 +1,88 @@
+"""What a block knows of its weights while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from ebbtide.engine.engine import Engine
+
+
+class Weights:
+    """Tells a block's weights, their views and their copies from activations.
+
+    Args:
+        engine: Knows the model's weights, and which have bytes through the whole forward and backward.
+        own: Parameters and buffers of the block whose bytes are there in its forward and in its backward.
+    """
+
+    def __init__(self, engine: Engine, own: Iterable[torch.Tensor]) -> None:
+        self._engine = engine
+        own = list(own)
+        self._own = engine.storage_keys(own)
+        self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
+        self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
+        if engine.weights_move:
+            self._note_nodes(own)
+
+    def see(self, weights: Iterable[torch.Tensor]) -> None:
+        """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
+        weights = list(weights)
+        self._passing |= self._engine.storage_keys(weights) - self._own
+        self._note_nodes(weights)
+
+    def forget(self) -> None:
+        """Let go what only the block's forward needed."""
+        self._nodes.clear()
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is a weight's."""
+        key = self._engine.storage_key(storage)
+        return key in self._own or key in self._passing or self._engine.is_weight(storage)
+
+    def include(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight, or lies in the storage of one."""
+        if is_parameter(tensor) or tensor.layout != torch.strided or tensor.is_nested:
+            return is_parameter(tensor)
+        return self.holds(tensor.untyped_storage())
+
+    def usable(self, weight: torch.Tensor) -> bool:
+        """Whether a weight has its bytes when the block's backward remakes."""
+        return self._engine.lasts(weight) or self._engine.storage_key(weight.untyped_storage()) in self._own
+
+    def copied(self, tensor: torch.Tensor, module: torch.nn.Module | None) -> torch.Tensor | None:
+        """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
+
+        Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
+        reads the copy, but not yet when the block remakes other tensors: see ``Entry.part_only``.
+
+        Args:
+            tensor: A saved tensor.
+            module: The innermost module that runs.
+        """
+        node, weight = tensor.grad_fn, None
+        if node is not None and node.name() == "ToCopyBackward0":
+            source = node.next_functions[0][0]
+            leaf = getattr(source, "variable", None)
+            if leaf is None:
+                leaf = self._nodes.get(id(source), (None, None))[1]
+            weight = leaf if leaf is not None and self.include(leaf) else None
+        elif node is None and module is not None and tensor.is_floating_point():  # frozen: only the module tells
+            same = [w for w in module.parameters(recurse=False) if w.shape == tensor.shape]
+            if len(same) == 1 and not same[0].requires_grad and same[0].dtype != tensor.dtype:
+                weight = same[0]
+        if weight is None or self.usable(weight):
+            return weight
+        return weight if self._engine.storage_key(weight.untyped_storage()) in self._passing else None
+
+    def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:
+        self._nodes |= {id(node): (node, w) for w in weights if (node := w.grad_fn) is not None}
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is an ``nn.Parameter``."""
+    # Asking Parameter's own check costs ten times as much, and a plain tensor never passes it.
+    return type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
