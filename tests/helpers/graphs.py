@@ -288,6 +288,11 @@ class Schedule:
 
     turns: tuple[tuple[str, int, int, bool], ...]
 
+    @property
+    def makes_graphs(self) -> bool:
+        """Whether a backward makes a graph that another one goes through."""
+        return any(what == "twice" for what, *_ in self.turns)
+
     def __call__(self, heads: Sequence[Tensor], fed: Sequence[Tensor], leaves: Leaves) -> dict[str, Tensor | None]:
         alive = list(zip(heads, fed, strict=True))
         wanted = {k: v for k, v in leaves.items() if v.requires_grad}

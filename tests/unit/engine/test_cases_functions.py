@@ -18,6 +18,7 @@ from tests.helpers.engines import (
     assert_nothing_left,
     check_everywhere,
     compare,
+    forward_pass,
     leaf,
     observe,
     open_engine,
@@ -331,3 +332,37 @@ def test_noise_that_is_drawn_after_it_was_saved() -> None:
     leaves = {"x": leaf(6, 8)}
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
         assert compare(observe(program, leaves), observe(program, leaves, engine)) == []
+
+
+class Tagged(Tensor):
+    """A subclass that torch knows nothing of, with an attribute."""
+
+    tag = ""
+
+
+class ReadsAttributes(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, constant: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, constant)
+        return x @ weight * constant
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight, constant = ctx.saved_tensors
+        return (grad * constant * weight.scale) @ weight.t() * len(constant.tag), None, None
+
+
+@pytest.mark.xfail(
+    strict=True, raises=AttributeError, reason="a tensor that stays is handed back as an alias without its attributes"
+)
+def test_attributes_of_saved_tensors_that_need_no_gradient() -> None:
+    """As fused layers read what hangs on a frozen weight; where a gradient is needed torch itself drops attributes."""
+    weight: Any = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
+    constant = torch.randn(8).as_subclass(Tagged)
+    weight.scale, constant.tag = 2.0, "abc"
+    x = leaf(6, 8)
+    expected = torch.autograd.grad(ReadsAttributes.apply(x.exp(), weight, constant).sum(), x)[0]
+    with open_engine("offload") as engine:
+        with forward_pass(engine, x, weights=[weight]):
+            y = ReadsAttributes.apply(x.exp(), weight, constant).sum()
+        assert torch.equal(expected.as_subclass(Tensor), torch.autograd.grad(y, x)[0].as_subclass(Tensor))
