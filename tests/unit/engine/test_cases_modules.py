@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, rnn
 
+import ebbtide
 from tests.helpers.engines import POLICIES
-from tests.helpers.parts import WIDTH, Forward, Model, Part, check_model, gated, linear
+from tests.helpers.parts import WIDTH, Forward, Model, Part, check_model, differing, gated, linear, training_step
 
 Made = tuple[nn.Module, Tensor]
 CASES: dict[str, Callable[[], Made]] = {}
@@ -318,3 +319,48 @@ def test_blocks_that_save_do_so_under_the_hooks() -> None:
 def test_a_block_that_changes_its_buffers_is_not_run_twice() -> None:
     model = Model(lambda: _convolutions(track_running_stats=True))
     check_model(model, torch.randn(2, 4, 6, 6), "minimal")
+
+
+class ChangesConstants(nn.LayerNorm):
+    """A norm with a forward of its own, which does not always hand on what the attributes say."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        eps = 1.0 if self.late else self.eps
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, eps)
+
+
+class LooksLikeItsWeight(nn.Module):
+    """A constant that at first is equal to the frozen weight beside it, but for its type."""
+
+    late = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.full((WIDTH, WIDTH), float(self.late), dtype=torch.bfloat16)
+        return x + x @ self.weight + (x.bfloat16() @ state).float()
+
+
+@pytest.mark.xfail(strict=True, reason="what a module's attributes say is trusted once it was right")
+@pytest.mark.parametrize("policy", ["auto", "minimal"])
+@pytest.mark.parametrize("make", [lambda: ChangesConstants(WIDTH), LooksLikeItsWeight], ids=["constants", "weight"])
+def test_what_was_right_in_the_first_step_may_be_wrong_later(make: Callable[[], nn.Module], policy: str) -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = s.a(x)
+        return x + F.silu(y) * y.sigmoid()
+
+    model, x = Model(lambda: Part(forward, a=make())), two_dims()
+
+    def steps() -> Iterator[dict[str, Tensor | None]]:
+        for late in (False, True, True):
+            for layer in model.layers:
+                layer.a.late = late
+            yield training_step(model, x)
+
+    expected = list(steps())
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*"):
+        assert [differing(a, b) for a, b in zip(expected, steps(), strict=True)] == [[], [], []]
