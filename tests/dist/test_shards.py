@@ -10,14 +10,6 @@ from tests.helpers.spawn import CaseResult, run_cases
 
 SETUPS = {spelled(s): s for s in (*USUAL, *FURTHER)}
 OFTEN = [spelled(s) for s in USUAL]
-COPIES = pytest.mark.xfail(reason="autocast's copies of FSDP1's views of its flat parameter are not known as weights")
-
-
-def _parameter(name: str) -> object:
-    setup = SETUPS[name]
-    marks = [] if name in OFTEN else [pytest.mark.slow]
-    marks += [COPIES] if setup.wrapper == "fsdp" and setup.mixed == "autocast" else []
-    return pytest.param(name, id=name, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +22,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [_parameter(name) for name in SETUPS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in SETUPS])
 def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
     setup, values = SETUPS[name], results[name].values()
     check(values, blocks=2, unknowable=lambda weight: _unknowable(setup, weight))

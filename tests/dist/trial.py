@@ -98,7 +98,7 @@ def check(
         for policy, found in by_policy.items():
             where = f"rank {rank}, {policy}"
             assert found.differences == [], where
-            assert [w for w in found.weights_parked if not unknowable(w)] == [], where
+            assert [w for w in found.weights_parked if not unknowable(w)] == [], (where, found.weights_parked)
             assert (found.live_tickets, found.store_bytes, found.demoted) == (0, 0, ()), where
             assert len(found.block_names) == blocks and found.noted > 20, where
             assert (found.parked > 0) == (policy != "keep"), where

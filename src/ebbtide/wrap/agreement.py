@@ -3,20 +3,16 @@
 [Note: agreement]
 A block that is re-run whole in backward repeats the collectives inside it (tensor parallelism, units nested in the
 block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
-offloading is enabled. Only ranks that hold the same part are compared, which the model tells: the meshes of its
-parameters, the groups of its wrappers; stages of a pipeline differ, and may. They meet in the store that started the
-process group, not in a collective: a rank that never comes is named when the store's timeout is over
-(``init_process_group(timeout=...)``), and nothing is left waiting.
+offloading is enabled, and where a block has collectives inside they decide together whether its kind is re-run: what a
+rank saw of its own batch is a wish, and one that wishes it is enough. Only ranks that hold the same part are asked,
+which the model tells: the meshes of its parameters, the groups of its wrappers; stages of a pipeline differ, and may.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-import logging
-from collections.abc import Generator, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,12 +20,11 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.engine import Block, Engine
-from ebbtide.wrap.strategy import found_strategy, is_ddp, is_fsdp1
+from ebbtide.wrap.meeting import Meeting, spelled
+from ebbtide.wrap.strategy import found_strategy, is_ddp, is_fsdp1, is_fsdp2
 
-logger = logging.getLogger("ebbtide.wrap")
-
-PATIENCE_SECONDS = 30.0
-"""After this long a rank says for whom it waits."""
+ONCE, AGAIN, NEVER = "once", "again", "never"
+"""What ranks wish for a kind of blocks; the later one of two prevails."""
 SHOWN = 3
 """Differences told in one message."""
 
@@ -83,15 +78,15 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     """
     text = json.dumps(dict(terms))
     with contextlib.ExitStack() as stack:
-        # All are opened before one is waited in: no two ranks wait for each other in different groups.
-        for meeting in [stack.enter_context(_meeting(ranks, text)) for ranks in groups]:
+        # Texts are left in all before one is waited in: no two ranks wait for each other in different groups.
+        for meeting in [stack.enter_context(Meeting(ranks, "enable offloading", text)) for ranks in groups]:
             told = meeting.attend()
             lines = _differences({rank: json.loads(one) for rank, one in told.items()})
             if lines:
                 more = f"; and {len(lines) - SHOWN} differences more" if len(lines) > SHOWN else ""
                 raise ConfigError(
                     "; ".join(lines[:SHOWN]) + more,
-                    expected=f"the same on {_spelled(meeting.ranks)}, which train the same part of the model",
+                    expected=f"the same on {spelled(meeting.ranks)}, which train the same part of the model",
                     hint="pass the same arguments to enable_activation_offloading on these ranks",
                 )
 
@@ -103,87 +98,49 @@ def _differences(told: Mapping[int, Mapping[str, str]]) -> list[str]:
         for rank, one in told.items():
             by_value.setdefault(one.get(name, "absent"), []).append(rank)
         if len(by_value) > 1:
-            lines.append(f"{name} is " + ", but ".join(f"{v!r} on {_spelled(r)}" for v, r in by_value.items()))
+            lines.append(f"{name} is " + ", but ".join(f"{v!r} on {spelled(r)}" for v, r in by_value.items()))
     return lines
 
 
-class _Absent(ConfigError):
-    """A rank did not come."""
-
-
-class _Meeting:
-    """Every rank of a group gives a text to every other; the n-th meeting of one is the n-th of the others.
+class Votes:
+    """Which kinds of blocks are re-run whole, decided once and by all ranks where a block has collectives inside.
 
     Args:
-        ranks: The group, in order.
-        text: What this rank gives.
+        model: Tells who is asked, when first a kind is decided: it may be wrapped after the handle is made.
     """
 
-    def __init__(self, ranks: Sequence[int], text: str) -> None:
-        name = hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()
-        default: Any = dist.distributed_c10d._get_default_store()
-        self.ranks, self._me = ranks, dist.get_rank()
-        self._store: Any = dist.distributed_c10d.PrefixStore(f"ebbtide/{name}", default)
-        self._limit_seconds: float = default.timeout.total_seconds()
-        number = self._store.add(f"meetings of {self._me}", 1)
-        self._keys = {rank: f"{number} from {rank}" for rank in ranks}
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        self._store.set(self._keys[self._me] + " in full", text)
-        self._store.set(self._keys[self._me], digest)
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._decided: dict[str, str | None] = {}  # None: each rank for itself
 
-    def leave(self) -> None:
-        """Undo: who comes later must not find a rank that has gone, and meets it when it comes again."""
-        self._store.delete_key(self._keys[self._me])
-        self._store.add(f"meetings of {self._me}", -1)
+    def decide(self, kind: str, block: nn.Module, wish: str) -> bool:
+        """Return whether blocks of a kind are re-run.
 
-    def attend(self) -> dict[int, str]:
-        """Wait for all; return the text of each rank, or of this one alone if all are equal.
+        Args:
+            kind: The kind; this rank has seen one of its blocks.
+            block: One of them.
+            wish: ``AGAIN``, ``ONCE``, or ``NEVER`` where they must not be.
 
         Raises:
-            ConfigError: A rank did not come in time.
+            ConfigError: A rank did not come to this in time.
         """
-        self._wait()
-        keys = list(self._keys.values())
-        found = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
-        differ = len(set(found)) > 1
-        return {r: self._store.get(k + " in full").decode() for r, k in self._keys.items() if differ or r == self._me}
+        if kind not in self._decided:
+            groups = groups_of(self._model) if _has_collectives(block) else []
+            self._decided[kind] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
+        return (self._decided[kind] or wish) == AGAIN
 
-    def _wait(self) -> None:
-        first_seconds = min(PATIENCE_SECONDS, self._limit_seconds)
-        absent = _absent(self._store, self._keys, first_seconds)
-        if absent and self._limit_seconds > first_seconds:
-            logger.warning("waiting for %s to enable offloading too", _spelled(absent))
-            absent = _absent(self._store, self._keys, self._limit_seconds - first_seconds)
-        if absent:
-            raise _Absent(
-                f"{_spelled(absent)} did not enable offloading within {self._limit_seconds:g} s",
-                expected=f"a call on each of {_spelled(self.ranks)}, which train the same part of the model",
-                hint="call enable_activation_offloading on every rank; the time limit is that of init_process_group",
-            )
+    @staticmethod
+    def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+        for _ in groups:  # where groups cross, a wish needs as many rounds as there are to reach everybody
+            with contextlib.ExitStack() as stack:
+                meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
+                wish = max((said for m in meetings for said in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
+        return wish
 
 
-@contextlib.contextmanager
-def _meeting(ranks: Sequence[int], text: str) -> Generator[_Meeting]:
-    meeting = _Meeting(ranks, text)
-    try:
-        yield meeting
-    except ConfigError as error:
-        if isinstance(error, _Absent):
-            meeting.leave()
-        raise
-    except BaseException:
-        meeting.leave()
-        raise
-
-
-def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:
-    """Wait; return the ranks whose key is not there then."""
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:  # a file store has no error of its own for this
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    return []
-
-
-def _spelled(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+def _has_collectives(block: nn.Module) -> bool:
+    """Whether a second run of the block is known to need the other ranks."""
+    if any(hasattr(p, "device_mesh") for p in block.parameters()):
+        return True  # weights that are split, by tensor parallelism or by units below the block that are resharded
+    below = (m for m in block.modules() if m is not block)
+    return any(is_fsdp2(m) or is_fsdp1(m) or isinstance(m, nn.SyncBatchNorm) for m in below)

@@ -27,7 +27,7 @@ from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import check_agreement, groups_of, terms_of
+from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
@@ -35,6 +35,9 @@ from ebbtide.wrap.rerun import Reruns, run_again
 from ebbtide.wrap.strategy import weights_move
 
 logger = logging.getLogger("ebbtide.wrap")
+
+_STUBBORN = {"input_bytes": 1, "stubborn_bytes": 2**62}
+"""What a block has seen of which nothing can be remade: a plan that does not re-run it re-runs none."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -72,7 +75,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
-        self._reruns = Reruns()
+        self._reruns, self._votes = Reruns(), Votes(model)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
@@ -143,10 +146,7 @@ class Attachment:
             return forward(*args, **kwargs)
         _refuse_other_hooks(block.name, pack)
         seen = self._seen.get(block.kind) or Tally()
-        action = engine.plan.block_action(
-            block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
-        )
-        whole = action is Action.CHECKPOINT and self._reruns.allowed(block.kind, args, kwargs)
+        whole = self._runs_again(scope, seen, args, kwargs)
         self._check_room()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         hooks = offloading(engine, block, inputs, checkpointed=whole)
@@ -168,6 +168,17 @@ class Attachment:
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
+
+    def _runs_again(self, scope: _Scope, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a block is re-run whole in backward."""
+        plan, block = self.engine.plan, scope.block
+        action = plan.block_action(block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn)
+        again = action is Action.CHECKPOINT
+        allowed = again and self._reruns.allowed(block.kind, args, kwargs)
+        if seen.input_bytes and plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT:
+            wish = AGAIN if allowed else NEVER if again else ONCE
+            again = self._votes.decide(block.kind, scope.module, wish)
+        return again and (allowed or self._reruns.allowed(block.kind, args, kwargs))
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].

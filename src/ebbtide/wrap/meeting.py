@@ -1,0 +1,102 @@
+"""Where ranks meet without a collective: in the store that started the process group.
+
+[Note: meetings]
+A meeting is held by a group about something. Every rank leaves a text and reads those of the others; the n-th meeting
+of one rank is the n-th of the others. A rank that never comes is named when the store's timeout is over
+(``init_process_group(timeout=...)``). Who has waited in vain takes its text away again: a rank that comes later must
+not find one that has gone, and finds it when it comes again. Texts are compared by digest and read only if they differ:
+most meetings are of ranks that agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ebbtide.base.errors import ConfigError
+
+logger = logging.getLogger("ebbtide.wrap")
+
+PATIENCE_SECONDS = 30.0
+"""After this long a rank says for whom it waits."""
+
+
+class AbsentError(ConfigError):
+    """A rank did not come."""
+
+
+class Meeting:
+    """One meeting; leave the text first, then attend. Used as a context manager. See [Note: meetings].
+
+    Args:
+        ranks: The group, in order; this rank is one of them.
+        about: What for, in words that finish "rank 1 did not ...".
+        text: What this rank says.
+    """
+
+    def __init__(self, ranks: Sequence[int], about: str, text: str) -> None:
+        name = hashlib.sha256(f"{about} {tuple(ranks)}".encode()).hexdigest()
+        default: Any = dist.distributed_c10d._get_default_store()
+        self.ranks, self._about, self._me = ranks, about, dist.get_rank()
+        self._store: Any = dist.distributed_c10d.PrefixStore(f"ebbtide/{name}", default)
+        self._limit_seconds: float = default.timeout.total_seconds()
+        number = self._store.add(f"meetings of {self._me}", 1)
+        self._keys = {rank: f"{number} from {rank}" for rank in ranks}
+        self._store.set(_in_full(self._keys[self._me]), text)
+        self._store.set(self._keys[self._me], hashlib.sha256(text.encode()).hexdigest())
+
+    def __enter__(self) -> Meeting:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None and (issubclass(kind, AbsentError) or not issubclass(kind, ConfigError)):
+            self._store.delete_key(self._keys[self._me])
+            self._store.add(f"meetings of {self._me}", -1)
+
+    def attend(self) -> dict[int, str]:
+        """Wait for all; return the text of each rank, or of this one alone if all are equal.
+
+        Raises:
+            AbsentError: A rank did not come in time.
+        """
+        self._wait()
+        keys = list(self._keys.values())
+        found = self._store.multi_get(keys) if self._store.has_extended_api() else [self._store.get(k) for k in keys]
+        differ = len(set(found)) > 1
+        return {r: self._store.get(_in_full(k)).decode() for r, k in self._keys.items() if differ or r == self._me}
+
+    def _wait(self) -> None:
+        first_seconds = min(PATIENCE_SECONDS, self._limit_seconds)
+        absent = _absent(self._store, self._keys, first_seconds)
+        if absent and self._limit_seconds > first_seconds:
+            logger.warning("waiting for %s to %s too", spelled(absent), self._about)
+            absent = _absent(self._store, self._keys, self._limit_seconds - first_seconds)
+        if absent:
+            raise AbsentError(
+                f"{spelled(absent)} did not {self._about} within {self._limit_seconds:g} s",
+                expected=f"the same calls on {spelled(self.ranks)}, which train the same part of the model",
+                hint="see what became of that rank; the time limit is that of init_process_group",
+            )
+
+
+def spelled(ranks: Sequence[int]) -> str:
+    """Return ranks in words."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _in_full(key: str) -> str:
+    return key + " in full"
+
+
+def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:
+    """Wait; return the ranks whose key is not there then."""
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=seconds))
+    except RuntimeError:  # a file store has no error of its own for this
+        return [rank for rank, key in keys.items() if not store.check([key])]
+    return []

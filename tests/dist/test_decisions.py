@@ -1,0 +1,157 @@
+"""Ranks that see different batches decide together which blocks are re-run whole: collectives inside blocks match."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ebbtide
+from ebbtide.base.actions import Action, Plan
+from tests.dist.trial import Enable, Findings, Job, Record, check, compare, note_step, randomise
+from tests.helpers.models import WIDTH
+from tests.helpers.spawn import Case, CaseResult, run_cases
+
+LAYERS = 3
+
+
+class Attention(nn.Module):
+    """Scores are in memory, and dropped out at random: what no rule remakes grows with the square of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        weights = nn.functional.dropout((q @ k.transpose(-1, -2)).softmax(-1), 0.1)
+        return x + self.out(weights @ v)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.one, self.two = Attention(), Mlp(), Mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(self.attention(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class OfTheLength:
+    """A plan by which what a rank has seen of its own batch decides, as under ``Minimal``, but with a known border."""
+
+    def __init__(self, plan: Plan, border_bytes: int) -> None:
+        self._plan, self._border_bytes = plan, border_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        return Action.CHECKPOINT if stubborn_bytes > self._border_bytes and input_bytes else Action.KEEP
+
+
+def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
+    model: nn.Module = Model()
+    whole = randomise(model)
+    mesh = init_device_mesh("cpu", (2,))
+    if wrapper == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        for layer in model.layers:
+            for part in (layer.attention.out, layer.one.up, layer.one.down, layer.two.up):
+                fully_shard(part, mesh=mesh)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    enable(model)
+    return Job(model=model, step=partial(_step, model, lengths[dist.get_rank()]), whole=whole)
+
+
+def _step(model: nn.Module, length: int, step: int, record: Record) -> None:
+    torch.manual_seed(step)
+    value = model(torch.randn(2, length, WIDTH, requires_grad=True)).square().mean()
+    value.backward()
+    note_step(record, str(step), model, value)
+
+
+def uneven(wrapper: str, lengths: tuple[int, int], *, border_bytes: int = 0) -> dict[str, Findings]:
+    """Train on sequences of another length on each rank; with a border, that decides what is re-run."""
+    original = ebbtide.enable_activation_offloading
+
+    def with_border(model: nn.Module, **options: Any) -> ebbtide.Handle:
+        handle = original(model, **options)
+        handle._engine.plan = OfTheLength(handle.plan, border_bytes)
+        return handle
+
+    if border_bytes:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ebbtide, "enable_activation_offloading", with_border)
+            return compare(partial(_job, wrapper, lengths), ("minimal",))
+    return compare(partial(_job, wrapper, lengths), ("minimal",))
+
+
+LENGTHS = (4, 96)
+BORDER_BYTES = 50_000
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, CaseResult]:
+    border = partial(uneven, border_bytes=BORDER_BYTES)
+    cases: dict[str, Case] = {
+        "units in blocks": (border, ("fsdp2", LENGTHS)),
+        "no collectives in blocks": (border, ("ddp", LENGTHS)),
+        "short": (border, ("fsdp2", (4, 6))),
+        "minimal": (uneven, ("fsdp2", LENGTHS)),
+    }
+    return run_cases(cases, 2, timeout_seconds=30.0)
+
+
+def test_one_rank_that_wishes_it_has_all_run_again_what_has_collectives(results: dict[str, CaseResult]) -> None:
+    values = results["units in blocks"].values()
+    check(values, blocks=LAYERS)
+    assert [found["minimal"].checkpointed for found in values] == [LAYERS, LAYERS]
+
+
+def test_without_collectives_in_blocks_each_rank_decides_for_itself(results: dict[str, CaseResult]) -> None:
+    values = results["no collectives in blocks"].values()
+    check(values, blocks=LAYERS)
+    assert [found["minimal"].checkpointed for found in values] == [0, LAYERS]
+
+
+def test_where_no_rank_wishes_it_nothing_is_run_again(results: dict[str, CaseResult]) -> None:
+    values = results["short"].values()
+    check(values, blocks=LAYERS)
+    assert [found["minimal"].checkpointed for found in values] == [0, 0]
+
+
+def test_minimal_decides_alike_on_lengths_that_differ(results: dict[str, CaseResult]) -> None:
+    values = results["minimal"].values()
+    check(values, blocks=LAYERS)
+    one, other = (found["minimal"].checkpointed for found in values)
+    assert one == other
