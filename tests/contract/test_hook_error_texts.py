@@ -1,0 +1,133 @@
+"""The texts of errors that are raised inside the hooks: each names the block, the site and the action."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import CapError, DiskError, EbbtideError, RestoreError, note_place
+from ebbtide.engine import engine as engine_module
+from ebbtide.store.disk import DiskSlot
+from ebbtide.store.diskwork import DiskWork
+from tests.helpers.handles import training
+
+Patch = pytest.MonkeyPatch
+
+
+def _no_read(patch: Patch) -> None:
+    def fail(*args: Any) -> int:
+        raise OSError(5, os.strerror(5))
+
+    patch.setattr(os, "preadv", fail)
+
+
+def _wrong_bytes(patch: Patch) -> None:
+    intact = DiskSlot.take
+
+    def corrupt(self: DiskSlot) -> tuple[torch.Tensor, float]:
+        content, stall = intact(self)
+        content[17] ^= 1
+        return content, stall
+
+    patch.setattr(DiskSlot, "take", corrupt)
+
+
+def _dead_reader(patch: Patch) -> None:
+    def die(self: DiskWork, read: Any) -> None:
+        raise MemoryError("no more")
+
+    patch.setattr(DiskWork, "_fetch", die)
+
+
+CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], str]] = {
+    "a read that fails": (
+        "offload",
+        _no_read,
+        DiskError,
+        "reading 7.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
+        "expected a disk that takes and returns every byte\n"
+        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
+        "hint: see the system log, or give another disk_path=...",
+    ),
+    "a read that fails for an operand": (
+        "minimal",
+        _no_read,
+        DiskError,
+        "reading 4.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
+        "expected a disk that takes and returns every byte\n"
+        "while reading Mlp/norm/input#0 (offload), an operand of what is remade\n"
+        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (recompute)\n"
+        "hint: see the system log, or give another disk_path=...",
+    ),
+    "a reader thread that dies": (
+        "offload",
+        _dead_reader,
+        DiskError,
+        "the reader thread of the disk tier failed: MemoryError('no more')\n"
+        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
+        "hint: close this handle and open a new one",
+    ),
+    "bytes that came back different": (
+        "offload",
+        _wrong_bytes,
+        RestoreError,
+        "the bytes of Mlp/down/MulBackward0#0 came back different (offload); expected what was saved\n"
+        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
+        "hint: please report this with the output of `ebbtide env`; keep_filter can leave the tensor out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_error_says_exactly_this(name: str, monkeypatch: Patch) -> None:
+    policy, plant, kind, text = CASES[name]
+    with training(policy, "disk", window=1, verify=kind is RestoreError) as trainee:
+        plant(monkeypatch)
+        with pytest.raises(EbbtideError) as caught:
+            trainee.step()
+        monkeypatch.undo()
+    assert type(caught.value) is kind
+    assert re.sub(r"from /\S+ failed", "from FOLDER failed", str(caught.value)) == text
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_cap_names_what_did_not_fit() -> None:
+    with training("offload", "host", window=1, room_bytes=5000) as trainee, pytest.raises(CapError) as caught:
+        trainee.step()
+    assert str(caught.value) == (
+        "4.5 KiB of host memory needed, 4.7 KiB in use; expected no more than the host budget of 4.9 KiB\n"
+        "while copying out Mlp/gate/NativeLayerNormBackward0#0 (offload)\n"
+        "while saving a [24, 48] tensor in gate of block 'layers.0'\n"
+        "hint: raise host_budget, offload less, or use target='disk'"
+    )
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt])
+def test_an_error_of_torch_while_remaking_keeps_its_class_and_message(
+    error: type[BaseException], monkeypatch: Patch
+) -> None:
+    with training("minimal", "disk") as trainee:
+
+        def no_memory(*args: Any) -> torch.Tensor:
+            raise error("tried to allocate 2 GiB")
+
+        monkeypatch.setattr(engine_module, "evaluate", no_memory)
+        with pytest.raises(error) as caught:
+            trainee.step()
+        monkeypatch.undo()
+        assert type(caught.value) is error and str(caught.value) == "tried to allocate 2 GiB"
+        assert caught.value.__notes__ == ["while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (recompute)"]
+
+
+def test_a_place_stands_before_the_hint() -> None:
+    error = DiskError("found", expected="more", hint="help")
+    note_place(error, "while here")
+    note_place(error, "while there")
+    assert str(error) == "found; expected more\nwhile here\nwhile there\nhint: help"
+    assert not hasattr(error, "__notes__")  # a traceback would print it twice
