@@ -364,3 +364,20 @@ def test_what_was_right_in_the_first_step_may_be_wrong_later(make: Callable[[], 
     expected = list(steps())
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*"):
         assert [differing(a, b) for a, b in zip(expected, steps(), strict=True)] == [[], [], []]
+
+
+@pytest.mark.xfail(strict=True, raises=ValueError, reason="weights without a shape are asked for their storage")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lazy_modules_are_made_in_the_first_forward(policy: str) -> None:
+    def model() -> Model:
+        return Model(lambda: Part(gated, a=nn.LazyLinear(WIDTH), b=nn.LazyLinear(WIDTH)))
+
+    plain, lazy, x = model(), model(), two_dims()
+    with ebbtide.enable_activation_offloading(
+        lazy, policy=policy, min_bytes=0, verify=True, blocks="layers.*"
+    ) as handle:
+        lazy(x)
+        plain(x)
+        plain.load_state_dict(lazy.state_dict())
+        assert differing(training_step(plain, x), training_step(lazy, x)) == []
+        assert handle.stats().packs > 0

@@ -163,3 +163,23 @@ def test_a_graph_that_dies_in_another_thread(policy: str) -> None:
 
         at_once(makes, drops)
         assert_nothing_left(engine)
+
+
+@POLICY
+def test_two_threads_go_backward_over_one_graph(policy: str) -> None:
+    model, x = gated_model(), torch.randn(32, WIDTH)
+    weights = list(model.parameters())
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window=1) as handle:
+        loss = model(x).square().sum()
+        expected = torch.autograd.grad(loss, weights, retain_graph=True)
+
+        graph = [loss]
+        del loss
+
+        def backwards() -> None:
+            for _ in range(STEPS):
+                assert all(map(same_bits, expected, torch.autograd.grad(graph[0], weights, retain_graph=True)))
+
+        at_once(backwards, backwards)
+        graph.clear()
+        assert_nothing_left(handle._engine)
