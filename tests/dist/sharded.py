@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -205,10 +205,9 @@ def _parts(layer: nn.Module, units: str) -> list[nn.Module]:
 # What is tried
 
 
-def spelled(setup: Setup) -> str:
+def spelled(setup: Any) -> str:
     """Name a setup by what it changes."""
-    plain = Setup()
-    changed = [f"{k}={getattr(setup, k)}" for k in vars(setup) if getattr(setup, k) != getattr(plain, k)]
+    changed = [f"{f.name}={v}" for f in fields(setup) if (v := getattr(setup, f.name)) != f.default]
     return " ".join(changed) or "plain"
 
 

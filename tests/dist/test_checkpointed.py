@@ -1,0 +1,30 @@
+"""Offloading of sharded models that are checkpointed already: the checkpoint stays, what it keeps is offloaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.checkpointed import FURTHER, USUAL, Setup, compare_setup
+from tests.dist.sharded import spelled
+from tests.dist.trial import MOVING, check
+from tests.helpers.spawn import CaseResult, run_cases
+
+SETUPS: dict[str, Setup] = {spelled(s): s for s in (*USUAL, *FURTHER)}
+OFTEN = {spelled(s) for s in USUAL}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
+    """Every case that was asked for, in one group of processes."""
+    wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    return run_cases({name: (compare_setup, (SETUPS[name], MOVING)) for name in wanted}, 2, timeout_seconds=90.0)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in SETUPS])
+def test_checkpoints_stay_and_what_they_keep_is_offloaded(results: dict[str, CaseResult], name: str) -> None:
+    values = results[name].values()
+    check(values, blocks=3)
+    for by_policy in values:
+        # Two steps of three blocks: hidden states, and what all blocks share; never what is inside a block.
+        assert all(found.parked <= 2 * (3 + 3) for found in by_policy.values()) or "selective" in name
