@@ -114,15 +114,15 @@ def test_forwards_run_while_backwards_run(policy: str) -> None:
 class _Watched:
     """A slot; when it is freed, it looks whether anybody can still reach its entry."""
 
-    def __init__(self, slot: Any, look: Callable[[], None]) -> None:
+    def __init__(self, slot: Any, look: Callable[[Any], None]) -> None:
         self._slot, self._look = slot, look
 
     def free(self) -> None:
-        self._look()
+        self._look(self)
         self._slot.free()
 
     def __del__(self) -> None:
-        self._look()
+        self._look(self)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._slot, name)
@@ -134,8 +134,8 @@ def test_an_entry_that_is_dying_is_found_by_nobody() -> None:
     with open_engine("offload", rate=1e12, window_bytes=1) as engine:
         park, reachable, runs = engine.tier.park, [], []
 
-        def look() -> None:
-            reachable.extend(e for run in runs for r in run.entries if (e := r()) is not None and e.slot is None)
+        def look(slot: Any) -> None:
+            reachable.extend(e.site for run in runs for r in run.entries if (e := r()) is not None and e.slot is slot)
 
         engine.tier.park = lambda source: _Watched(park(source), look)  # type: ignore[method-assign, assignment]
         with forward_pass(engine, x) as run:
