@@ -8,6 +8,7 @@ Nothing is known by name: a model nobody has seen before is found like any other
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ebbtide.base.errors import BlocksError, nearest
+from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
 from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2
 
@@ -37,6 +38,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
     Raises:
         BlocksError: The model has no repeated blocks, or a glob matches no module.
+        ConflictError: A block is in torch's ``offload_wrapper``.
     """
     globs = [globs] if isinstance(globs, str) else globs
     found = _by_globs(model, globs) if globs is not None else _by_structure(model)
@@ -51,6 +53,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
     indices: Counter[str] = Counter()
     for name, module in found:
         inner = _under_fsdp1(module)
+        _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]
         block = Block(
             name=name, kind=_kind(inner), index=indices[stack], count=len(found), weights=partial(weights_of, inner)
@@ -58,6 +61,18 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
         indices[stack] += 1
         blocks.append((inner, block))
     return blocks
+
+
+def _refuse_offloaded(name: str, module: nn.Module) -> None:
+    """Raise if a block's own saved tensors go elsewhere: hooks inside ours would see them, ours would not."""
+    loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    if loaded is not None and isinstance(module, loaded.OffloadWrapper):
+        raise ConflictError(
+            f"block {name!r} is wrapped by torch's offload_wrapper",
+            expected="one offloader on a model",
+            hint="leave that wrapper out (accelerate: activation_checkpointing_offload=False); "
+            "a checkpoint_wrapper may stay, and what it keeps is offloaded",
+        )
 
 
 def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:

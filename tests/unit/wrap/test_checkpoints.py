@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -288,6 +292,18 @@ def test_another_offloader_around_a_checkpoint_is_refused(name: str) -> None:
         with save_on_cpu(), pytest.raises(ConflictError, match=r"(?s)other saved-tensor hooks.*one offloader"):
             train(model)
         train(model)
+
+
+@pytest.mark.parametrize("wrapper", [offload_wrapper, lambda layer: offload_wrapper(checkpoint_wrapper(layer))])
+def test_blocks_in_an_offload_wrapper_are_refused(wrapper: Callable[[nn.Module], nn.Module]) -> None:
+    """As accelerate makes them for ``activation_checkpointing_offload``: its hooks are inside ours and see all."""
+    with pytest.raises(ConflictError) as raised:
+        enable(Model(calls, wrapper))
+    assert str(raised.value) == (
+        "block 'layers.0' is wrapped by torch's offload_wrapper; expected one offloader on a model\n"
+        "hint: leave that wrapper out (accelerate: activation_checkpointing_offload=False); "
+        "a checkpoint_wrapper may stay, and what it keeps is offloaded"
+    )
 
 
 def test_a_model_checkpointed_as_a_whole_is_offloaded_by_its_input() -> None:
