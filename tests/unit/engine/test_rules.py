@@ -125,7 +125,7 @@ CASES: dict[str, Make] = {
         x.view(1, 1, 4, 6), scale_factor=1.5, mode="nearest-exact"
     ),
 }
-ON_DEVICES_ONLY = {"FusedRmsNormBackward0"}
+ON_DEVICES_ONLY = {"CudnnBatchNormBackward0", "FusedRmsNormBackward0", "MiopenBatchNormBackward0"}
 """Nodes that a CPU does not make: their cases are in ``tests/gpu``."""
 # Views save nothing of their own: their rules are steps of a longer recipe, ended by a clone.
 VIEWS: dict[str, Make] = {

@@ -40,20 +40,24 @@ def _group_norm(n: NodeView) -> Expr | None:
     return _normed(n, F.group_norm, [n.constant("group"), n.constant("eps")], operands)
 
 
-def _batch_norm(n: NodeView) -> Expr | None:
-    """In training the batch's own statistics are taken, and no running ones are touched by the remake."""
-    if n.output_nr:
-        return None
-    eps, training = n.constant("eps"), n.constant("training")
-    weights = _given_weights(n, 1, 2)
-    running = [] if training else [n.slot("running_mean"), n.slot("running_var")]
+def _batch_norm(eps_name: str) -> Rule:
+    """Rule for a batch norm. In training it takes the batch's own statistics, and a remake touches no running ones."""
 
-    def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        weight, bias = given[: len(weights)] or (None, None)
-        mean, variance = given[len(weights) :] or (None, None)
-        return torch.native_batch_norm(x, weight, bias, mean, variance, training, 0.0, eps)[0]
+    def rule(n: NodeView) -> Expr | None:
+        if n.output_nr:
+            return None
+        eps, training = n.constant(eps_name), n.constant("training")
+        weights = _given_weights(n, 1, 2)
+        running = [] if training else [n.slot("running_mean"), n.slot("running_var")]
 
-    return expression(n, again, [n.operand("input", 0), *weights, *running], eps, training)
+        def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+            weight, bias = given[: len(weights)] or (None, None)
+            mean, variance = given[len(weights) :] or (None, None)
+            return F.batch_norm(x, mean, variance, weight, bias, training, 0.0, eps)
+
+        return expression(n, again, [n.operand("input", 0), *weights, *running], eps, training)
+
+    return rule
 
 
 def _given_weights(n: NodeView, *inputs: int) -> list[Operand | None]:
@@ -135,8 +139,10 @@ def norms() -> dict[str, Rule]:
     return {
         "AvgPool2DBackward0": operator(F.avg_pool2d, *pool),
         "AvgPool3DBackward0": operator(F.avg_pool3d, *pool),
+        "CudnnBatchNormBackward0": _batch_norm("epsilon"),
         "FusedRmsNormBackward0": _norm(torch.nn.RMSNorm, _rms_norm, "normalized_shape", "eps"),
-        "NativeBatchNormBackward0": _batch_norm,
+        "MiopenBatchNormBackward0": _batch_norm("epsilon"),
+        "NativeBatchNormBackward0": _batch_norm("eps"),
         "NativeGroupNormBackward0": _group_norm,
         "NativeLayerNormBackward0": _norm(torch.nn.LayerNorm, F.layer_norm, "normalized_shape", "eps"),
     }

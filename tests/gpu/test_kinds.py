@@ -1,0 +1,203 @@
+"""What only a device saves: attention kernels with their random state, vendor libraries, streams, low precision.
+
+Plain training and training under every policy start from the same random state and run deterministic kernels, so that
+every gradient is compared bit by bit; a case that plain training itself does not repeat is skipped and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import ebbtide
+from tests.helpers.engines import POLICIES
+from tests.helpers.oracle import same_bits
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
+]
+
+WIDTH, HEADS = 128, 4
+
+
+class Attend(nn.Module):
+    """Attention by one kernel, with dropout."""
+
+    def __init__(self, backend: SDPBackend, dropout: float = 0.0, masked: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.backend, self.dropout, self.masked = backend, dropout, masked
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = self.qkv(x).view(b, s, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mask = torch.ones(s, s, dtype=torch.bool, device=x.device).tril() if self.masked else None
+        with sdpa_kernel(self.backend):
+            y = F.scaled_dot_product_attention(q, k, v, mask, self.dropout, is_causal=mask is None)
+        return x + self.out(y.transpose(1, 2).reshape(b, s, -1))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer of the vendor's library and a residual."""
+
+    def __init__(self, kind: type[nn.Module], **given: Any) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), kind(WIDTH, WIDTH, batch_first=True, **given)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))[0]
+
+
+class Convolved(nn.Module):
+    """Convolution, batch norm and activation, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.view(-1, 8, 16, WIDTH // 16).contiguous(memory_format=torch.channels_last)
+        return (image + F.relu(self.norm(self.conv(image)))).contiguous().view(x.shape)
+
+
+class OnItsOwnStream(torch.autograd.Function):
+    """Computes on a side stream, forward and backward, as overlapping communication does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        side = torch.Stream(device=x.device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            y = torch.exp(x * 0.1)
+        torch.accelerator.current_stream().wait_stream(side)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        side = torch.Stream(device=y.device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            result = grad * y * 0.1
+        torch.accelerator.current_stream().wait_stream(side)
+        return result
+
+
+class Sided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + OnItsOwnStream.apply(self.linear(x)) * torch.tensor(0.5)  # a CPU tensor among the device's
+
+
+class Mixed(nn.Module):
+    """Dropout, an embedding's indices, a gather: what is saved is of many types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.RMSNorm(WIDTH), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.detach().sum(-1).argsort(-1)[..., None].expand_as(x)
+        return x + self.drop(F.gelu(self.linear(self.norm(x)))).gather(1, order)
+
+
+CASES: dict[str, Callable[[], nn.Module]] = {
+    "flash": lambda: Attend(SDPBackend.FLASH_ATTENTION),
+    "flash_dropout": lambda: Attend(SDPBackend.FLASH_ATTENTION, dropout=0.1),
+    "efficient": lambda: Attend(SDPBackend.EFFICIENT_ATTENTION),
+    "efficient_mask_dropout": lambda: Attend(SDPBackend.EFFICIENT_ATTENTION, dropout=0.1, masked=True),
+    "cudnn": lambda: Attend(SDPBackend.CUDNN_ATTENTION),
+    "math": lambda: Attend(SDPBackend.MATH, dropout=0.1),
+    "lstm": lambda: Recurrent(nn.LSTM, num_layers=2, dropout=0.1),
+    "gru": lambda: Recurrent(nn.GRU),
+    "convolution": Convolved,
+    "streams": Sided,
+    "mixed": Mixed,
+}
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    device = torch.accelerator.current_accelerator()
+    return nn.Sequential(*(nn.Sequential(CASES[name](), nn.LayerNorm(WIDTH)) for _ in range(3))).to(device).train()
+
+
+def train(model: nn.Module, steps: int, precision: str) -> list[Tensor]:
+    """Some steps of plain gradient descent; the losses, the last input gradient and all weights."""
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    torch.manual_seed(1)
+    found: list[Tensor] = []
+    for _ in range(steps):
+        x = torch.randn(2, 64, WIDTH, device=device, requires_grad=True)
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "autocast"):
+            y = model(x.bfloat16() if precision == "bf16" else x)
+        loss = y.float().square().mean()
+        loss.backward()
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight -= 0.1 * weight.grad
+                weight.grad = None
+        found.append(loss.detach())
+        assert x.grad is not None
+        found.append(x.grad)
+    return [*found, *(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.filterwarnings("ignore:RNN module weights", "ignore:.*deterministic.*:UserWarning")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("name", CASES)
+def test_what_devices_save_comes_back_as_it_was(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    try:
+        plain, again = (train(build(name).to(dtype), 3, precision) for _ in range(2))
+    except RuntimeError as error:  # no such kernel for this type or device
+        pytest.skip(f"plain training: {str(error).splitlines()[0]}")
+    if not all(map(same_bits, plain, again)):
+        pytest.skip("plain training does not repeat itself bit by bit")
+    for policy in POLICIES:
+        model = build(name).to(dtype)
+        with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks=["0", "1", "2"]) as handle:
+            got = train(model, 3, precision)
+            assert all(map(same_bits, plain, got)), (policy, handle.stats())
+            assert handle.stats().live_tickets == 0
+            assert policy == "keep" or handle.stats().offloaded_bytes > 0, policy
+
+
+def test_another_stream_than_the_default_one() -> None:
+    plain = train(build("mixed"), 2, "fp32")
+    model, stream = build("mixed"), torch.Stream(device=torch.accelerator.current_accelerator())
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks=["0", "1", "2"]):
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            got = train(model, 2, "fp32")
+        torch.accelerator.current_stream().wait_stream(stream)
+        assert all(map(same_bits, plain, got))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks(backend: str) -> None:
+    def compiled() -> nn.Module:
+        torch._dynamo.reset()
+        model = build("flash")
+        for block in model:
+            block.compile(backend=backend, fullgraph=True)
+        return model
+
+    plain = train(compiled(), 3, "autocast")
+    model = compiled()
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks=["0", "1", "2"]) as handle:
+        assert all(map(same_bits, plain, train(model, 3, "autocast")))
+        assert handle.stats().offloaded_bytes > 0
