@@ -171,7 +171,7 @@ def moved_by_node(
     storages: Counter[tuple[str, str]] = Counter()
     for site, (count, nbytes, action) in sites.items():
         if action is not Action.RECOMPUTE:
-            key = (site.node, reason(told[site], rules, demoted=str(site) in demoted))
+            key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
             sizes[key] += nbytes
             storages[key] += count
             offloaded_bytes -= nbytes if action is Action.OFFLOAD else 0
@@ -183,8 +183,10 @@ def moved_by_node(
     ]
 
 
-def reason(candidate: Candidate, rules: dict[str, Any], *, demoted: bool) -> str:
-    """Return why a tensor is not remade under Auto."""
+def reason(candidate: Candidate | None, rules: dict[str, Any], *, demoted: bool) -> str:
+    """Return why a tensor is not remade under Auto; the plan was told nothing of what the engine never moves."""
+    if candidate is None:
+        return "never moved"
     if candidate.block_input:
         return "block input"
     if demoted:

@@ -36,6 +36,7 @@ WHY = {
     "block input": "it came into the block from outside",
     "cast up, waits as it was": "saved in float32, moved as the bfloat16 that it was cast from",
     "remake differed": "the first remake was not equal, so the site is moved",
+    "never moved": "it stays under every policy: a part of a storage whose siblings may change in place, and the like",
 }
 
 
@@ -69,8 +70,8 @@ def row(case: dict[str, Any]) -> str:
 
 def reasons(case: dict[str, Any], most: int = 3) -> str:
     """Return the largest groups of what Auto does not remake."""
-    groups = [r for r in case["moved"] if 100 * r["bytes"] >= case["naive_bytes"]][:most]
-    return ", ".join(f"{r['node']} {100 * r['bytes'] / case['naive_bytes']:.0f} ({r['why']})" for r in groups)
+    large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:most]
+    return ", ".join(f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f} ({g['why']})" for g in large)
 
 
 def tables(cases: list[dict[str, Any]]) -> list[str]:
@@ -119,20 +120,31 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def readme(cases: list[dict[str, Any]]) -> str:
+    """Return the README of a results folder."""
+    head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
+    return "\n".join([*head, *tables(cases)])
+
+
 def page(folder: Path) -> str:
     """Return the reference page that a results folder gives."""
-    cases = json.loads((folder / "run.json").read_text())["cases"]
+    cases = cases_of(folder)
     names = len({case["family"] for case in cases})
     return "\n".join(
         [
             f"# What becomes of the saved tensors of {names} model families",
             "",
-            "Written by `python -m benchmarks.suites.families --page` from "
-            f"[{folder.name}](../../benchmarks/results/{folder.name}/README.md); not edited by hand.",
+            "Written by `python -m benchmarks.suites.families` from "
+            f"[its results](../../benchmarks/results/{folder.name}/README.md); not edited by hand.",
             "",
             *tables(cases),
         ]
     )
+
+
+def cases_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the cases in a results folder."""
+    return json.loads((folder / "run.json").read_text())["cases"]
 
 
 def newest() -> Path:
@@ -144,23 +156,23 @@ def main() -> None:
     """Measure and write the results folder and the page; or only the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=FAMILIES, metavar="FAMILY")
-    parser.add_argument("--page", action="store_true", help="write the page from the newest results, measure nothing")
+    parser.add_argument("--page", action="store_true", help="write the texts of the newest results, measure nothing")
     parser.add_argument(
         "--out", type=Path, help="results folder; default: a new one in benchmarks/results, and the page"
     )
     given = parser.parse_args()
     if given.page:
+        (newest() / "README.md").write_text(readme(cases_of(newest())))
         PAGE.write_text(page(newest()))
         return
     torch.set_num_threads(1)  # sums do not depend on the machine's cores
     folder = given.out or result_folder("families")
-    head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
     cases: list[dict[str, Any]] = []
     try:
         for case in measure(tuple(given.only)):
             cases.append(case)
             print(row(case), flush=True)
-            write_result(folder, {"suite": "families", "cases": cases}, "\n".join([*head, *tables(cases)]))
+            write_result(folder, {"suite": "families", "cases": cases}, readme(cases))
     except Differs as error:
         raise SystemExit(f"{error}\nno figures on a red gate: the cases before it are in {folder}") from error
     if given.out is None and tuple(given.only) == FAMILIES:

@@ -20,6 +20,9 @@ from tests.helpers.oracle import Outcome, differences
 
 POLICIES = ("keep", "offload", "inputs", "minimal", "auto")
 
+PARTS_STAY = frozenset({"gru_stack"})
+"""Families that save parts of a storage whose siblings change in place (``unsafe_chunk`` of the gates): those stay."""
+
 
 def cases(names: tuple[str, ...]) -> pytest.MarkDecorator:
     """Return the decorator that runs a test for every family, precision and policy."""
@@ -44,13 +47,12 @@ def check_case(name: str, precision: str, policy: str) -> None:
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1, verify=True) as handle:
         for step in range(3):
             assert differences(expected, tiny.step()) == [], step
-            stats = handle.stats()
-            assert (stats.live_tickets, stats.store_bytes) == (0, 0), step
-        check_bytes(policy, handle.stats())
+            assert handle.stats().live_tickets == 0, step
+        check_bytes(name, policy, handle.stats())
     assert differences(expected, tiny.step()) == [], "after close"
 
 
-def check_bytes(policy: str, stats: Stats) -> None:
+def check_bytes(name: str, policy: str, stats: Stats) -> None:
     """Assert that the policy did what it is for: what it moves was moved, and what it remakes was remade."""
     assert stats.unique_bytes > 0 and stats.packs > 0
     assert stats.kept_bytes + stats.offloaded_bytes + stats.recomputed_bytes == stats.unique_bytes
@@ -60,10 +62,8 @@ def check_bytes(policy: str, stats: Stats) -> None:
         assert stats.offloaded_bytes == stats.total_copy_out_bytes == 0 and stats.kept_bytes == stats.unique_bytes
         return
     assert stats.offloaded_bytes > 0 and stats.total_copy_in_bytes > 0
-    if policy == "inputs":
-        assert stats.kept_bytes > 0
-    else:
-        assert stats.kept_bytes == 0
+    stays = policy == "inputs" or (name in PARTS_STAY and not stats.checkpointed_blocks)
+    assert (stats.kept_bytes > 0) is stays
     if policy in ("auto", "minimal"):
         assert stats.recomputed_bytes > 0
         assert stats.total_recomputes > 0 or stats.checkpointed_blocks > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,6 +86,7 @@ def test_bytes_of_a_family_make_the_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("candidate", "demoted", "why"),
     [
+        (None, False, "never moved"),
         (_told(block_input=True, flops=None), False, "block input"),
         (_told(), True, "remake differed"),
         (_told("leaf", flops=None), False, "no autograd node"),
@@ -92,7 +95,7 @@ def test_bytes_of_a_family_make_the_whole(name: str) -> None:
         (_told("NobodyKnowsBackward0", flops=None), False, "no rule"),
     ],
 )
-def test_why_a_tensor_is_moved(candidate: Candidate, demoted: bool, why: str) -> None:
+def test_why_a_tensor_is_moved(candidate: Candidate | None, demoted: bool, why: str) -> None:
     assert reason(candidate, {"SinBackward0": None, "MmBackward0": None}, demoted=demoted) == why
 
 
@@ -111,13 +114,13 @@ def test_groups_are_by_node_and_reason_and_the_rest_was_narrowed() -> None:
     ]
 
 
-def _case(moved: int) -> dict[str, object]:
+def _case(moved: int) -> dict[str, Any]:
     sizes = {"kept": 0, "moved": moved, "remade": 1024 - moved, "checkpointed": 0, "checkpointed_blocks": 0}
     groups = [
         {"node": "MmBackward0", "why": "matrix product", "storages": 1, "bytes": moved - 8},
         {"node": "leaf", "why": "no autograd node", "storages": 1, "bytes": 8},
     ]
-    policies = {"auto": sizes, "minimal": sizes}
+    policies = {"auto": dict(sizes), "minimal": dict(sizes)}
     return {"family": "one", "precision": "fp32", "naive_bytes": 1024, "policies": policies, "moved": groups}
 
 
