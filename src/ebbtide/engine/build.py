@@ -177,6 +177,8 @@ class Builder:
     def _apply(self, rule: Rule, view: NodeView) -> Expr | None:
         try:
             return rule(view)
+        except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
+            raise
         except Exception as error:  # a rule that cannot run must not cost the user the step
             name, what = view.node.name(), f"{type(error).__name__}: {error}"
             logger.warning("the rule for %s failed and is left out: %s", name, what)  # a log keeps no traceback alive

@@ -17,7 +17,7 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket, version_probe
+from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, version_probe
 from ebbtide.engine.weights import Weights, is_parameter
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
@@ -125,8 +125,8 @@ class BlockRun:
                 ticket = Ticket(entry, layout, self, probe, version)
                 self._list(entry)
         except BaseException as error:
-            where = self.modules[-1][0] if self.modules else "(block)"
-            note_place(error, f"while saving a {list(tensor.shape)} tensor in {where} of block {self.block.name!r}")
+            module, block = self._place
+            note_place(error, f"while saving a {list(tensor.shape)} tensor in {module} of block {block!r}")
             raise
         self.tally.add_saved(layout.logical_bytes)
         self._note(tensor, ticket)
@@ -152,19 +152,20 @@ class BlockRun:
         engine = self.engine
         base = tensor._base
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
-            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
+            return LightTicket(tensor, weight=True, checked=engine.checks_weights, place=self._place)
         if type(tensor) is not torch.Tensor:
             copied = self.weights.copied(tensor, self._module)
-            return (pack_wrapper(tensor, self.pack, engine.empty) if copied is None else None) or LightTicket(tensor)
+            ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
+            return ticket or LightTicket(tensor, place=self._place)
         if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
-            return LightTicket(tensor)
+            return LightTicket(tensor, place=self._place)
         storage = tensor.untyped_storage()
         if self.weights.holds(storage):
-            return LightTicket(tensor, weight=True, checked=engine.checks_weights)
+            return LightTicket(tensor, weight=True, checked=engine.checks_weights, place=self._place)
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             self.tally.add_saved(nbytes)
-            return LightTicket(tensor)
+            return LightTicket(tensor, place=self._place)
         owner = outer.owner if outer is not None else tensor if base is None else base
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
@@ -176,7 +177,7 @@ class BlockRun:
             or tensor._is_zerotensor()
         ):
             self._keep_light(tensor, storage)
-            return LightTicket(tensor)
+            return LightTicket(tensor, place=self._place)
         return None
 
     def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
@@ -214,6 +215,10 @@ class BlockRun:
         if entry is None or entry.recipe is not None:
             return None
         return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
+
+    @property
+    def _place(self) -> Place:
+        return (self.modules[-1][0] if self.modules else "(block)"), self.block.name
 
     @property
     def _module(self) -> torch.nn.Module | None:

@@ -29,18 +29,30 @@ if TYPE_CHECKING:
     from ebbtide.engine.recipe import Expr
     from ebbtide.engine.run import BlockRun
 
+Place = tuple[str, str]
+"""Path of a module within its block, and the block's name."""
+
 UNCHECKED = -1
 """Version of a light ticket whose storage FSDP rewrites between forward and backward: no comparison."""
 
 
 class LightTicket:
     """A saved tensor that stays: a detached alias and the version it had. Never the tensor itself: an operator that
-    saves its own output would then keep itself alive for ever."""
+    saves its own output would then keep itself alive for ever.
 
-    __slots__ = ("__weakref__", "alias", "version", "weight")
+    Args:
+        tensor: The saved tensor.
+        weight: It is a weight, or lies in the storage of one.
+        checked: Reading it compares versions.
+        place: The module and the block that saved it, as errors name them.
+    """
 
-    def __init__(self, tensor: torch.Tensor, *, weight: bool = False, checked: bool = True) -> None:
-        self.alias = tensor.detach()
+    __slots__ = ("alias", "place", "version", "weight")
+
+    def __init__(
+        self, tensor: torch.Tensor, *, weight: bool = False, checked: bool = True, place: Place | None = None
+    ) -> None:
+        self.alias, self.place = tensor.detach(), place
         self.version = UNCHECKED if not checked or tensor.is_inference() else tensor._version
         self.weight = weight
 
@@ -52,7 +64,8 @@ class LightTicket:
     def read(self) -> torch.Tensor:
         """Return the alias. Raises ModifiedInPlaceError when the tensor was changed in place since."""
         if self.changed:
-            raise modified_error(self.alias.dtype, tuple(self.alias.shape), self.alias._version, self.version, "")
+            where = "" if self.place is None else "{} of block {!r} (keep)".format(*self.place)
+            raise modified_error(self.alias.dtype, tuple(self.alias.shape), self.alias._version, self.version, where)
         return self.alias
 
 

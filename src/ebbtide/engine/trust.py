@@ -41,6 +41,8 @@ class Trust:
     def _compare(self, entry: Entry, recipe: Expr, base: torch.Tensor, remake: Callable[[Expr], torch.Tensor]) -> bool:
         try:
             again = remake(recipe)
+        except (MemoryError, torch.OutOfMemoryError):  # says nothing about the recipe
+            raise
         except Exception as error:  # a rule that cannot run here must not cost the user the step
             return self._demote(entry, f"the rule failed: {type(error).__name__}: {error}")
         if again.shape != base.shape or again.dtype != base.dtype:

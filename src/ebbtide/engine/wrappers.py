@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ebbtide.engine.tickets import modified_error
+from ebbtide.engine.tickets import Place, modified_error
 
 
 class Outer(NamedTuple):
@@ -43,13 +43,21 @@ class WrapperTicket:
         context: What its class needs beside the inner tensors.
         moving: Tickets of inner tensors, by name.
         staying: Whatever else is inside and stays as it is, by name.
+        place: The module and the block that saved it, as errors name them.
     """
 
-    __slots__ = ("__weakref__", "context", "dtype", "kind", "moving", "probe", "size", "staying", "stride", "version")
+    __slots__ = ("context", "dtype", "kind", "moving", "place", "probe", "size", "staying", "stride", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, probe: torch.Tensor, context: Any, moving: dict[str, Any], staying: dict[str, Any]
+        self,
+        tensor: torch.Tensor,
+        probe: torch.Tensor,
+        context: Any,
+        moving: dict[str, Any],
+        staying: dict[str, Any],
+        place: Place,
     ) -> None:
+        self.place = place
         self.kind, self.context, self.moving, self.staying = type(tensor), context, moving, staying
         self.dtype, self.size, self.stride = tensor.dtype, tensor.size(), tensor.stride()
         self.probe, self.version = probe, tensor._version
@@ -61,7 +69,8 @@ class WrapperTicket:
             ModifiedInPlaceError: It was changed in place since it was saved.
         """
         if self.probe._version != self.version:
-            raise modified_error(self.dtype, tuple(self.size), self.probe._version, self.version, "")
+            where = "{} of block {!r}".format(*self.place)
+            raise modified_error(self.dtype, tuple(self.size), self.probe._version, self.version, where)
         inner = {**self.staying, **{name: unpack(ticket) for name, ticket in self.moving.items()}}
         kind: Any = self.kind
         with torch.no_grad():
@@ -69,7 +78,10 @@ class WrapperTicket:
 
 
 def pack_wrapper(
-    tensor: torch.Tensor, pack: Callable[[torch.Tensor, Outer], Any], empty: Callable[[torch.Tensor], torch.Tensor]
+    tensor: torch.Tensor,
+    pack: Callable[[torch.Tensor, Outer], Any],
+    empty: Callable[[torch.Tensor], torch.Tensor],
+    place: Place,
 ) -> Any:
     """Return the ticket of a saved tensor of a wrapper subclass; None if it is of another kind and stays.
 
@@ -77,6 +89,7 @@ def pack_wrapper(
         tensor: The saved tensor.
         pack: Returns the ticket of an inner tensor.
         empty: Returns a tensor of no bytes on the same device as the one it is given.
+        place: The module and the block that save it.
     """
     if not is_traceable_wrapper_subclass(tensor):
         return None
@@ -99,7 +112,7 @@ def pack_wrapper(
         return None
     base = tensor._base if type(tensor._base) is type(tensor) else tensor
     moving = {n: pack(p, Outer(probe, tensor._version, node, getattr(base, n))) for n, p in inner.items()}
-    return WrapperTicket(tensor, probe, context, moving, staying)
+    return WrapperTicket(tensor, probe, context, moving, staying, place)
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.base.errors import DiskFullError, RestoreError
+from ebbtide.base.errors import DiskFullError, ModifiedInPlaceError, RestoreError
 from ebbtide.engine import Engine
 from tests.helpers.engines import (
     POLICIES,
@@ -269,3 +269,38 @@ def test_a_note_tells_where_a_tensor_was_saved(data: tuple[Tensor, Tensor, Tenso
         with pytest.raises(RuntimeError, match="planted") as raised:
             step(engine, x, w)
         assert "while saving a [6, 8] tensor in (block) of block 'b'" in "".join(raised.value.__notes__)
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("where", ["rule", "first remake"])
+def test_no_memory_says_nothing_about_a_rule(where: str, error: type[BaseException]) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    bomb = Bomb(error)
+    with open_engine(REMAKE) as engine:
+        if where == "rule":
+            engine.rules["SigmoidBackward0"] = around(bomb, engine.rules["SigmoidBackward0"])
+        else:
+            engine.trusts = around(bomb, engine.trusts)  # type: ignore[method-assign]
+        with pytest.raises(error, match="planted"), forward_pass(engine, x, weights=[w]):
+            torch.sigmoid(x @ w).exp()
+        with forward_pass(engine, x, weights=[w]):
+            y = torch.sigmoid(x @ w).exp().sin()
+        y.sum().backward()
+        assert engine.stats().demoted_sites == () and "SigmoidBackward0" in engine.rules
+        assert any(s.node == "SigmoidBackward0" for s in engine.last_pass.sites)
+
+
+@pytest.mark.parametrize("kept", ["a small tensor", "a weight"])
+def test_a_change_in_place_of_what_stays_names_the_block(kept: str) -> None:
+    x, w = leaf(6, 8), leaf(8, 8, parameter=True)
+    with open_engine("offload", min_bytes=1 << 20) as engine:
+        with forward_pass(engine, x, weights=[w], name="layers.3"):
+            y = x * 1
+            z = (y @ w).sum() if kept == "a weight" else y.sin().sum()
+        with torch.no_grad():
+            (w if kept == "a weight" else y).add_(1)
+        with pytest.raises(
+            ModifiedInPlaceError, match=r"saved at \(block\) of block 'layers.3' \(keep\) is at version"
+        ):
+            z.backward()
+        drain()
