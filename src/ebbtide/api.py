@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ContextDecorator
 from os import PathLike
 from typing import Any
 
@@ -200,32 +200,51 @@ def enable_activation_offloading(
     return Handle(engine, attachment)
 
 
-@contextmanager
-def offload_saved_tensors(
-    *,
-    policy: Policy | str | None = None,
-    target: str = "auto",
-    min_bytes: int | str = MIN_BYTES,
-    window: int | str | None = None,
-    disk_path: str | PathLike[str] | None = None,
-    verify: bool = False,
-) -> Generator[None]:
-    """Offload what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
+class offload_saved_tensors(ContextDecorator):
+    """Offloads what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
 
     Knows no blocks and no model, so weights are told by being parameters. Default policy: ``Offload()``.
 
+    Args:
+        policy: ``Offload()`` (the default), another policy, or its name.
+        target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
+        min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
+        window: Bytes allowed in flight each way; default: follows the largest context.
+        disk_path: Directory for the disk tier.
+        verify: Compare every restored and every remade tensor with what was saved; slow.
+
     Raises:
         ConfigError: A value cannot be used.
-        TargetError: No such target on this machine.
+        TargetError: No such target on this machine; raised when the context is entered.
     """
-    options = _options(target, min_bytes, window, disk_path, verify)
-    engine = _open_engine(policy_of(policy) if policy is not None else Offload(), options)
-    engine.begin_pass()
-    try:
-        with offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), []):
-            yield
-    finally:
-        engine.end_pass()
+
+    def __init__(
+        self,
+        *,
+        policy: Policy | str | None = None,
+        target: str = "auto",
+        min_bytes: int | str = MIN_BYTES,
+        window: int | str | None = None,
+        disk_path: str | PathLike[str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        self._options = _options(target, min_bytes, window, disk_path, verify)
+        self._policy = policy_of(policy) if policy is not None else Offload()
+        self._entered: list[tuple[Engine, offloading]] = []  # a context may be entered anew inside itself
+
+    def __enter__(self) -> None:
+        engine = _open_engine(self._policy, self._options)
+        hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
+        engine.begin_pass()
+        self._entered.append((engine, hooks))
+        hooks.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        engine, hooks = self._entered.pop()
+        try:
+            hooks.close()
+        finally:
+            engine.end_pass()
 
 
 def register_recompute(name: str, rule: Rule) -> None:

@@ -414,3 +414,19 @@ def test_the_example_of_the_guide_recomputes(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rule_must_be_callable() -> None:
     with pytest.raises(ConfigError, match="rule is a str"):
         ebbtide.register_recompute("X", "y")
+
+
+def test_the_context_is_a_decorator_and_may_be_entered_again() -> None:
+    context = ebbtide.offload_saved_tensors(min_bytes=0)
+
+    @context
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp().sum()
+
+    x = torch.randn(8, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    with context:
+        inside = x.sin()
+        for y in (forward(x), inside.exp().sum()):
+            assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], expected)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
