@@ -155,10 +155,11 @@ class FakeDevice:
         stall = max(0.0, event.seconds - stream.clock_seconds)
         for name, number in event.seen.items():
             stream.seen[name] = max(stream.seen.get(name, 0), number)
+        # Not by adding the stall: rounded, the clock would stop just before what it waits for.
         if stream is self._compute:
-            self._advance(self.now_seconds + stall)
+            self._advance(max(self.now_seconds, event.seconds))
         else:
-            stream.clock_seconds += stall
+            stream.clock_seconds = max(stream.clock_seconds, event.seconds)
         return stall
 
     def query(self, event: FakeEvent) -> bool:
