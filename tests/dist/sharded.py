@@ -254,6 +254,8 @@ FURTHER = (
     replace(FSDP, accumulate=2, flat=True),
     replace(FSDP, frozen=True),
     replace(FSDP, sharding="NO_SHARD"),
+    replace(FSDP, sharding="NO_SHARD", flat=True),
+    replace(FSDP, flat=True, mixed="autocast"),
     replace(FSDP, sharding="SHARD_GRAD_OP", flat=True),
     replace(FSDP, early=True, mixed="autocast"),
     replace(DDP, accumulate=2),

@@ -79,7 +79,13 @@ class Weights:
         return weight if self._engine.storage_key(weight.untyped_storage()) in self._passing else None
 
     def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:
-        self._nodes |= {id(node): (node, w) for w in weights if (node := w.grad_fn) is not None}
+        for weight in weights:
+            try:
+                node = weight.grad_fn
+            except RuntimeError:  # a view that FSDP1 made in an earlier step, of what an optimizer has changed since
+                continue
+            if node is not None:
+                self._nodes[id(node)] = node, weight
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:

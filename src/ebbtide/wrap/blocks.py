@@ -163,7 +163,7 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
         inner = pending.pop()
         yield from inner.parameters(recurse=False)
         yield from inner.buffers(recurse=False)
-        yield from _flattened(inner)
+        yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of what was let go
         pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
 
 
