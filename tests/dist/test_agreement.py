@@ -14,7 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import ebbtide
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, StrategyError
+from ebbtide.config import STRATEGIES
+from ebbtide.wrap import check_strategy
 from ebbtide.wrap.agreement import groups_of
 from tests.helpers.models import Block, Stack
 from tests.helpers.spawn import Case, CaseResult, run_cases
@@ -47,6 +49,17 @@ def told(wrapper: str, *options: dict[str, Any]) -> str:
         return str(error)
     handle.close()
     return "agreed"
+
+
+def asked(wrapper: str) -> dict[str, str]:
+    """Ask for every strategy; return what was found, or what was said."""
+    model, said = wrapped(wrapper), {}
+    for strategy in STRATEGIES:
+        try:
+            said[strategy] = check_strategy(model, strategy)
+        except StrategyError as error:
+            said[strategy] = str(error)
+    return said
 
 
 def absent(late: bool) -> str:
@@ -151,6 +164,7 @@ def cases() -> dict[str, Case]:
     found: dict[str, Case] = {f"same {w}": (told, (w, {"policy": "minimal"})) for w in WRAPPERS}
     found |= {f"policy {w}": (told, (w, {"policy": "offload"}, {"policy": "inputs"})) for w in WRAPPERS}
     found |= {name: (told, ("ddp", *options)) for name, (options, _) in DIFFERING.items()}
+    found |= {f"strategy {w}": (asked, (w,)) for w in WRAPPERS}
     found["paths"] = (told, ("ddp", {"disk_path": "/var/tmp"}, {}))
     found["absent"] = (absent, (False,))
     found["late"] = (absent, (True,))
@@ -181,6 +195,18 @@ def test_ranks_that_differ_say_so_on_every_rank(two: dict[str, CaseResult], what
     assert one == other
     assert DIFFERING[what][1] in one
     assert "expected the same on ranks 0, 1, which train the same part of the model\nhint: pass the same" in one
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_strategy_is_checked_against_the_model(two: dict[str, CaseResult], wrapper: str) -> None:
+    real = wrapper.removeprefix("flat ")
+    for said in two[f"strategy {wrapper}"].values():
+        assert (said.pop("auto"), said.pop(real)) == (real, real)
+        assert len(said) == 3
+        for asked_for, answer in said.items():
+            assert answer.startswith(
+                f"strategy is {asked_for!r} and the model is wrapped as {real!r}; expected a model"
+            )
 
 
 def test_a_directory_is_a_ranks_own_affair(two: dict[str, CaseResult]) -> None:
