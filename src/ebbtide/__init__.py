@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ebbtide.config import Minimal as Minimal
     from ebbtide.config import Offload as Offload
     from ebbtide.engine import Stats as Stats
+    from ebbtide.loading import load_sharded as load_sharded
     from ebbtide.track import track_memory as track_memory
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _HOMES = {
     "Offload": "ebbtide.config",
     "Stats": "ebbtide.engine",
     "enable_activation_offloading": "ebbtide.api",
+    "load_sharded": "ebbtide.loading",
     "offload_saved_tensors": "ebbtide.api",
     "register_recompute": "ebbtide.api",
     "track_memory": "ebbtide.track",

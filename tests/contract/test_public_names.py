@@ -20,6 +20,7 @@ PUBLIC = {
     "Stats",
     "__version__",
     "enable_activation_offloading",
+    "load_sharded",
     "offload_saved_tensors",
     "register_recompute",
     "track_memory",

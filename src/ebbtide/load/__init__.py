@@ -1,0 +1,8 @@
+"""Memory-efficient loading: a sharded model comes up and no process ever holds the whole of it."""
+
+from __future__ import annotations
+
+from ebbtide.load.load import Loading, LoadOptions, Weights
+from ebbtide.load.together import Meet
+
+__all__ = ["LoadOptions", "Loading", "Meet", "Weights"]

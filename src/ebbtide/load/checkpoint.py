@@ -1,0 +1,220 @@
+"""The tensors of a checkpoint, whatever it is kept in: safetensors files, pickled files, or values in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.load.header import Entry, read_header
+
+INDEX_SUFFIX = ".index.json"
+_STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
+_PICKLED = (".bin", ".pt", ".pth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    ``values`` has the tensors of those that are in memory already or that came out of a pickle; the others are read
+    from their files.
+    """
+
+    entries: dict[str, Entry]
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    name: str = "values in memory"
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that tensors are read from."""
+        return tuple(dict.fromkeys(e.file for e in self.entries.values() if e.file))
+
+    def digest(self) -> str:
+        """Return what is equal for two ranks that see the same checkpoint, wherever it lies."""
+        told = [
+            (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
+        ]
+        return hashlib.sha256(json.dumps(sorted(told)).encode()).hexdigest()
+
+
+def is_there(path: str | os.PathLike[str]) -> bool:
+    """Whether something lies at a path, as far as this rank sees."""
+    try:
+        return Path(path).expanduser().exists()
+    except OSError:
+        return False
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Checkpoint:
+    """Read what a checkpoint holds: names, shapes, dtypes and places of its tensors.
+
+    Args:
+        path: A folder, an index, or one file.
+        allow_pickle: Also take pickled files. They are mapped, not read, and only tensors and plain containers are
+            accepted in them.
+
+    Raises:
+        DataError: There is no checkpoint, a file is missing or damaged, or an index names what is not there.
+        ConfigError: It is pickled and that was not asked for.
+    """
+    where = Path(path).expanduser()
+    if not where.exists():
+        raise _none(where, "does not exist")
+    file = _front(where) if where.is_dir() else where
+    files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], None)
+    pickled = [f for f in files if f.suffix in _PICKLED]
+    if pickled:
+        if not allow_pickle:
+            raise ConfigError(
+                f"{str(pickled[0])!r} is a pickled checkpoint",
+                expected="safetensors files",
+                hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
+            )
+        return _unpickled(files, str(where))
+    entries: dict[str, Entry] = {}
+    for one in files:
+        for name, entry in read_header(one).items():
+            if name in entries:
+                raise DataError(
+                    f"{name!r} is in {entries[name].file!r} and in {str(one)!r}",
+                    expected="each tensor in one file",
+                    hint="remove the file that is not part of the checkpoint",
+                )
+            entries[name] = entry
+    if promised is not None:
+        _check_promised(file, promised, entries)
+    return Checkpoint(entries=entries, name=str(where))
+
+
+def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
+    """Return the checkpoint that tensors in memory are.
+
+    Raises:
+        DataError: One of them is no tensor, or has no values.
+    """
+    wrong = [k for k, v in values.items() if not isinstance(v, torch.Tensor)]
+    if wrong:
+        raise DataError(
+            f"{name} holds {wrong[0]!r}, a {type(values[wrong[0]]).__name__}",
+            expected="tensors by name",
+            hint="pass the state dict of a model",
+        )
+    empty = [k for k, v in values.items() if v.is_meta]
+    if empty:
+        raise DataError(
+            f"{name} has no values for {empty[0]!r}: it is on meta",
+            expected="tensors with values",
+            hint="pass a state dict or a model that was loaded",
+        )
+    sharded = [k for k, v in values.items() if hasattr(v, "device_mesh")]
+    if sharded:
+        raise DataError(
+            f"{name} holds {sharded[0]!r} as a shard",
+            expected="whole tensors",
+            hint="save it with ebbtide.save_sharded and load from there",
+        )
+    return Checkpoint(
+        entries={k: Entry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()}, values=values, name=name
+    )
+
+
+def _front(folder: Path) -> Path:
+    """Return the file by which a folder's checkpoint is entered: its index, or its only file."""
+    for suffix in (".safetensors", *_PICKLED):
+        names = [f"{stem}{suffix}{end}" for stem in _STEMS for end in (INDEX_SUFFIX, "")]
+        if found := next((folder / name for name in names if (folder / name).is_file()), None):
+            return found
+        indices = sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))
+        files = sorted(folder.glob(f"*{suffix}"))
+        if len(indices) == 1 or (not indices and len(files) == 1):
+            return (indices or files)[0]
+        if indices or files:
+            several = ", ".join(f.name for f in (indices or files)[:4])
+            raise DataError(
+                f"{str(folder)!r} holds {several} and no index that is named after a model",
+                expected="one safetensors file, or an index of them such as model.safetensors.index.json",
+                hint="pass the index or the file itself",
+            )
+    raise _none(folder, "holds no checkpoint")
+
+
+def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the files that an index names, and in which it says each tensor is."""
+    try:
+        told = json.loads(index.read_text(encoding="utf-8"))
+        weights = cast("dict[str, Any]", told)["weight_map"]
+        promised = {str(k): str(v) for k, v in weights.items()}
+    except OSError as error:
+        raise DataError(
+            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="see who may read it"
+        ) from error
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{str(index)!r} is no index ({type(error).__name__}: {error})",
+            expected="a JSON object with a weight_map from tensors to files",
+            hint="fetch it again",
+        ) from error
+    foreign = [name for name in promised.values() if Path(name).name != name or name in ("", ".", "..")]
+    if foreign:
+        raise DataError(
+            f"{str(index)!r} names the file {foreign[0]!r:.80}",
+            expected="names of files beside it",
+            hint="an index that leads elsewhere is damaged or malicious: fetch it again",
+        )
+    files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
+    absent = [name for name, file in files.items() if not file.is_file()]
+    if absent:
+        raise DataError(
+            f"{len(absent)} of {len(files)} files of {str(index)!r} are missing: {', '.join(absent[:4])}",
+            expected="every file that the index names, beside it",
+            hint="fetch the missing files",
+        )
+    return list(files.values()), {name: files[file] for name, file in promised.items()}
+
+
+def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, Entry]) -> None:
+    absent = [name for name, file in promised.items() if name not in entries or entries[name].file != str(file)]
+    if absent:
+        close = nearest(absent[0], entries)
+        raise DataError(
+            f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
+            expected="each tensor in the file that the index says",
+            hint=close or "index and files are of different checkpoints: fetch them again",
+        )
+
+
+def _unpickled(files: list[Path], name: str) -> Checkpoint:
+    values: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            found = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except Exception as error:
+            raise DataError(
+                f"{str(file)!r} cannot be read ({str(error).splitlines()[0]:.160})",
+                expected="a file that torch.save wrote, with tensors and plain containers only",
+                hint="convert it to safetensors where it came from",
+            ) from error
+        found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
+        values |= checkpoint_of(cast("dict[str, Any]", found), str(file)).values
+    return checkpoint_of(values, name)
+
+
+def _none(where: Path, what: str) -> DataError:
+    return DataError(
+        f"{str(where)!r} {what}",
+        expected="a folder with model.safetensors or its index, or such a file",
+        hint="see that this rank sees the file system of the checkpoint",
+    )

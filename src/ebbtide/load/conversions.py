@@ -1,0 +1,129 @@
+"""Follows the conversions that transformers applies while it loads: renamed, fused, stacked and transposed weights.
+
+The library's own functions are run, on layouts where those follow and on whole tensors where they do not: see
+[Note: layouts]. Nothing is imported here that a transformers model has not imported already.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ebbtide.base.errors import DataError
+from ebbtide.load.header import Entry
+from ebbtide.load.layout import Layout, Source, Whole
+
+logger = logging.getLogger("ebbtide.load")
+
+
+@dataclass(kw_only=True)
+class _Group:
+    """What goes into one conversion: the checkpoint's keys, by the converter's own patterns."""
+
+    converter: Any
+    name: str
+    keys: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+
+    def run(self, model: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Convert tensors by key; returns results by name."""
+        converter = copy.deepcopy(self.converter)
+        for pattern, keys in self.keys.items():
+            for key in keys:
+                # The default of a late-bound name would be the last one's.
+                converter.add_tensor(self.name, key, pattern, lambda tensor=tensors[key]: tensor)
+        found: Mapping[str, Any] = converter.convert(self.name, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def converted(
+    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+) -> tuple[dict[str, Source], list[str]]:
+    """Return the sources by the model's names, and the keys that nothing is made of.
+
+    Args:
+        model: A transformers model.
+        wanted: Its parameters and persistent buffers by name.
+        entries: What the checkpoint holds.
+
+    Raises:
+        DataError: A conversion fails.
+    """
+    try:
+        core: Any = importlib.import_module("transformers.core_model_loading")
+        mapping: Any = importlib.import_module("transformers.conversion_mapping")
+    except ImportError:  # before version 5 models were laid out as their checkpoints are
+        return _unconverted(model.base_model_prefix, wanted, entries)
+    transforms = list(mapping.get_model_conversion_mapping(model))
+    renamings = [t for t in transforms if isinstance(t, core.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, core.WeightConverter)]
+    by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+    names, prefix = dict(wanted), model.base_model_prefix
+    sources: dict[str, Source] = {}
+    groups: dict[str, _Group] = {}
+    unexpected: list[str] = []
+    for key in sorted(entries, key=core.dot_natural_key):
+        name, pattern = core.rename_source_key(key, renamings, converters, prefix, names)
+        if name not in names and key in names:  # it has the new name already
+            name, pattern = core.rename_source_key(key, [], [], prefix, names)
+        if name not in names:
+            unexpected.append(key)
+        elif pattern is None:
+            sources[name] = Layout.of(key, entries[key].shape, entries[key].dtype)
+        else:
+            group = groups.setdefault(name, _Group(converter=by_pattern[pattern], name=name))
+            group.keys.setdefault(pattern, []).append(key)
+    for group in groups.values():
+        sources |= _followed(model, group, entries)
+    return sources, unexpected
+
+
+def _unconverted(
+    prefix: str, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+) -> tuple[dict[str, Source], list[str]]:
+    sources: dict[str, Source] = {}
+    unexpected: list[str] = []
+    for key, entry in entries.items():
+        names = [key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")]
+        name = next((n for n in names if n in wanted), None)
+        if name is None:
+            unexpected.append(key)
+        else:
+            sources[name] = Layout.of(key, entry.shape, entry.dtype)
+    return sources, unexpected
+
+
+def _followed(model: Any, group: _Group, entries: Mapping[str, Entry]) -> dict[str, Source]:
+    keys = [key for keys in group.keys.values() for key in keys]
+    try:
+        made = group.run(model, {k: Layout.of(k, entries[k].shape, entries[k].dtype) for k in keys})
+        if all(isinstance(layout, Layout) for layout in made.values()):
+            return dict(made)
+    except Exception as error:  # what a layout cannot do, a tensor may: the same is tried with shapes only
+        logger.debug("%s is converted whole: %r", group.name, error)
+    try:
+        shapes = group.run(
+            model, {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in keys}
+        )
+    except Exception as error:
+        raise DataError(
+            f"{group.name!r} cannot be made of {_few(keys)} ({type(error).__name__}: {str(error):.120})",
+            expected="tensors as this version of transformers converts them",
+            hint="see that the checkpoint is complete and belongs to this kind of model",
+        ) from error
+    whole = Whole(
+        keys=tuple(keys),
+        shapes={name: tensor.shape for name, tensor in shapes.items()},
+        convert=lambda tensors: group.run(model, tensors),
+    )
+    return dict.fromkeys(shapes, whole)
+
+
+def _few(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 2} more" if len(keys) > 2 else ""
+    return ", ".join(map(repr, keys[:2])) + more

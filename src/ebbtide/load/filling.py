@@ -1,0 +1,122 @@
+"""Fills this rank's memory from a source: slices, conversions of whole tensors, first values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.base.errors import DataError
+from ebbtide.load.header import Entry
+from ebbtide.load.initialise import Initialiser
+from ebbtide.load.layout import Box, Layout, Piece, Whole
+from ebbtide.load.names import Plan
+from ebbtide.load.targets import Target
+
+
+class Source(Protocol):
+    """Where pieces are read from: files, memory, or another rank."""
+
+    def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
+        """Read pieces into their views; ``done`` is told the bytes of each that has ended."""
+        ...
+
+
+class Values:
+    """Pieces of tensors that are in memory.
+
+    Args:
+        values: The tensors by key.
+    """
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self._values = values
+
+    def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Copy pieces into their views."""
+        for piece in pieces:
+            value = self._values[piece.key].detach()
+            piece.into.copy_(piece.box.of(value))
+            done(piece.box.numel * value.dtype.itemsize)
+
+
+class Filling:
+    """What is to be read for a rank's targets.
+
+    Args:
+        plan: Where the model's names come from.
+        targets: What this rank holds, by name.
+        entries: What the checkpoint holds.
+    """
+
+    def __init__(self, plan: Plan, targets: Mapping[str, Target], entries: Mapping[str, Entry]) -> None:
+        self._entries = entries
+        self._sliced: list[tuple[Layout, Target]] = []
+        self._whole: dict[int, tuple[Whole, dict[str, Target]]] = {}
+        for name, source in plan.sources.items():
+            target = next((targets[n] for n in plan.tied.get(name, (name,)) if n in targets), None)
+            if target is None or not target.boxes:
+                continue  # this rank holds another part of the model
+            if isinstance(source, Layout):
+                self._sliced.append((source, target))
+            else:
+                self._whole.setdefault(id(source), (source, {}))[1][plan.bases[name]] = target
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the checkpoint that are to be read."""
+        sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._sliced for box, _ in t.boxes)
+        return sliced + sum(self._entries[k].nbytes for whole, _ in self._whole.values() for k in whole.keys)
+
+    def shared_keys(self) -> set[str]:
+        """Return the tensors of which other ranks read the same bytes."""
+        keys = {key for layout, target in self._sliced if target.shared for key in layout.keys}
+        return keys.union(*(whole.keys for whole, _ in self._whole.values()))
+
+    def fill(self, source: Source, done: Callable[[int], None]) -> None:
+        """Read everything: slices first, then one conversion of whole tensors after the other.
+
+        Raises:
+            DataError: The source cannot be read, or a conversion fails.
+        """
+        source.read(self._pieces(), done)
+        for whole, targets in self._whole.values():
+            tensors = {k: torch.empty(self._entries[k].shape, dtype=self._entries[k].dtype) for k in whole.keys}
+            source.read((Piece(key=k, box=Box.whole(t.shape), into=t) for k, t in tensors.items()), done)
+            try:
+                made = whole.convert(tensors)
+            except Exception as error:
+                raise DataError(
+                    f"{', '.join(targets)} cannot be made of {len(tensors)} tensors ({type(error).__name__}: {error})",
+                    expected="tensors as the model's library converts them",
+                    hint="see that the checkpoint belongs to this kind of model",
+                ) from error
+            for name, target in targets.items():
+                target.fill(made[name])
+
+    def _pieces(self) -> Iterator[Piece]:
+        for layout, target in self._sliced:
+            for box, view in target.boxes:
+                yield from layout.pieces(box, view)
+
+
+def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initialiser | None) -> None:
+    """Fill what the checkpoint does not have: what is there for real already, then what the model computes.
+
+    Raises:
+        DataError: Nothing gives some of it a value.
+    """
+    sourced = {name for first in plan.sources for name in plan.tied.get(first, (first,))}
+    computed: dict[str, Target] = {}
+    for name, target in targets.items():
+        old: Any = target.old
+        if name in sourced:
+            continue
+        if old is None or old.is_meta:
+            computed[name] = target
+        else:
+            target.local.copy_(getattr(old, "_local_tensor", old))
+    if computed and initialiser is not None:
+        for name, whole in initialiser.values(computed, next(iter(computed.values())).local.device):
+            computed[name].fill(whole)

@@ -1,0 +1,211 @@
+"""First values of what no checkpoint has: by the model's own functions, the same for any number of ranks.
+
+[Note: values that do not depend on the world size]
+Functions that initialise (``_init_weights`` of transformers, ``reset_parameters`` of torch and of adapters) draw from
+one stream of random numbers, so a parameter's values would depend on what was drawn before it. Here each call has a
+seed of its own, made of the run's seed and the call's name, and what it needs is made whole, given its values, cut and
+dropped before the next. Which call writes which tensors is found by running all of them once on meta, where writing
+costs nothing. A tensor that several calls write is given to all of them, in their order.
+
+All of this is done to a copy of the model on meta from before it was sharded, where names and modules are still plain.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ebbtide.base.errors import DataError
+from ebbtide.load.targets import default_device, owners_of, tensor_of
+
+_OVERWRITING = ("normal_", "uniform_", "zero_", "fill_", "copy_")
+
+
+@dataclass(kw_only=True)
+class _Call:
+    """A call that gives values; ``writes`` has what it writes, and whether all of it and before reading it."""
+
+    name: str
+    act: Callable[[], object]
+    writes: dict[str, bool] = field(default_factory=dict[str, bool])
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which of some tensors are written."""
+
+    def __init__(self, names: dict[int, str], numels: dict[str, int]) -> None:
+        super().__init__()
+        self._names, self._numels = names, numels
+        self.writes: dict[str, bool] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator; note the arguments that its schema says are written."""
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            alias = argument.alias_info
+            if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
+                name = self._names.get(value.untyped_storage()._cdata)
+                if name is not None:
+                    whole = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
+                    self.writes.setdefault(name, whole)
+        return func(*args, **(kwargs or {}))
+
+
+class Initialiser:
+    """Makes first values of parameters and buffers.
+
+    Args:
+        model: On meta, not yet sharded; it is copied.
+        init: Gives one module its values, called for every module, children first; ``None``: the modules' own.
+        seed: Of the run; the same on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
+        self._model, self._init, self._seed = copy.deepcopy(model), init, seed
+        self._owners = owners_of(self._model)
+        self._calls: list[_Call] | None = None
+
+    def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors with their first values, few at a time.
+
+        Args:
+            names: What is wanted; of tied ones any.
+            device: Where values are drawn; a device has its own random numbers.
+
+        Raises:
+            DataError: Nothing in the model gives values to some of them.
+        """
+        wanted = list(names)
+        if not wanted:
+            return
+        if self._calls is None:
+            self._calls = self._watched()
+        groups: dict[tuple[int, ...], list[str]] = {}
+        for name in wanted:
+            groups.setdefault(self._calls_of(name), []).append(name)
+        if unknown := groups.pop((), []):
+            raise DataError(
+                f"nothing gives first values to {', '.join(unknown)}",
+                expected="a module with reset_parameters, or a model with _init_weights, that sets them",
+                hint="build buffers for real (only parameters on meta), or pass init=, a function that gives a module "
+                "its values",
+            )
+        for indices, members in groups.items():
+            yield from self._made(indices, members, device or default_device())
+
+    def _made(
+        self, indices: tuple[int, ...], members: list[str], device: torch.device
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        calls = [self._calls[i] for i in indices]  # pyright: ignore[reportOptionalSubscript]
+        first = self._first_names()
+        touched = {name for call in calls for name in call.writes}
+        real: dict[str, torch.Tensor] = {}
+        with self._placed(touched, device, real), torch.no_grad():
+            cards = [] if device.type == "cpu" else [device]
+            for call in calls:
+                with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
+                    digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
+                    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                    call.act()
+            for name in members:
+                yield name, real[first[name]].detach()
+
+    @contextlib.contextmanager
+    def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
+        """Stand real memory in for tensors on meta, wherever they are tied, for as long as the context is open."""
+        first = self._first_names()
+        put: list[tuple[Any, str, Any]] = []
+        wanted = set(names)
+        try:
+            for name, (module, attribute, is_buffer) in self._owners.items():
+                if first[name] not in wanted:
+                    continue
+                old = tensor_of((module, attribute, is_buffer))
+                if first[name] not in real:
+                    empty = torch.empty(old.shape, dtype=old.dtype, device=device)
+                    real[first[name]] = nn.Parameter(empty, requires_grad=False) if not is_buffer else empty
+                slots: Any = module._buffers if is_buffer else module._parameters
+                put.append((slots, attribute, old))
+                slots[attribute] = real[first[name]]
+            yield
+        finally:
+            for slots, attribute, old in put:
+                slots[attribute] = old
+
+    def _first_names(self) -> dict[str, str]:
+        """Return by name the first name of the same tensor."""
+        first: dict[int, str] = {}
+        found: dict[str, str] = {}
+        for name, owner in self._owners.items():
+            found[name] = first.setdefault(id(tensor_of(owner)), name)
+        return found
+
+    def _calls_of(self, name: str) -> tuple[int, ...]:
+        """Return the calls that matter for a tensor: from the last that writes all of it on."""
+        name = self._first_names().get(name, name)
+        writing = [(i, call.writes[name]) for i, call in enumerate(self._calls or ()) if name in call.writes]
+        last = max((at for at, (_, whole) in enumerate(writing) if whole), default=0)
+        return tuple(i for i, _ in writing[last:])
+
+    def _watched(self) -> list[_Call]:
+        """Run every call once on meta and note what it writes."""
+        first = self._first_names()
+        names, numels = dict[int, str](), dict[str, int]()
+        for name, owner in self._owners.items():
+            tensor = tensor_of(owner)
+            if tensor.is_meta and first[name] == name:
+                names[tensor.untyped_storage()._cdata], numels[name] = name, tensor.numel()
+        calls = list(_calls(self._model, self._init))
+        for call in calls:
+            watch = _Watch(names, numels)
+            # A function that cannot run on meta is left out; what it alone would have set is told as unknown.
+            with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
+                call.act()
+            call.writes = watch.writes
+        return [call for call in calls if call.writes]
+
+
+def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:
+    """Yield the calls that give a model its first values, in the order of its own."""
+    order: list[tuple[str, nn.Module, Any]] = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, prefix: str, root: Any) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if callable(getattr(module, "_init_weights", None)):
+            root = module  # a model inside a model brings its own function
+        for name, child in module.named_children():
+            visit(child, f"{prefix}.{name}" if prefix else name, root)
+        order.append((prefix, module, root))
+
+    visit(model, "", None)
+    for prefix, module, root in order:
+        for method in ("_reset_parameters", "reset_parameters"):
+            if callable(act := getattr(module, method, None)):
+                yield _Call(name=f"{prefix}.{method}", act=act)
+                break
+        if root is not None:
+            yield _Call(name=f"{prefix}._init_weights", act=lambda root=root, module=module: root._init_weights(module))
+        yield from _adapter_calls(model, module, prefix)
+        if init is not None:
+            yield _Call(name=f"{prefix}.init", act=lambda module=module: init(module))
+
+
+def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
+    """Yield the calls that give adapters their first values; those that are made of base weights cannot be."""
+    if callable(reset := getattr(module, "reset_lora_parameters", None)):
+        for adapter, config in getattr(model, "peft_config", {}).items():
+            how = getattr(config, "init_lora_weights", True)
+            if how is True or how == "gaussian":
+                yield _Call(name=f"{prefix}.{adapter}", act=lambda adapter=adapter, how=how: reset(adapter, how))

@@ -1,0 +1,275 @@
+"""Where the elements of a tensor come from: parts of tensors of a checkpoint, put beside each other.
+
+[Note: layouts]
+A parameter is often one tensor of the checkpoint, but libraries also fuse and stack them (experts, q/k/v) while they
+load. Such conversions only move elements. A ``Layout`` stands in for a tensor that is not there: stacked, concatenated,
+split and transposed, by torch's own functions, it keeps account of which box of which tensor goes where. So a library's
+conversion is run once on layouts, and afterwards any slice of its result is read without making the rest. What a layout
+cannot follow raises ``NotFollowedError``, and the caller converts whole tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+
+class NotFollowedError(Exception):
+    """A layout was used in a way that it keeps no account of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: where it begins and how far it goes, in each dimension."""
+
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """Return the box that is all of a tensor."""
+        return cls(start=(0,) * len(shape), size=tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.size)
+
+    def meet(self, other: Box) -> Box | None:
+        """Return what two boxes of one tensor share, or ``None``."""
+        start = tuple(map(max, self.start, other.start))
+        ends = (min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        size = tuple(end - begin for end, begin in zip(ends, start, strict=True))
+        return Box(start=start, size=size) if all(n > 0 for n in size) else None
+
+    def of(self, tensor: torch.Tensor, *, origin: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the view of a tensor that this box is; ``origin`` is where the tensor itself begins."""
+        for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
+            tensor = tensor.narrow(dim, start - (origin[dim] if origin else 0), size)
+        return tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A box of a tensor of the checkpoint, and the view that takes its elements."""
+
+    key: str
+    box: Box
+    into: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A box of the whole, the tensor it comes from, where it begins there, and its dimension for each of the whole's.
+
+    ``None`` is a dimension of size 1 that the source does not have.
+    """
+
+    box: Box
+    key: str
+    start: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+
+class Layout:
+    """A tensor told by where its elements come from. See [Note: layouts].
+
+    Args:
+        shape: Its shape.
+        parts: What it is made of; together they cover it once.
+        dtype: Of the tensors it comes from.
+    """
+
+    def __init__(self, shape: Sequence[int], parts: Sequence[_Part], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = torch.Size(shape), dtype
+        self._parts = tuple(parts)
+
+    @classmethod
+    def of(cls, key: str, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+        """Return the layout of a tensor of the checkpoint itself."""
+        box = Box.whole(shape)
+        return cls(shape, [_Part(box=box, key=key, start=box.start, axes=tuple(range(len(shape))))], dtype)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The tensors it comes from."""
+        return tuple(dict.fromkeys(part.key for part in self._parts))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    def pieces(self, box: Box, into: torch.Tensor) -> Iterator[Piece]:
+        """Yield what to read for a box of this tensor.
+
+        Args:
+            box: The box.
+            into: Takes its elements; of the box's size.
+        """
+        for part in self._parts:
+            shared = part.box.meet(box) if box.size else box
+            if shared is None:
+                continue
+            view = shared.of(into, origin=box.start)
+            start, size = list(part.start), [1] * len(part.start)
+            for dim, axis in enumerate(part.axes):
+                if axis is not None:
+                    start[axis] += shared.start[dim] - part.box.start[dim]
+                    size[axis] = shared.size[dim]
+            mapped = sorted((axis, dim) for dim, axis in enumerate(part.axes) if axis is not None)
+            added = [dim for dim, axis in enumerate(part.axes) if axis is None]
+            view = view.permute([dim for _, dim in mapped] + added)
+            # Dimensions of size 1 come and go without moving an element, so the view can take the source's own.
+            have = {axis: view.stride(i) for i, (axis, _) in enumerate(mapped)}
+            stride = [have.get(axis, 1) for axis in range(len(size))]
+            yield Piece(key=part.key, box=Box(start=tuple(start), size=tuple(size)), into=view.as_strided(size, stride))
+
+    # What conversions do to tensors.
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or one of its sizes."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return math.prod(self.shape)
+
+    def contiguous(self) -> Layout:
+        """Return itself: there is no memory whose order could matter."""
+        return self
+
+    def transpose(self, dim0: int, dim1: int) -> Layout:
+        """Swap two dimensions."""
+        order = list(range(self.ndim))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        return self._rearranged(order)
+
+    def unsqueeze(self, dim: int) -> Layout:
+        """Add a dimension of size 1."""
+        dim = dim % (self.ndim + 1)
+        parts = [
+            replace(
+                p,
+                box=Box(start=_with(p.box.start, dim, 0), size=_with(p.box.size, dim, 1)),
+                axes=(*p.axes[:dim], None, *p.axes[dim:]),
+            )
+            for p in self._parts
+        ]
+        return Layout(_with(tuple(self.shape), dim, 1), parts, self.dtype)
+
+    def squeeze(self, dim: int) -> Layout:
+        """Drop a dimension of size 1."""
+        dim = dim % self.ndim
+        return self if self.shape[dim] != 1 else self._rearranged([d for d in range(self.ndim) if d != dim])
+
+    def narrow(self, dim: int, start: int, length: int) -> Layout:
+        """Keep ``length`` from ``start`` on in one dimension."""
+        dim = dim % self.ndim
+        kept = Box(
+            start=tuple(start if d == dim else 0 for d in range(self.ndim)),
+            size=tuple(length if d == dim else n for d, n in enumerate(self.shape)),
+        )
+        parts: list[_Part] = []
+        for part in self._parts:
+            if (shared := part.box.meet(kept)) is None:
+                continue
+            source = list(part.start)
+            if (axis := part.axes[dim]) is not None:
+                source[axis] += shared.start[dim] - part.box.start[dim]
+            moved = tuple(s - k for s, k in zip(shared.start, kept.start, strict=True))
+            parts.append(replace(part, box=Box(start=moved, size=shared.size), start=tuple(source)))
+        return Layout(kept.size, parts, self.dtype)
+
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
+        """Cut along a dimension into parts of these sizes."""
+        total = self.shape[dim]
+        if isinstance(sizes, int):
+            sizes = [min(sizes, total - at) for at in range(0, total, sizes)]
+        if sum(sizes) != total:
+            raise NotFollowedError(f"{total} split into {list(sizes)}")
+        return tuple(self.narrow(dim, sum(sizes[:i]), n) for i, n in enumerate(sizes))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[Layout, ...]:
+        """Cut along a dimension into equal parts; the last may be smaller."""
+        return self.split(-(-self.shape[dim] // chunks), dim)
+
+    def _rearranged(self, order: Sequence[int]) -> Layout:
+        parts = [
+            replace(
+                p,
+                box=Box(start=tuple(p.box.start[d] for d in order), size=tuple(p.box.size[d] for d in order)),
+                axes=tuple(p.axes[d] for d in order),
+            )
+            for p in self._parts
+        ]
+        return Layout([self.shape[d] for d in order], parts, self.dtype)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what torch's function of this name does, or say that it is not followed."""
+        if func not in _FOLLOWED:
+            raise NotFollowedError(getattr(func, "__name__", str(func)))
+        return _FOLLOWED[func](*args, **(kwargs or {}))
+
+
+def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
+    return (*values[:at], value, *values[at:])
+
+
+def _cat(tensors: Sequence[Layout], dim: int = 0) -> Layout:
+    parts: list[_Part] = []
+    first, length = tensors[0], 0
+    dim = dim % first.ndim
+    for one in tensors:
+        sizes = [(a, b) for d, (a, b) in enumerate(zip(first.shape, one.shape, strict=True)) if d != dim]
+        if any(a != b for a, b in sizes) or one.dtype != first.dtype:
+            raise NotFollowedError(f"{tuple(first.shape)} beside {tuple(one.shape)}")
+        for p in one._parts:
+            start = tuple(s + (length if d == dim else 0) for d, s in enumerate(p.box.start))
+            parts.append(replace(p, box=replace(p.box, start=start)))
+        length += one.shape[dim]
+    return Layout([length if d == dim else n for d, n in enumerate(first.shape)], parts, first.dtype)
+
+
+def _stack(tensors: Sequence[Layout], dim: int = 0) -> Layout:
+    return _cat([one.unsqueeze(dim) for one in tensors], dim)
+
+
+_FOLLOWED: dict[Any, Callable[..., Any]] = {
+    torch.cat: _cat,
+    torch.stack: _stack,
+    torch.chunk: lambda tensor, chunks, dim=0: cast("Layout", tensor).chunk(chunks, dim),
+    torch.split: lambda tensor, sizes, dim=0: cast("Layout", tensor).split(sizes, dim),
+    torch.transpose: lambda tensor, dim0, dim1: cast("Layout", tensor).transpose(dim0, dim1),
+    torch.squeeze: lambda tensor, dim: cast("Layout", tensor).squeeze(dim),
+    torch.unsqueeze: lambda tensor, dim: cast("Layout", tensor).unsqueeze(dim),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A conversion that layouts cannot follow: it makes tensors out of whole ones.
+
+    Args:
+        keys: The tensors of the checkpoint, as the conversion takes them.
+        shapes: What it makes, by name.
+        convert: From the tensors by key to the results by name.
+    """
+
+    keys: tuple[str, ...]
+    shapes: Mapping[str, torch.Size]
+    convert: Any
+
+
+Source = Layout | Whole

@@ -1,0 +1,279 @@
+"""``load_sharded``: from a model on meta to one whose parameters are there, each rank's part only."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ebbtide.base.checks import check_fields
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.events import BUS
+from ebbtide.base.units import format_size
+from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_there, open_checkpoint
+from ebbtide.load.filling import Filling, Source, Values, first_values
+from ebbtide.load.header import Entry
+from ebbtide.load.initialise import Initialiser
+from ebbtide.load.names import Plan, check_plan, make_plan, wanted_of
+from ebbtide.load.optimizers import Rebinding
+from ebbtide.load.prepare import check_model, set_dtype
+from ebbtide.load.reader import Reader
+from ebbtide.load.relay import Client, serve, servers_of
+from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
+from ebbtide.load.together import Meet, Ranks
+
+logger = logging.getLogger("ebbtide.load")
+
+_STEPS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """How weights are loaded; the meaning of each is told by ``ebbtide.load_sharded``."""
+
+    source: Literal["auto", "slices", "broadcast", "initialise"] = "auto"
+    missing: Literal["error", "initialise"] = "error"
+    unexpected: Literal["error", "ignore"] = "error"
+    allow_pickle: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | nn.Module | None
+
+
+class Loading:
+    """One load, from the first look to the last byte.
+
+    Args:
+        model: On meta.
+        weights: Where they come from, as this rank was told.
+        options: How.
+        meet: How ranks meet; ``None``: this process is alone.
+        init: Gives a module its first values; ``None``: the module's own.
+        progress: Told bytes read and bytes to read by this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weights: Weights,
+        options: LoadOptions,
+        *,
+        meet: Meet | None,
+        init: Callable[[nn.Module], object] | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        self.model, self.options = model, options
+        self._weights, self._init, self._progress = weights, init, progress
+        self.ranks = Ranks(meet)
+        self.checkpoint: Checkpoint | None = None
+        self.plan = Plan()
+        self._done_bytes = self._total_bytes = 0
+
+    def run(
+        self,
+        shard: Callable[[nn.Module], nn.Module | None] | None,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> nn.Module:
+        """Load, and return the sharded model.
+
+        Raises:
+            EbbtideError: As ``ebbtide.load_sharded``; the same on all ranks.
+        """
+        started = time.monotonic()
+        sights = self.ranks.tell("look for the weights", lambda: self._look(dtype, optimizer))
+        self._choose(sights)
+        catalogs = self.ranks.tell("learn what the checkpoint holds", self._catalog) if self._asked else []
+        self.ranks.tell("fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"])))
+        BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
+        found: list[tuple[nn.Module, dict[str, Target]]] = []
+
+        def act() -> dict[str, Any]:
+            sharded = (shard(self.model) if shard else None) or self.model
+            found.append((sharded, self._read(sharded, device)))
+            return {}
+
+        self.ranks.tell("read its weights", lambda: self._serving(act))
+        (sharded, targets) = found[0]
+        self._rebinding.rebind(sharded, attach(sharded, list(targets.values())))
+        seconds = time.monotonic() - started
+        told = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
+        logger.info("loaded %s on rank %d by %s in %.1f s", *told)
+        BUS.emit(
+            "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
+        )
+        return sharded
+
+    def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Check the arguments and see what is there for this rank."""
+        check_model(self.model)
+        self._rebinding = Rebinding(self.model, optimizer)
+        if dtype is not None:
+            set_dtype(self.model, dtype)
+        given = self._weights is not None and self.options.source != "initialise"
+        if isinstance(self._weights, nn.Module):
+            self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")
+        elif isinstance(self._weights, Mapping):
+            self.checkpoint = checkpoint_of(self._weights, "the given state dict")
+        elif self._weights is not None and given and (self.ranks.count == 1 or is_there(self._weights)):
+            self.checkpoint = open_checkpoint(self._weights, allow_pickle=self.options.allow_pickle)
+        sees = self.checkpoint.digest() if self.checkpoint is not None else ""
+        name = repr(str(self._weights)) if isinstance(self._weights, (str, os.PathLike)) else "the given values"
+        host, seed = os.uname().nodename, torch.initial_seed()
+        return {"sees": sees, "given": given, "name": name, "host": host, "seed": seed}
+
+    def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
+        """Choose the path from what the ranks see; each comes to the same.
+
+        Raises:
+            DataError: Nobody sees the weights, or ranks see different ones.
+            ConfigError: The path that was asked for cannot be taken.
+        """
+        sees, source = [s["sees"] for s in sights], self.options.source
+        blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
+        if len(kinds) > 1:
+            raise DataError(
+                f"ranks see {len(kinds)} different checkpoints ({_spelled(sees)})",
+                expected="the same tensors, dtypes and files on each rank that sees any",
+                hint="see that every machine has the same copy",
+            )
+        name = next((s["name"] for s in sights if s["given"]), "any weights")
+        if not kinds and (source in ("slices", "broadcast") or any(s["given"] for s in sights)):
+            raise DataError(
+                f"no rank sees {name}",
+                expected="a checkpoint that one rank at least can read",
+                hint="see the path, and the file systems that are mounted; without a path weights are initialised",
+            )
+        if source == "slices" and blind:
+            raise ConfigError(
+                f"source='slices' and ranks {', '.join(map(str, blind))} do not see the checkpoint",
+                expected="a checkpoint that all ranks see",
+                hint="source='auto' sends those ranks what they need",
+            )
+        hosts = [s["host"] for s in sights]
+        self._asked = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
+        self.path = "initialise" if not kinds else "broadcast" if self._asked else "slices"
+        reason = {
+            "initialise": "there is no checkpoint",
+            "broadcast": f"{len(self._asked)} of {len(sees)} ranks get them from a rank that reads",
+            "slices": "every rank sees the checkpoint",
+        }
+        logger.info("loading by %s: %s", self.path, reason[self.path])
+
+    def _catalog(self) -> dict[str, Any]:
+        """Tell the others what the checkpoint holds: one rank does, as long as they all see the same."""
+        if self.checkpoint is None or self.ranks.me != min(self._asked.values()):
+            return {}
+        entries = self.checkpoint.entries.items()
+        return {"name": self.checkpoint.name, "entries": {k: [e.shape, str(e.dtype)] for k, e in entries}}
+
+    def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
+        """Match the checkpoint with the model, and keep what first values need."""
+        if self.ranks.me in self._asked:
+            told = next(c for c in catalogs if c)
+            entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in told["entries"].items()}
+            self.checkpoint = Checkpoint(entries=entries, name=told["name"])
+        if self.checkpoint is not None and self.path != "initialise":
+            self.plan = make_plan(self.model, self.checkpoint.entries)
+            check_plan(
+                self.plan,
+                self.checkpoint.name,
+                missing=self.options.missing,
+                unexpected=self.options.unexpected,
+                keys=self.checkpoint.entries,
+            )
+        owners = owners_of(self.model)
+        sourced = {id(tensor_of(owners[name])) for name in self.plan.sources}
+        left = [o for o in owners.values() if tensor_of(o).is_meta and id(tensor_of(o)) not in sourced]
+        self._initialiser = Initialiser(self.model, self._init, seed=seed) if left else None
+        return {}
+
+    def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Act; then, whatever came of it, give those who ask this rank what they need."""
+        failure: Exception | None = None
+        told: dict[str, Any] = {}
+        try:
+            told = act()
+        except Exception as error:
+            failure = error
+        clients = [client for client, server in self._asked.items() if server == self.ranks.me]
+        if self.ranks.me in self._asked:
+            self._client().finish()
+        elif clients and self.checkpoint is not None:
+            with self._source(set()) as source:
+                serve(clients, source, self.checkpoint.entries)
+        if failure is not None:
+            raise failure
+        return told
+
+    def _read(self, sharded: nn.Module, device: torch.device | None) -> dict[str, Target]:
+        """Make memory for this rank's part and fill it."""
+        targets = targets_of(sharded, device)
+        if self.checkpoint is not None and self.path != "initialise":
+            filling = Filling(self.plan, targets, self.checkpoint.entries)
+            self._total_bytes = filling.total_bytes
+            if self.ranks.me in self._asked:
+                filling.fill(self._client(), self._done)
+            else:
+                pinned = any(target.local.device.type != "cpu" for target in targets.values())
+                with self._source(filling.shared_keys(), pinned=pinned) as source:
+                    filling.fill(source, self._done)
+        first_values(targets, self.plan, self._initialiser)
+        return targets
+
+    def _client(self) -> Client:
+        return Client(self._asked[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
+
+    @contextlib.contextmanager
+    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[Source]:
+        """Open where this rank reads from."""
+        checkpoint = self.checkpoint or Checkpoint(entries={})
+        if checkpoint.values:
+            yield Values(checkpoint.values)
+            return
+        with Reader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
+            yield reader
+
+    def _done(self, nbytes: int) -> None:
+        """Count what was read; tell at every twentieth part."""
+        before = self._done_bytes
+        self._done_bytes += nbytes
+        step = max(self._total_bytes // _STEPS, 1)
+        if before // step != self._done_bytes // step:
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
+            logger.debug("rank %d: %s of %s", self.ranks.me, *map(format_size, (self._done_bytes, self._total_bytes)))
+            BUS.emit(
+                "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
+            )
+
+
+def _values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a model's parameters and persistent buffers by name; nothing is copied."""
+    return {name: tensor.detach() for name, tensor in wanted_of(model).items()}
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _spelled(sees: Sequence[str]) -> str:
+    by_sight: dict[str, list[int]] = {}
+    for rank, sight in enumerate(sees):
+        by_sight.setdefault(sight, []).append(rank)
+    return "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {sight[:8] if sight else 'nothing'}"
+        for sight, ranks in by_sight.items()
+    )

@@ -1,0 +1,185 @@
+"""Which tensors of a checkpoint a model's parameters and buffers are made of.
+
+[Note: names]
+A model's name and a checkpoint's name for one tensor differ where adapters wrap modules, where a head was put on a base
+model, and where a library converts old layouts while it loads. Everything is settled here, before a byte is read: what
+is missing, unexpected or of another shape is told at once, all of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide.load.conversions import converted
+from ebbtide.load.header import Entry
+from ebbtide.load.layout import Layout, Source
+from ebbtide.load.targets import owners_of, tensor_of
+
+SHOWN = 8
+"""Names of one kind that an error lists with their particulars; of the rest the names alone, so that none is hidden."""
+
+
+@dataclass(kw_only=True)
+class Plan:
+    """Where each of the model's names comes from, and what does not fit.
+
+    ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
+    its library knows it by.
+    """
+
+    sources: dict[str, Source] = field(default_factory=dict[str, Source])
+    tied: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    bases: dict[str, str] = field(default_factory=dict[str, str])
+    missing: list[str] = field(default_factory=list[str])
+    unexpected: list[str] = field(default_factory=list[str])
+    misshaped: list[str] = field(default_factory=list[str])
+    uncast: list[str] = field(default_factory=list[str])
+
+
+def wanted_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the model's parameters and persistent buffers by name; tied ones under each of their names."""
+    found: dict[str, torch.Tensor] = {}
+    for name, owner in owners_of(model).items():
+        module, attribute, is_buffer = owner
+        if not (is_buffer and attribute in module._non_persistent_buffers_set):
+            found[name] = tensor_of(owner)
+    return found
+
+
+def adapters_of(model: nn.Module) -> set[str]:
+    """Return the names of parameters that adapters add: no checkpoint of the base model has them."""
+    found: set[str] = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        layers: Sequence[str] = getattr(module, "adapter_layer_names", ())
+        for layer in layers if isinstance(layers, tuple) else ():
+            for name in [n for n, _ in module.named_parameters(remove_duplicate=False)]:
+                if name.split(".")[0] == layer and ".base_layer." not in f".{name}":
+                    found.add(f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def base_name(name: str) -> str:
+    """Return the name that a parameter of an adapted model has in the base model."""
+    name = re.sub(r"^base_model\.(?:model\.)?", "", name) if name.startswith("base_model.model.") else name
+    name = re.sub(r"(?<=\.)modules_to_save\.[^.]+\.", "", name)
+    return name.replace(".original_module.", ".").replace(".base_layer.", ".")
+
+
+def make_plan(model: nn.Module, entries: Mapping[str, Entry]) -> Plan:
+    """Match a checkpoint's tensors with the model's names.
+
+    Args:
+        model: On meta, before it is sharded.
+        entries: What the checkpoint holds.
+
+    Raises:
+        DataError: A conversion of the model's library fails.
+    """
+    wanted, adapters = wanted_of(model), adapters_of(model)
+    by_base: dict[str, list[str]] = {}
+    for name in wanted:
+        if name not in adapters:
+            by_base.setdefault(base_name(name), []).append(name)
+    host = _host_model(model)
+    if host is not None:
+        found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
+    else:
+        found: dict[str, Source] = {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in by_base}
+        unexpected = [key for key in entries if key not in by_base]
+    plan = Plan(unexpected=_not_ignored(host, unexpected, wanted))
+    _assign(plan, wanted, by_base, found)
+    plan.missing += sorted(adapters)
+    return plan
+
+
+def _assign(
+    plan: Plan, wanted: Mapping[str, torch.Tensor], by_base: Mapping[str, Sequence[str]], found: Mapping[str, Source]
+) -> None:
+    names_of: dict[int, list[str]] = {}
+    base_of = {name: base for base, names in by_base.items() for name in names}
+    for name in base_of:
+        names_of.setdefault(id(wanted[name]), []).append(name)
+    for names in names_of.values():
+        first, tensor = names[0], wanted[names[0]]
+        base = next((base_of[n] for n in names if base_of[n] in found), None)
+        if base is None:
+            plan.missing.append(first)
+            continue
+        source = found[base]
+        shape = source.shape if isinstance(source, Layout) else source.shapes[base]
+        if tuple(shape) != tuple(tensor.shape):
+            plan.misshaped.append(f"{first} is {tuple(shape)} there and {tuple(tensor.shape)} here")
+        elif isinstance(source, Layout) and not castable(source.dtype, tensor.dtype):
+            plan.uncast.append(f"{first} is {_word(source.dtype)} there and {_word(tensor.dtype)} here")
+        else:
+            plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
+
+
+def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether values of one dtype mean the same in another: numbers of 8 bits and fewer come with scales."""
+    plain = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    return found == wanted or (found in plain and wanted in plain)
+
+
+def check_plan(plan: Plan, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
+    """Raise one error for all that does not fit.
+
+    Args:
+        plan: What was matched.
+        name: The checkpoint.
+        missing: ``"error"`` or ``"initialise"``.
+        unexpected: ``"error"`` or ``"ignore"``.
+        keys: Names in the checkpoint, to find near ones.
+
+    Raises:
+        DataError: Something does not fit.
+    """
+    told = [
+        ("missing", plan.missing if missing == "error" else []),
+        ("unexpected", plan.unexpected if unexpected == "error" else []),
+        ("of another shape", plan.misshaped),
+        ("of a dtype that cannot be converted", plan.uncast),
+    ]
+    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in told if names]
+    if not lines:
+        return
+    hints: list[str] = []
+    if told[0][1]:
+        close = nearest(plan.missing[0], keys)
+        hints.append(close or "missing='initialise' makes what is missing as the model itself would")
+    if told[1][1]:
+        hints.append("unexpected='ignore' leaves the rest of the checkpoint alone")
+    raise DataError(
+        f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
+        expected="each parameter and persistent buffer of the model once, in its shape",
+        hint="; ".join(hints) or "build the model from the configuration that lies beside the checkpoint",
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join([*names[:SHOWN], *(n.split(" ")[0] for n in names[SHOWN:])])
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _host_model(model: nn.Module) -> Any | None:
+    """Return the transformers model in ``model``, if it is one or adapts one."""
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    return base if hasattr(base, "base_model_prefix") and hasattr(base, "config") else None
+
+
+def _not_ignored(host: Any | None, unexpected: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Leave out what the model's library says is of no use."""
+    patterns: list[str] = list(getattr(host, "_keys_to_ignore_on_load_unexpected", None) or [])
+    if host is not None:  # buffers that older versions saved and that are computed now
+        patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return [key for key in unexpected if not any(re.search(p, key) for p in patterns)]

@@ -1,0 +1,70 @@
+"""An optimizer made before the model was sharded holds parameters that are no more: it is given the new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.load.targets import owners_of, tensor_of
+
+
+class Rebinding:
+    """Remembers by name what an optimizer holds, to find it again in the sharded model.
+
+    Args:
+        model: Before it is sharded.
+        optimizer: Made of its parameters; ``None``: nothing to do.
+
+    Raises:
+        ConfigError: The optimizer has begun, or holds what is not the model's.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = optimizer
+        self._names: list[list[str]] = []
+        if optimizer is None:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer is a {type(optimizer).__name__}", expected="a torch optimizer", hint="pass it unwrapped"
+            )
+        if optimizer.state:
+            raise ConfigError(
+                "the optimizer has state already",
+                expected="an optimizer that has made no step",
+                hint="load the weights first, then the optimizer's state",
+            )
+        names = {id(tensor_of(owner)): name for name, owner in reversed(owners_of(model).items())}
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in names for parameter in group["params"]):
+                raise ConfigError(
+                    "the optimizer holds a parameter that is not the model's",
+                    expected="an optimizer of this model's parameters",
+                    hint="make the optimizer from model.parameters()",
+                )
+            self._names.append([names[id(parameter)] for parameter in group["params"]])
+
+    def rebind(self, model: nn.Module, replaced: Mapping[int, nn.Parameter]) -> None:
+        """Give the optimizer the parameters that the model has now.
+
+        Args:
+            model: After it was loaded.
+            replaced: New parameters by the identity of the old ones; what is not in it stays.
+
+        Raises:
+            ConfigError: The wrapper keeps several parameters as one.
+        """
+        if self._optimizer is None:
+            return
+        now = {name: tensor_of(owner) for name, owner in owners_of(model).items()}
+        for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
+            if absent := [name for name in names if name not in now]:
+                raise ConfigError(
+                    f"{absent[0]!r} is a part of a flat parameter",
+                    expected="parameters that are still there by name",
+                    hint="pass use_orig_params=True to FSDP, or make the optimizer after loading",
+                )
+            group["params"] = [replaced.get(id(now[name]), now[name]) for name in names]

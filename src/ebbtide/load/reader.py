@@ -1,0 +1,292 @@
+"""Reads boxes of tensors out of files, several at a time, through a small staging buffer each.
+
+[Note: one read of what is needed]
+A box of a tensor lies in its file as runs of bytes. A box is halved until a piece spans at most a staging buffer and
+holds few bytes that are not wanted; then its span is read at once and copied from there into the local shard, with the
+dtype converted on the way: no tensor is ever there twice, in no dtype. Files that the page cache does not hold are read
+with direct I/O, which leaves no copy of the checkpoint in memory; where several ranks of a machine want the same bytes
+they come through the page cache, so that the disk is asked once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import math
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+import torch
+
+from ebbtide.base.errors import DataError
+from ebbtide.load.header import Entry
+from ebbtide.load.layout import Box, Piece
+from ebbtide.store.buffers import Buffer, view_memory
+
+ALIGN_BYTES = 4096
+CHUNK_BYTES = 8 << 20
+READERS = 4
+RUN_BYTES = 64 << 10
+"""Runs at least this long are read by themselves; shorter ones with what lies between them."""
+SLACK = 1.25
+CACHED_SHARE = 0.5
+"""Part of a file in the page cache from which on it is read through it."""
+
+
+class CheckpointFile:
+    """One file, open in the way that suits it. See [Note: one read of what is needed].
+
+    Args:
+        path: The file.
+        shared: Other ranks of this machine read the same bytes of it.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+
+    def __init__(self, path: str, *, shared: bool = False) -> None:
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.size_bytes = os.fstat(self.fd).st_size
+        self.direct = False
+        o_direct: int = getattr(os, "O_DIRECT", 0)
+        if o_direct and not shared and _cached_share(self.fd, self.size_bytes) < CACHED_SHARE:
+            with contextlib.suppress(OSError):
+                direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | o_direct)
+                os.close(self.fd)
+                self.fd, self.direct = direct, True
+        if not self.direct:
+            # What is asked for is what is needed: reading ahead would fetch the slices of other ranks.
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, address: int, offset_bytes: int, nbytes: int) -> int:
+        """Read a span into staging memory at an address; return how far from there the span begins.
+
+        Raises:
+            OSError: The system's own, or ``EIO`` where the file ends before the span.
+        """
+        begin = offset_bytes // ALIGN_BYTES * ALIGN_BYTES if self.direct else offset_bytes
+        end = offset_bytes + nbytes
+        length = -(-(end - begin) // ALIGN_BYTES) * ALIGN_BYTES if self.direct else nbytes
+        view = view_memory(address, length)
+        done = 0
+        while begin + done < end:
+            try:
+                count = os.preadv(self.fd, [view[done:length]], begin + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self.direct:
+                    self._leave_direct()
+                    continue
+                raise
+            if count <= 0:
+                raise OSError(errno.EIO, f"the file ends at byte {begin + done}; {end} were there before")
+            # Direct reads go on aligned; only at the end of the file is one odd.
+            done += count - count % ALIGN_BYTES if self.direct and begin + done + count < end else count
+        return offset_bytes - begin
+
+    def _leave_direct(self) -> None:
+        """Go on through the page cache: some file systems open for direct I/O and then refuse it."""
+        buffered = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        os.dup2(buffered, self.fd, inheritable=False)  # other threads keep using the same descriptor
+        os.close(buffered)
+        self.direct = False
+
+    def close(self) -> None:
+        """Close it. Harmless when repeated."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Reader:
+    """Reads pieces out of a checkpoint's files in a few threads. Used as a context manager.
+
+    Args:
+        entries: Where tensors lie.
+        readers: Threads; each has a staging buffer of ``CHUNK_BYTES``.
+        shared: Tensors of which other ranks of this machine read the same bytes.
+        pinned: Staging memory that an accelerator copies from at its full rate.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        *,
+        readers: int = READERS,
+        shared: Callable[[str], bool] = lambda key: False,
+        pinned: bool = False,
+    ) -> None:
+        self._entries, self._shared, self._pinned = entries, shared, pinned
+        self._files: dict[tuple[str, bool], CheckpointFile] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._readers = readers
+        self._pool = ThreadPoolExecutor(readers, thread_name_prefix="ebbtide-load")
+        self._stopped = False
+        self.read_bytes = 0
+        """Bytes asked of the files so far, with those between runs."""
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Read pieces and return when all are there.
+
+        Args:
+            pieces: What to read, and into which views.
+            done: Told the bytes of every read that has ended.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
+        waiting: set[Future[tuple[int, int]]] = set()
+        try:
+            for piece in self._spans(pieces):
+                if len(waiting) >= 4 * self._readers:
+                    waiting = self._settle(waiting, done)
+                waiting.add(self._pool.submit(self._read, piece))
+            while waiting:
+                waiting = self._settle(waiting, done)
+        except BaseException:
+            self._stopped = True  # targets die with the caller's frame: nobody may write into them any more
+            wait(waiting)
+            raise
+
+    def _settle(
+        self, waiting: set[Future[tuple[int, int]]], done: Callable[[int], None]
+    ) -> set[Future[tuple[int, int]]]:
+        ended, left = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in ended:
+            wanted_bytes, span_bytes = future.result()
+            self.read_bytes += span_bytes
+            done(wanted_bytes)
+        return left
+
+    def _spans(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            yield from spans_of(piece, self._entries[piece.key])
+
+    def _read(self, piece: Piece) -> tuple[int, int]:
+        if self._stopped:
+            return 0, 0
+        entry = self._entries[piece.key]
+        try:
+            file = self._file(entry.file, self._shared(piece.key))
+            strides = _strides(entry.shape)
+            first = sum(s * n for s, n in zip(piece.box.start, strides, strict=True))
+            span = _span(piece.box, strides) * entry.dtype.itemsize
+            staging = self._staging(span)
+            at = file.read(staging.data_ptr(), entry.offset_bytes + first * entry.dtype.itemsize, span)
+        except OSError as error:
+            raise DataError(
+                f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
+                expected="a file that stays as it was when loading began",
+                hint="see the system log and that nobody writes the checkpoint",
+            ) from error
+        data = staging[at : at + span]
+        if data.data_ptr() % entry.dtype.itemsize:  # a file may put tensors at odd places
+            data = data.clone()
+        piece.into.copy_(data.view(entry.dtype).as_strided(piece.box.size, strides))
+        return piece.box.numel * entry.dtype.itemsize, span
+
+    def _file(self, path: str, shared: bool) -> CheckpointFile:
+        with self._lock:
+            if (path, shared) not in self._files:
+                self._files[path, shared] = CheckpointFile(path, shared=shared)
+            return self._files[path, shared]
+
+    def _staging(self, span_bytes: int) -> torch.Tensor:
+        """Return this thread's staging memory, which begins on a page."""
+        needed = max(span_bytes, CHUNK_BYTES) + 2 * ALIGN_BYTES
+        found: torch.Tensor | None = getattr(self._local, "staging", None)
+        if found is None or found.numel() < needed:
+            if self._pinned:
+                found = torch.empty(needed + ALIGN_BYTES, dtype=torch.uint8, pin_memory=True)
+                found = found[-found.data_ptr() % ALIGN_BYTES :]
+            else:
+                found = Buffer(needed, 0).tensor()
+            self._local.staging = found
+        return found
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        self._stopped = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def spans_of(piece: Piece, entry: Entry) -> Iterator[Piece]:
+    """Halve a piece until each part is worth one read. See [Note: one read of what is needed]."""
+    strides = _strides(entry.shape)
+    waiting = [piece]
+    while waiting:
+        one = waiting.pop()
+        nbytes = one.box.numel * entry.dtype.itemsize
+        if nbytes == 0:
+            continue
+        span = _span(one.box, strides) * entry.dtype.itemsize
+        dense = span <= nbytes * SLACK or _run(one.box, entry.shape) * entry.dtype.itemsize < RUN_BYTES
+        dim = next((d for d, n in enumerate(one.box.size) if n > 1), None)
+        if dim is None or (span <= CHUNK_BYTES and dense):
+            yield one
+            continue
+        half = one.box.size[dim] // 2
+        for start, length in ((half, one.box.size[dim] - half), (0, half)):
+            box = Box(
+                start=tuple(s + (start if d == dim else 0) for d, s in enumerate(one.box.start)),
+                size=tuple(length if d == dim else n for d, n in enumerate(one.box.size)),
+            )
+            waiting.append(Piece(key=one.key, box=box, into=one.into.narrow(dim, start, length)))
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _span(box: Box, strides: tuple[int, ...]) -> int:
+    """Elements from the first of a box to its last, in the order of the file."""
+    return 1 + sum((n - 1) * s for n, s in zip(box.size, strides, strict=True))
+
+
+def _run(box: Box, shape: tuple[int, ...]) -> int:
+    """Elements of a box that follow each other in the file."""
+    run = 1
+    for size, full in zip(reversed(box.size), reversed(shape), strict=True):
+        run *= size
+        if size != full:
+            break
+    return run
+
+
+def _cached_share(fd: int, size_bytes: int) -> float:
+    """Return which part of a file is in the page cache; all of it where that cannot be told."""
+    if size_bytes == 0:
+        return 1.0
+    pages = -(-size_bytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    address = libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        return 1.0
+    try:
+        if libc.mincore(address, size_bytes, found) != 0:
+            return 1.0
+    finally:
+        libc.munmap(address, size_bytes)
+    return sum(bytes(found).translate(_LOW_BIT)) / pages
+
+
+_LOW_BIT = bytes(i & 1 for i in range(256))

@@ -1,0 +1,163 @@
+"""Ranks that do not see a checkpoint ask one that does, box by box.
+
+[Note: a relay]
+A rank without the checkpoint knows what it holds, and which boxes of it are its own. It sends that list to a rank of
+its machine that sees the checkpoint (of another machine where none does) and gets their bytes, in the dtype they are
+kept in, packed into messages of bounded size. So nobody sends or holds what is nobody's shard. Both sides cut the list
+into messages by the same function. Each message begins with a word on whether reading went well: a source that fails
+says so in its next message and no rank waits. Messages go from rank to rank; there is no group to be made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ebbtide.base.errors import DataError
+from ebbtide.load.filling import Source
+from ebbtide.load.header import Entry
+from ebbtide.load.layout import Box, Piece
+from ebbtide.load.reader import CHUNK_BYTES, spans_of
+
+MESSAGE_BYTES = 2 * CHUNK_BYTES
+_WORD_BYTES = 16
+_GOOD, _FAILED = 1, 2
+
+
+def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = False) -> dict[int, int]:
+    """Return, for each rank that asks, the rank it asks.
+
+    Args:
+        sees: By rank, what it sees of the checkpoint; empty: nothing.
+        hosts: By rank, its machine.
+        one_a_host: Only the first rank of a machine reads.
+    """
+    seeing = [rank for rank, sight in enumerate(sees) if sight]
+    asked: dict[int, int] = {}
+    for rank, host in enumerate(hosts):
+        near = next((r for r in seeing if hosts[r] == host), seeing[0] if seeing else rank)
+        if near != rank and (one_a_host or rank not in seeing):
+            asked[rank] = near
+    return asked
+
+
+class Client:
+    """The side that asks. Reads like a file would.
+
+    Args:
+        server: The rank that is asked.
+        entries: What the checkpoint holds.
+    """
+
+    def __init__(self, server: int, entries: Mapping[str, Entry]) -> None:
+        self._server, self._entries, self._device = server, entries, _device()
+
+    def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Ask for pieces and take them.
+
+        Raises:
+            DataError: The source could not read them.
+        """
+        wanted = list(pieces)
+        if not wanted:
+            return
+        self._ask([(p.key, list(p.box.start), list(p.box.size)) for p in wanted])
+        for message, nbytes in _messages(wanted, self._entries):
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            dist.recv(data, src=self._server)
+            if int(data[0]) != _GOOD:
+                raise DataError(
+                    f"rank {self._server} stopped sending weights",
+                    expected="its part of the checkpoint",
+                    hint="see what that rank says",
+                )
+            for piece, at in message:
+                piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))
+                done(piece.box.numel * self._entries[piece.key].dtype.itemsize)
+
+    def finish(self) -> None:
+        """Say that nothing more is wanted."""
+        self._ask([])
+
+    def _ask(self, wanted: list[tuple[str, list[int], list[int]]]) -> None:
+        text = json.dumps(wanted).encode()
+        dist.send(torch.tensor([len(text)], device=self._device), dst=self._server)
+        dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device), dst=self._server)
+
+
+def serve(clients: Sequence[int], source: Source, entries: Mapping[str, Entry]) -> None:
+    """Answer clients, one after the other, until each has said that it wants nothing more.
+
+    Args:
+        clients: Ranks that ask this one.
+        source: Where pieces come from.
+        entries: What the checkpoint holds.
+
+    Raises:
+        Exception: What the source raised, after all clients were told.
+    """
+    device, failure = _device(), None
+    for client in clients:
+        while wanted := _heard(client, device):
+            pieces = [
+                Piece(key=key, box=Box(start=tuple(start), size=tuple(size)), into=_nowhere(size))
+                for key, start, size in wanted
+            ]
+            for message, nbytes in _messages(pieces, entries):
+                data = torch.zeros(nbytes, dtype=torch.uint8)
+                if failure is None:
+                    try:
+                        source.read(
+                            Piece(key=p.key, box=p.box, into=_view(data, at, p, entries[p.key])) for p, at in message
+                        )
+                    except Exception as error:
+                        failure = error
+                data[0] = _GOOD if failure is None else _FAILED
+                dist.send(data.to(device), dst=client)
+                if failure is not None:
+                    break
+    if failure is not None:
+        raise failure
+
+
+def _heard(client: int, device: torch.device) -> list[tuple[str, list[int], list[int]]]:
+    length = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(length, src=client)
+    text = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.recv(text, src=client)
+    return json.loads(bytes(text.tolist()))
+
+
+def _messages(pieces: Iterable[Piece], entries: Mapping[str, Entry]) -> Iterator[tuple[list[tuple[Piece, int]], int]]:
+    """Yield pieces with their places in a message, and the message's bytes; alike on both sides."""
+    message: list[tuple[Piece, int]] = []
+    at = _WORD_BYTES
+    for piece in (span for p in pieces for span in spans_of(p, entries[p.key])):
+        nbytes = piece.box.numel * entries[piece.key].dtype.itemsize
+        if message and at + nbytes > MESSAGE_BYTES:
+            yield message, at
+            message, at = [], _WORD_BYTES
+        message.append((piece, at))
+        at += -(-nbytes // _WORD_BYTES) * _WORD_BYTES
+    if message:
+        yield message, at
+
+
+def _view(data: torch.Tensor, at: int, piece: Piece, entry: Entry) -> torch.Tensor:
+    nbytes = piece.box.numel * entry.dtype.itemsize
+    return data[at : at + nbytes].view(entry.dtype).view(piece.box.size)
+
+
+def _nowhere(size: Sequence[int]) -> torch.Tensor:
+    return torch.empty(tuple(size), dtype=torch.uint8, device="meta")
+
+
+def _device() -> torch.device:
+    """Return the device whose tensors the process group sends."""
+    group: Any = dist.distributed_c10d._get_default_group()
+    kinds = [torch.device(kind).type for kind in group._device_types]
+    return torch.device("cpu") if "cpu" in kinds else torch.device(kinds[0], torch.accelerator.current_device_index())

@@ -1,0 +1,266 @@
+"""What this rank holds of a model: which boxes of which tensors, and how the loaded memory becomes its parameters.
+
+[Note: one description of every wrapper]
+Wrapped in FSDP2, tensor parallelism or both, a parameter is a DTensor whose placements tell the boxes of this rank. In
+FSDP1 it is a range of a flat parameter; a range of a row-major tensor is a few boxes too. Alone, it is one box. From
+here on nobody asks how the model is wrapped. Memory is made apart from the model and put into it at the very end:
+until then its parameters stay on meta, whatever fails.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.load.layout import Box
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(kw_only=True, eq=False)
+class Target:
+    """A parameter or buffer of this rank.
+
+    Args:
+        name: Its name in the model as if nothing were wrapped.
+        old: What is in the model now; ``None`` for a part of a flat parameter.
+        local: Memory of this rank's part.
+        boxes: The boxes of the whole, each with the view of ``local`` that takes it.
+        shape: Of the whole.
+        shared: Other ranks hold the same bytes.
+    """
+
+    name: str
+    old: torch.Tensor | None
+    local: torch.Tensor
+    boxes: list[tuple[Box, torch.Tensor]]
+    shape: torch.Size
+    shared: bool
+    owners: list[tuple[nn.Module, str, bool]] = field(default_factory=list[tuple[nn.Module, str, bool]])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part."""
+        return sum(box.numel for box, _ in self.boxes) * self.local.dtype.itemsize
+
+    def fill(self, whole: torch.Tensor) -> None:
+        """Take this rank's part of a tensor that is there as a whole."""
+        for box, view in self.boxes:
+            view.copy_(box.of(whole))
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the parts that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def owners_of(model: nn.Module) -> dict[str, tuple[nn.Module, str, bool]]:
+    """Return the module, the attribute and whether it is a buffer, of every parameter and buffer by plain name."""
+    found: dict[str, tuple[nn.Module, str, bool]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for names, is_buffer in ((module._parameters, False), (module._buffers, True)):
+            for name, tensor in names.items():
+                if tensor is not None:
+                    found[plain_name(f"{prefix}.{name}" if prefix else name)] = (module, name, is_buffer)
+    return found
+
+
+def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
+    """Return the parameter or buffer that an owner has now."""
+    module, name, is_buffer = owner
+    found = (module._buffers if is_buffer else module._parameters)[name]
+    if found is None:
+        raise ConfigError(f"{name!r} is gone from the model", expected="it as it was", hint="shard must not drop it")
+    return found
+
+
+def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Target]:
+    """Return what this rank is to hold, with memory for it, by plain name; tied ones once, by their first name.
+
+    Args:
+        model: After it was sharded, on meta.
+        device: Where memory is made; ``None``: the device of the mesh, or the accelerator if there is one.
+
+    Raises:
+        ConfigError: A parameter is placed in a way that has no slices.
+    """
+    found = {target.name: target for target in _flat_targets(model)}
+    flat = {id(unit._handle.flat_param) for unit in _flat_units(model)}
+    on_host = {id(p.sharded_param) for p in _fsdp2_params(model) if p.offload_to_cpu}
+    by_tensor: dict[int, Target] = {}
+    for name, owner in owners_of(model).items():
+        tensor = tensor_of(owner)
+        if name in found or id(tensor) in flat or name.split(".")[-1].startswith("_flat_param"):
+            continue
+        if id(tensor) in by_tensor:
+            by_tensor[id(tensor)].owners.append(owner)
+            continue
+        where = torch.device("cpu") if id(tensor) in on_host else device
+        found[name] = by_tensor[id(tensor)] = _target(name, tensor, where)
+        found[name].owners.append(owner)
+    return found
+
+
+def _target(name: str, tensor: torch.Tensor, device: torch.device | None) -> Target:
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        local = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or default_device())
+        boxes = [(Box.whole(tensor.shape), local)]
+        return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=True)
+    spec: Any = tensor
+    placed = _placed(name, tensor.shape, mesh, spec.placements)
+    device = device or default_device(mesh.device_type)
+    local = torch.empty(spec._local_tensor.shape, dtype=tensor.dtype, device=device)
+    boxes = [(box, Box(start=at, size=box.size).of(local)) for box, at in placed]
+    replicated = any(n > 1 and p.is_replicate() for n, p in zip(mesh.shape, spec.placements, strict=True))
+    return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=replicated)
+
+
+def default_device(kind: str | None = None) -> torch.device:
+    """Return the current device of a kind; ``None``: of the accelerator, or the CPU without one."""
+    if kind is None:
+        kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"  # pyright: ignore[reportOptionalMemberAccess]
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the boxes of this rank, each with where it begins in the local tensor.
+
+    Each dimension's indices are dealt out by the placements' own function, so that uneven and strided shards are what
+    they are at run time.
+    """
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    indices = [torch.arange(n) for n in shape]
+    for position, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            continue
+        dim: int | None = getattr(placement, "dim", None)
+        if dim is None or placement.is_partial():
+            raise ConfigError(
+                f"{name!r} is placed as {placement}", expected="shards or replicas", hint="see the shard function"
+            )
+        more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+        dealt = type(placement)(0, **more)._split_tensor(indices[dim], count, with_padding=False, contiguous=True)
+        indices[dim] = dealt[0][position]
+    runs = [list(_runs(x.tolist())) for x in indices]
+    return [
+        (Box(start=tuple(g for g, _, _ in one), size=tuple(n for _, _, n in one)), tuple(at for _, at, _ in one))
+        for one in itertools.product(*runs)
+    ]
+
+
+def _runs(indices: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield the first index, its position and the length of each run of indices that follow each other."""
+    begin = 0
+    for at in range(1, len(indices) + 1):
+        if at == len(indices) or indices[at] != indices[at - 1] + 1:
+            yield indices[begin], begin, at - begin
+            begin = at
+
+
+def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:
+    """Yield the boxes that a range of a row-major tensor's elements is, each with its first element's number."""
+    if begin >= end:
+        return
+    if not shape:
+        yield Box(start=(), size=()), 0
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if begin % row == 0 and end % row == 0:
+        rest = tuple(shape[1:])
+        yield Box(start=(first, *[0] * len(rest)), size=(last - first + 1, *rest)), begin
+    elif first == last:
+        for box, at in boxes_of_range(shape[1:], begin - first * row, end - first * row):
+            yield Box(start=(first, *box.start), size=(1, *box.size)), at + first * row
+    else:
+        middle, tail = -(-begin // row) * row, end // row * row
+        for low, high in ((begin, middle), (middle, tail), (tail, end)):
+            yield from boxes_of_range(shape, low, high)
+
+
+def _flat_units(model: nn.Module) -> Iterator[Any]:
+    fsdp: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp) and getattr(module, "_handle", None) is not None:
+            yield module
+
+
+def _flat_targets(model: nn.Module) -> Iterator[Target]:
+    """Yield the parameters that FSDP1 holds as ranges of flat parameters."""
+    names = {id(module): plain_name(prefix) for prefix, module in model.named_modules()}
+    for unit in _flat_units(model):
+        handle = unit._handle
+        flat: Any = handle.flat_param
+        prefix = names[id(unit)]
+        local: torch.Tensor = flat._local_shard if handle.uses_sharded_strategy else flat.data
+        offsets = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+        starts = [first for (first, _), is_padding in offsets if not is_padding]
+        for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
+            span, at = (0, math.prod(shape)), starts[index]
+            if handle.uses_sharded_strategy:
+                info = flat._shard_param_infos[index]
+                span = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
+                at = info.offset_in_shard if info.in_shard else 0
+            view = local.detach()
+            boxes = [
+                (box, view[at + first - span[0] :][: box.numel].view(box.size))
+                for box, first in boxes_of_range(shape, *span)
+            ]
+            name = plain_name(f"{prefix}.{fqn}" if prefix else fqn)
+            yield Target(name=name, old=None, local=view, boxes=boxes, shape=torch.Size(shape), shared=False)
+
+
+def _fsdp2_params(model: nn.Module) -> Iterator[Any]:
+    fsdp2: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for module in model.modules():
+        if fsdp2 is not None and isinstance(module, fsdp2):
+            unit: Any = module
+            state = unit._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # one group a unit, before torch 2.10
+                groups = [g for g in [state._fsdp_param_group] if g is not None]
+            for group in groups:
+                yield from group.fsdp_params
+
+
+def attach(model: nn.Module, targets: Sequence[Target]) -> dict[int, nn.Parameter]:
+    """Put loaded memory into the model; return the new parameters by the identity of the old ones."""
+    replaced: dict[int, nn.Parameter] = {}
+    for target in targets:
+        if target.old is None:
+            continue  # a flat parameter's memory was written in place
+        value: Any = _like(target.old, target.local)
+        if isinstance(target.old, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=target.old.requires_grad)
+            value.__dict__.update(target.old.__dict__)
+            replaced[id(target.old)] = value
+        for module, name, is_buffer in target.owners:
+            (module._buffers if is_buffer else module._parameters)[name] = value
+    with torch.no_grad():
+        for param in _fsdp2_params(model):
+            param.reset_sharded_param()
+    return replaced
+
+
+def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return the local memory as what ``old`` is: a plain tensor, or a shard of a larger one."""
+    spec: Any = getattr(old, "_spec", None)
+    if spec is None:
+        return local
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # from_local would move it to the mesh's device, and units with host offload keep their shards in host memory.
+    meta = TensorMeta(shape=old.shape, stride=old.stride(), dtype=local.dtype)
+    return DTensor(local, DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta), requires_grad=False)  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,96 @@
+"""Ranks that load one model come through together, or stop with the same message.
+
+[Note: together]
+Loading has three points that no rank passes alone: what each sees of the checkpoint, whether it fits, whether it was
+read. A rank that failed comes to the next point with its error instead of its answer, so no other waits for it in a
+collective; everybody raises what anybody raised. How ranks meet is handed in: without a collective, by the store that
+started the process group.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ebbtide.base import errors
+from ebbtide.base.errors import DataError, EbbtideError
+
+Meet = Callable[[Sequence[int], str, str], Mapping[int, str]]
+"""Meets ranks about something with a text; returns the text of each rank, or of this one alone if all are equal."""
+
+
+class Ranks:
+    """The ranks that load together: those of the default process group, or this process alone.
+
+    Args:
+        meet: How they meet.
+    """
+
+    def __init__(self, meet: Meet | None) -> None:
+        alone = meet is None or not dist.is_available() or not dist.is_initialized()
+        self.me = 0 if alone else dist.get_rank()
+        self.count = 1 if alone else dist.get_world_size()
+        self._meet = meet
+
+    def tell(self, about: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Act, tell what came of it, and return what each rank told.
+
+        Args:
+            about: In words that finish "rank 1 did not ...".
+            act: Returns what to tell, as JSON-able values.
+
+        Raises:
+            EbbtideError: It failed here or on any other rank: the same error on all.
+        """
+        failure: BaseException | None = None
+        told: dict[str, Any] = {}
+        try:
+            told = {"said": act()}
+        except BaseException as error:
+            failure, told = error, {"error": _told(error)}
+        if self._meet is None or self.count == 1:
+            if failure is not None:
+                raise failure
+            return [told["said"]]
+        answers = self._meet(range(self.count), about, json.dumps(told))
+        if failure is not None and not isinstance(failure, Exception):
+            raise failure
+        everybody = [json.loads(answers.get(rank, answers[self.me])) for rank in range(self.count)]
+        error = _common({rank: one["error"] for rank, one in enumerate(everybody) if "error" in one}, self.count)
+        if error is not None:
+            raise error from failure
+        return [one["said"] for one in everybody]
+
+
+def _told(error: BaseException) -> dict[str, str]:
+    if isinstance(error, EbbtideError):
+        text = "\n".join([error.found, *error.places])
+        return {"kind": type(error).__name__, "found": text, "expected": error.expected, "hint": error.hint}
+    found = f"{type(error).__name__}: {error}".rstrip(": ")
+    hint = "see the log of that rank"
+    if isinstance(error, MemoryError) or "memory" in str(error):
+        hint = "give that rank more memory, or spread the model over more ranks"
+    return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}
+
+
+def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | None:
+    """Return one error for what several ranks told; the same on each of them."""
+    if not failed:
+        return None
+    ranks_of: dict[str, list[int]] = {}
+    for rank, error in failed.items():
+        ranks_of.setdefault(error["found"], []).append(rank)
+    first = next(iter(failed.values()))
+    everywhere = len(failed) == count and len(ranks_of) == 1
+    found = first["found"]
+    if not everywhere:
+        found = "; ".join(
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in ranks_of.items()
+        )
+    kind: Any = getattr(errors, first["kind"], DataError)
+    made: EbbtideError = kind(found, expected=first["expected"], hint=first["hint"])
+    return made

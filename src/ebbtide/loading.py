@@ -1,0 +1,86 @@
+"""The public function for weights: ``load_sharded``; it joins the floors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+
+import torch
+from torch import nn
+
+from ebbtide.base.checks import check_value
+from ebbtide.base.errors import ConfigError
+from ebbtide.load import Loading, LoadOptions, Weights
+from ebbtide.wrap.meeting import Meeting
+
+_SHARD_ADVICE = "such as a function that calls fully_shard on each block and then on the model"
+
+
+def load_sharded(
+    model: nn.Module,
+    weights: Weights = None,
+    *,
+    shard: Callable[[nn.Module], nn.Module | None] | None = None,
+    source: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    missing: str = "error",
+    unexpected: str = "error",
+    init: Callable[[nn.Module], object] | None = None,
+    allow_pickle: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> nn.Module:
+    """Build a sharded model out of one on meta; no process ever holds more than its shard and small staging buffers.
+
+    Every rank calls it. If it fails on one, it fails on all with the same message, and parameters stay on meta (those
+    of FSDP1, which makes its flat parameters itself, hold nothing of use).
+
+    Args:
+        model: On meta: built under ``with torch.device("meta"):``.
+        weights: A checkpoint's folder, index or file; a state dict or a model in memory, on one rank or more, ``None``
+            on the others; ``None`` everywhere: the model's own first values.
+        shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
+            ``None`` if it is wrapped in place; without it every rank holds the whole model.
+        source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
+            sends the others their slices; ``"initialise"``; ``"auto"``: by what the ranks see.
+        dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
+        device: Where shards are; default: the mesh's device, or the accelerator if there is one.
+        optimizer: Made of the parameters on meta: it is given the new ones.
+        missing: ``"error"``, or ``"initialise"`` what the checkpoint does not have.
+        unexpected: ``"error"``, or ``"ignore"`` what the model does not have.
+        init: Gives one module its first values; default: ``_init_weights`` and ``reset_parameters``.
+        allow_pickle: Also read pickled checkpoints; tensors and plain containers only.
+        progress: Called with the bytes this rank has read and will read, in its own thread.
+
+    Returns:
+        The sharded model.
+
+    Raises:
+        ConfigError: An argument cannot be used, or a rank does not come.
+        DataError: The checkpoint is damaged, does not fit, or cannot be read on some rank.
+    """
+    for name, function in {"shard": shard, "init": init, "progress": progress}.items():
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
+    if weights is not None and not isinstance(weights, (str, PathLike, Mapping, nn.Module)):
+        raise ConfigError(
+            f"weights is a {type(weights).__name__}",
+            expected="a path, a state dict, a model, or None",
+            hint="pass the folder of the checkpoint",
+        )
+    check_value("allow_pickle", allow_pickle, bool)
+    options = LoadOptions(
+        source=source,  # pyright: ignore[reportArgumentType]
+        missing=missing,  # pyright: ignore[reportArgumentType]
+        unexpected=unexpected,  # pyright: ignore[reportArgumentType]
+        allow_pickle=allow_pickle,
+    )
+    loading = Loading(model, weights, options, meet=_meet, init=init, progress=progress)
+    where = None if device is None else torch.device(device)
+    return loading.run(shard, dtype=dtype, device=where, optimizer=optimizer)
+
+
+def _meet(ranks: Sequence[int], about: str, text: str) -> Mapping[int, str]:
+    with Meeting(ranks, about, text) as meeting:
+        return meeting.attend()
