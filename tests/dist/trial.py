@@ -163,8 +163,13 @@ def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.H
     name = "minimal" if policy == "remake" else policy
     handle = ebbtide.enable_activation_offloading(model, policy=name, min_bytes=0, window="1MiB", **options)
     if policy == "remake":
-        handle._engine.plan = _Remake(handle.plan)
+        follow(handle, _Remake(handle.plan))
     return handle
+
+
+def follow(handle: ebbtide.Handle, plan: Any) -> None:
+    """Let a handle carry out another plan from now on."""
+    handle._engine.plan = handle._attachment._reruns._plan = plan
 
 
 class _Remake:

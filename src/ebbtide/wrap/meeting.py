@@ -26,10 +26,6 @@ PATIENCE_SECONDS = 30.0
 """After this long a rank says for whom it waits."""
 
 
-class AbsentError(ConfigError):
-    """A rank did not come."""
-
-
 class Meeting:
     """One meeting; leave the text first, then attend. Used as a context manager. See [Note: meetings].
 
@@ -47,6 +43,7 @@ class Meeting:
         self._limit_seconds: float = default.timeout.total_seconds()
         number = self._store.add(f"meetings of {self._me}", 1)
         self._keys = {rank: f"{number} from {rank}" for rank in ranks}
+        self._in_vain = False
         self._store.set(_in_full(self._keys[self._me]), text)
         self._store.set(self._keys[self._me], hashlib.sha256(text.encode()).hexdigest())
 
@@ -54,7 +51,7 @@ class Meeting:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None and (issubclass(kind, AbsentError) or not issubclass(kind, ConfigError)):
+        if self._in_vain or (kind is not None and not issubclass(kind, ConfigError)):
             self._store.delete_key(self._keys[self._me])
             self._store.add(f"meetings of {self._me}", -1)
 
@@ -62,7 +59,7 @@ class Meeting:
         """Wait for all; return the text of each rank, or of this one alone if all are equal.
 
         Raises:
-            AbsentError: A rank did not come in time.
+            ConfigError: A rank did not come in time.
         """
         self._wait()
         keys = list(self._keys.values())
@@ -77,7 +74,8 @@ class Meeting:
             logger.warning("waiting for %s to %s too", spelled(absent), self._about)
             absent = _absent(self._store, self._keys, self._limit_seconds - first_seconds)
         if absent:
-            raise AbsentError(
+            self._in_vain = True
+            raise ConfigError(
                 f"{spelled(absent)} did not {self._about} within {self._limit_seconds:g} s",
                 expected=f"the same calls on {spelled(self.ranks)}, which train the same part of the model",
                 hint="see what became of that rank; the time limit is that of init_process_group",
