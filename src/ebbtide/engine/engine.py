@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
@@ -161,6 +162,8 @@ class Engine:
         """Return the keys of the storages that have bytes now."""
         keys: set[int] = set()
         for tensor in plain_tensors(tensors):
+            if is_lazy(tensor):  # has no memory yet
+                continue
             if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
                 keys.add(self.storage_key(storage))
         return keys

@@ -20,6 +20,7 @@ class Inputs:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
+        self.device_type = tensors[0].device.type if tensors else "cpu"
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
         self._values = {(id(n), t.output_nr): (n, t) for t in tensors if (n := _node(t)) is not None}

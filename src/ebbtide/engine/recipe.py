@@ -48,12 +48,19 @@ class Expr:
     ) -> None:
         self.fn, self.operands = fn, operands
         inner = [o for o in operands if isinstance(o, Expr)]
-        self.depth = 1 + max((o.depth for o in inner), default=0)
+        self.depth = 1 + max(map(_depth, operands), default=0)
         self.flops = flops + sum(o.flops for o in inner)
         self.signature = hash((key, tuple(_signature(o) for o in operands)))
 
 
 Operand = Expr | Ticket | LightTicket
+
+
+def _depth(operand: Operand) -> int:
+    """Return the length of the longest chain that must be remade before an operand is there."""
+    if isinstance(operand, Ticket):
+        return 0 if operand.entry.recipe is None else operand.entry.recipe.depth
+    return operand.depth if isinstance(operand, Expr) else 0
 
 
 def _signature(operand: Operand) -> Any:

@@ -15,6 +15,7 @@ from ebbtide.base.errors import note_place
 from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
+from ebbtide.engine.modules import Running
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, version_probe
@@ -83,7 +84,7 @@ class BlockRun:
         self._staying: dict[
             int, weakref.ref[torch.UntypedStorage]
         ] = {}  # that light tickets keep, and that were counted
-        self.modules: list[tuple[str, torch.nn.Module]] = []  # that are running, innermost last
+        self.running: list[Running] = []  # modules of the block, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self.weights = Weights(engine, block.weights())
         self._inputs = Inputs(inputs)
@@ -132,11 +133,25 @@ class BlockRun:
         self._note(tensor, ticket)
         return ticket
 
+    def enter(self, name: str, module: torch.nn.Module) -> None:
+        """A module of the block begins to run.
+
+        Args:
+            name: Its path in the block.
+            module: The module.
+        """
+        self.running.append(Running.here(name, module, self._inputs.device_type))
+
+    def leave(self) -> None:
+        """The innermost module is done."""
+        if self.running:
+            self.running.pop()
+
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.builder = None
         self._inputs.forget()
-        self.modules.clear()
+        self.running.clear()
         self._seen.clear()
         self._narrow.clear()
         self._staying.clear()
@@ -154,7 +169,7 @@ class BlockRun:
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
             return LightTicket(tensor, weight=True, checked=engine.checks_weights, place=self._place)
         if type(tensor) is not torch.Tensor:
-            copied = self.weights.copied(tensor, self._module)
+            copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
             return ticket or LightTicket(tensor, place=self._place)
         if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
@@ -218,14 +233,14 @@ class BlockRun:
 
     @property
     def _place(self) -> Place:
-        return (self.modules[-1][0] if self.modules else "(block)"), self.block.name
+        return (self.running[-1].name if self.running else "(block)"), self.block.name
 
     @property
-    def _module(self) -> torch.nn.Module | None:
-        return self.modules[-1][1] if self.modules else None
+    def _innermost(self) -> Running | None:
+        return self.running[-1] if self.running else None
 
     def _site(self, node_name: str) -> Site:
-        module = self.modules[-1][0] if self.modules else ""
+        module = self.running[-1].name if self.running else ""
         self._counts[module, node_name] += 1
         return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
 
@@ -249,7 +264,7 @@ class BlockRun:
         is_input = self._inputs.holds(storage) or self._inputs.casts(base)
         name = outer.node if outer is not None else node.name() if node is not None else "leaf"
         site = self._site("input" if is_input else name)
-        weight = self.weights.copied(base, self._module) if whole and engine.may_remake(tensor) else None
+        weight = self.weights.copied(base, self._innermost) if whole and engine.may_remake(tensor) else None
         recipe = None
         if weight is not None:
             ticket = LightTicket(weight, weight=True, checked=engine.checks_weights)

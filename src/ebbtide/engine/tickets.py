@@ -37,8 +37,10 @@ UNCHECKED = -1
 
 
 class LightTicket:
-    """A saved tensor that stays: a detached alias and the version it had. Never the tensor itself: an operator that
-    saves its own output would then keep itself alive for ever.
+    """A saved tensor that stays: a detached alias and the version it had.
+
+    Never a tensor of the graph itself: an operator that saves its own output would then keep itself alive for ever. One
+    that needs no gradient is kept as it is, with its class and the attributes that somebody gave it.
 
     Args:
         tensor: The saved tensor.
@@ -52,7 +54,7 @@ class LightTicket:
     def __init__(
         self, tensor: torch.Tensor, *, weight: bool = False, checked: bool = True, place: Place | None = None
     ) -> None:
-        self.alias, self.place = tensor.detach(), place
+        self.alias, self.place = tensor.detach() if tensor.requires_grad else tensor, place
         self.version = UNCHECKED if not checked or tensor.is_inference() else tensor._version
         self.weight = weight
 

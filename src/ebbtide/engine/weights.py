@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ebbtide.engine.modules import Running, computes_as_told
+
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
 
@@ -53,7 +55,7 @@ class Weights:
         """Whether a weight has its bytes when the block's backward remakes."""
         return self._engine.lasts(weight) or self._engine.storage_key(weight.untyped_storage()) in self._own
 
-    def copied(self, tensor: torch.Tensor, module: torch.nn.Module | None) -> torch.Tensor | None:
+    def copied(self, tensor: torch.Tensor, running: Running | None) -> torch.Tensor | None:
         """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
 
         Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
@@ -61,7 +63,7 @@ class Weights:
 
         Args:
             tensor: A saved tensor.
-            module: The innermost module that runs.
+            running: The innermost module that runs.
         """
         node, weight = tensor.grad_fn, None
         if node is not None and node.name() == "ToCopyBackward0":
@@ -70,7 +72,9 @@ class Weights:
             if leaf is None:
                 leaf = self._nodes.get(id(source), (None, None))[1]
             weight = leaf if leaf is not None and self.include(leaf) else None
-        elif node is None and module is not None and tensor.is_floating_point():  # frozen: only the module tells
+        elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
+            # One that computes as told saves nothing else of its weight's shape: not its input, for a frozen weight.
+            module = running.module if computes_as_told(running.module) else torch.nn.Identity()
             same = [w for w in module.parameters(recurse=False) if w.shape == tensor.shape]
             if len(same) == 1 and not same[0].requires_grad and same[0].dtype != tensor.dtype:
                 weight = same[0]

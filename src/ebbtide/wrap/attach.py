@@ -21,13 +21,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError, DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, check_agreement, groups_of, terms_of
+from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
@@ -35,9 +34,6 @@ from ebbtide.wrap.rerun import Reruns, run_again
 from ebbtide.wrap.strategy import weights_move
 
 logger = logging.getLogger("ebbtide.wrap")
-
-_STUBBORN = {"input_bytes": 1, "stubborn_bytes": 2**62}
-"""What a block has seen of which nothing can be remade: a plan that does not re-run it re-runs none."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
@@ -75,7 +71,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
-        self._reruns, self._votes = Reruns(), Votes(model)
+        self._reruns = Reruns(engine.plan, Votes(model))
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
@@ -146,14 +142,14 @@ class Attachment:
             return forward(*args, **kwargs)
         _refuse_other_hooks(block.name, pack)
         seen = self._seen.get(block.kind) or Tally()
-        whole = self._runs_again(scope, seen, args, kwargs)
+        whole = self._reruns.decide(block, scope.module, seen, args, kwargs)
         self._check_room()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         hooks = offloading(engine, block, inputs, checkpointed=whole)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run, self._reruns.watched(block.kind, scope.module):
+            with hooks as run, self._reruns.watched(block, scope.module):
                 if whole:
                     try:
                         return run_again(forward, args, kwargs)
@@ -168,17 +164,6 @@ class Attachment:
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
-
-    def _runs_again(self, scope: _Scope, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a block is re-run whole in backward."""
-        plan, block = self.engine.plan, scope.block
-        action = plan.block_action(block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn)
-        again = action is Action.CHECKPOINT
-        allowed = again and self._reruns.allowed(block.kind, args, kwargs)
-        if seen.input_bytes and plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT:
-            wish = AGAIN if allowed else NEVER if again else ONCE
-            again = self._votes.decide(block.kind, scope.module, wish)
-        return again and (allowed or self._reruns.allowed(block.kind, args, kwargs))
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
@@ -280,7 +265,7 @@ class _Scope:
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         run = self.run
         if run is not None:
-            run.modules.append((name, module))
+            run.enter(name, module)
             if run.engine.weights_move:
                 run.weights.see(weights_of(module))
 
@@ -288,8 +273,7 @@ class _Scope:
         run = self.run
         if run is None:
             return
-        if run.modules:
-            run.modules.pop()
+        run.leave()
         if leaf and isinstance(output, torch.Tensor) and run.builder is not None:
             run.builder.note_module(module, output)
 

@@ -16,6 +16,7 @@ it out of the graph.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,11 @@ class StandIn:
             self._traced()
             return self._behind(*args, **kwargs)
         return self._call(self._behind, args, kwargs)
+
+    @property
+    def __code__(self) -> Any:
+        """The code of what stands behind: ``torch.export`` asks a forward for it."""
+        return inspect.unwrap(self._behind).__code__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """See [Note: copies]."""

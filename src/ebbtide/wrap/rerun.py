@@ -3,8 +3,9 @@
 [Note: what may be run again]
 A second run must compute what the first did and leave nothing behind. A block that is given something that it may
 change, such as a key-value cache, or that changes its own buffers (batch norm's running statistics, spectral norm's
-vectors) is treated tensor by tensor instead. Which buffers change is seen while blocks of the kind run: the first one
-always runs tensor by tensor.
+vectors), or that draws random numbers from a generator of its own, is treated tensor by tensor instead. Which buffers
+change is seen while blocks of the kind run: the first one always runs tensor by tensor. What a forward changes in plain
+Python objects is not seen.
 """
 
 from __future__ import annotations
@@ -20,36 +21,85 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.base.actions import Action, Plan
+from ebbtide.engine import Block
+from ebbtide.engine.stats import Tally
+from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes
+
 logger = logging.getLogger("ebbtide.wrap")
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, Enum)
 """What a block can be given and cannot change behind our back (tensors carry versions)."""
 
 
+_STUBBORN = {"input_bytes": 1, "stubborn_bytes": 2**62}
+"""What a block has seen of which nothing can be remade: a plan that does not re-run it re-runs none."""
+
+
 class Reruns:
-    """Knows which kinds of blocks may be run again."""
+    """Decides which blocks are run again.
 
-    def __init__(self) -> None:
+    Args:
+        plan: Wishes it, by what blocks of the kind have saved.
+        votes: Lets ranks whose blocks hold collectives decide together.
+    """
+
+    def __init__(self, plan: Plan, votes: Votes) -> None:
+        self._plan, self._votes = plan, votes
         self._refused: dict[str, str] = {}  # kind → why not, as it was told
+        self._looked: set[str] = set()  # kinds of which one was searched for random generators
 
-    def allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def decide(
+        self, block: Block, module: nn.Module, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether a block that is called with these arguments is re-run whole in backward.
+
+        Args:
+            block: As the engine knows it.
+            module: Its module.
+            seen: What blocks of the kind saved when their tensors were last treated one by one.
+            args: What it is called with.
+            kwargs: What it is called with, by name.
+        """
+        action = self._plan.block_action(
+            block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
+        )
+        again = action is Action.CHECKPOINT
+        allowed = again and self._allowed(block.kind, args, kwargs)
+        if seen.input_bytes and self._possible(block):
+            wish = AGAIN if allowed else NEVER if again else ONCE
+            again = self._votes.decide(block.kind, module, wish)
+        return again and (allowed or self._allowed(block.kind, args, kwargs))
+
+    @contextmanager
+    def watched(self, block: Block, module: nn.Module) -> Generator[None]:
+        """See whether a forward of the block changes its buffers, or may draw from a generator of its own."""
+        if not self._possible(block):
+            yield
+            return
+        kind = block.kind
+        if kind not in self._looked:
+            self._looked.add(kind)
+            if any(isinstance(value, torch.Generator) for m in module.modules() for value in vars(m).values()):
+                self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
+        before = _versions(module)
+        try:
+            yield
+        finally:
+            changed = [name for name, version in _versions(module).items() if before.get(name) != version]
+            if changed:
+                self._refuse(kind, f"change their own buffers ({changed[0]}), which a second run would change again")
+
+    def _possible(self, block: Block) -> bool:
+        return self._plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT
+
+    def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a block of this kind may be run again with these arguments."""
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
             given = type(changeable).__name__
             self._refuse(kind, f"are given a {given}, which a second run would find changed", "use_cache=False")
         return kind not in self._refused
-
-    @contextmanager
-    def watched(self, kind: str, block: nn.Module) -> Generator[None]:
-        """See whether a forward of the block changes its buffers."""
-        before = _versions(block)
-        try:
-            yield
-        finally:
-            changed = [name for name, version in _versions(block).items() if before.get(name) != version]
-            if changed:
-                self._refuse(kind, f"change their own buffers ({changed[0]}), which a second run would change again")
 
     def _refuse(self, kind: str, why: str, switch: str = "") -> None:
         if kind not in self._refused:

@@ -352,9 +352,6 @@ class ReadsAttributes(Function):
         return (grad * constant * weight.scale) @ weight.t() * len(constant.tag), None, None
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="a tensor that stays is handed back as an alias without its attributes"
-)
 def test_attributes_of_saved_tensors_that_need_no_gradient() -> None:
     """As fused layers read what hangs on a frozen weight; where a gradient is needed torch itself drops attributes."""
     weight: Any = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)

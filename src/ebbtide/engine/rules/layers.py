@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.modules import computes_as_told
 from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
 
@@ -17,7 +18,7 @@ def _norm(kind: type[torch.nn.Module], fn: Fn, *constants: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         module = n.module
-        if n.output_nr or not isinstance(module, kind):
+        if n.output_nr or not isinstance(module, kind) or not computes_as_told(module):
             return None
         given = [getattr(module, name) for name in constants]
         weights = [w for w in (module.weight, getattr(module, "bias", None)) if isinstance(w, torch.Tensor)]
@@ -69,8 +70,11 @@ def _given_weights(n: NodeView, *inputs: int) -> list[Operand | None]:
 
 def _bias(n: NodeView, index: int) -> Operand | None:
     """Return a bias, which no operator saves: where the operator's input came from, or as the leaf module has it."""
-    found, module_bias = n.input(index), getattr(n.module, "bias", None)
-    return n.weight(module_bias) if found is None and isinstance(module_bias, torch.Tensor) else found
+    found = n.input(index)
+    if found is not None or not computes_as_told(n.module):
+        return found
+    bias = getattr(n.module, "bias", None)
+    return n.weight(bias) if isinstance(bias, torch.Tensor) else None
 
 
 def _product(fn: Fn, left: str, right: str, *, bias: bool = False) -> Rule:

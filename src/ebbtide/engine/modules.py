@@ -1,0 +1,66 @@
+"""What may be concluded from the module that runs."""
+
+from __future__ import annotations
+
+import functools
+from types import CodeType
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Running(NamedTuple):
+    """A module of a block that is running.
+
+    Attributes:
+        name: Its path in the block.
+        module: The module.
+        casts_to: What autocast casts its weights to; None without autocast. Inside an operator nothing tells it.
+    """
+
+    name: str
+    module: nn.Module
+    casts_to: torch.dtype | None
+
+    @staticmethod
+    def here(name: str, module: nn.Module, device_type: str) -> Running:
+        """Return a module that begins to run now."""
+        on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+        return Running(name, module, torch.get_autocast_dtype(device_type) if on else None)
+
+
+_FUNCTIONS = {
+    "addmm", "batch_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "convolution", "group_norm", "instance_norm", "layer_norm", "linear", "matmul", "mm", "native_batch_norm",
+    "native_group_norm", "native_layer_norm", "rms_norm", "_conv_forward",
+}  # fmt: skip
+"""What a layer of torch calls with its own attributes, and a subclass may call with others."""
+
+_READ = {"diffusers.models.normalization.FP32LayerNorm"}
+"""Classes with a forward of their own that was read: it hands on the attributes as torch's does."""
+
+
+def computes_as_told(module: nn.Module | None) -> bool:
+    """Whether a layer computes what its attributes say: its forward is torch's own, or only leads to that.
+
+    A subclass may hand other constants or weights to the function than its attributes; what is remade from those would
+    be right in one step and wrong in another.
+    """
+    return module is not None and "forward" not in vars(module) and _class_computes_as_told(type(module))
+
+
+@functools.lru_cache(maxsize=1024)
+def _class_computes_as_told(kind: type[nn.Module]) -> bool:
+    if f"{kind.__module__}.{kind.__qualname__}" in _READ:
+        return True
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.nn.modules."):
+            return base is not nn.Module
+        forward = vars(base).get("forward")
+        if forward is None:
+            continue
+        code = getattr(forward, "__code__", None)
+        if not isinstance(code, CodeType) or "super" not in code.co_names or _FUNCTIONS & set(code.co_names):
+            return False
+    return False
