@@ -210,11 +210,13 @@ CHANGES: dict[str, Operator] = {
     "column_": lambda x, y, k: _first(x)[..., k % 2 :: 2].add_(1),
     "turned_": lambda x, y, k: _first(x).transpose(0, -1)[:1].exp_(),
     "copy_": lambda x, y, k: x.copy_(like(x, y).detach().mean()),
-    "item_": lambda x, y, k: _first(x).__setitem__(0, like(x, y).mean().to(x.dtype)),
+    "item_": lambda x, y, k: _first(x).__setitem__(slice(0, 1), like(x, y).mean().to(x.dtype)),
     "fill_": lambda x, y, k: x.masked_fill_(x > 0.3, 0.1),
     "clamp_": lambda x, y, k: x.clamp_(-0.5, 0.5),
     "zero_": lambda x, y, k: _first(x)[-1:].zero_(),
-    "index_": lambda x, y, k: _first(x).index_add_(0, torch.tensor([0]), _first(x).detach()[:1].clone()),
+    "index_": lambda x, y, k: _first(x).index_add_(
+        0, torch.arange(min(1, len(_first(x)))), _first(x).detach()[:1].clone()
+    ),
     "no_grad_": _no_grad,
     "detached_": lambda x, y, k: _detached(x),
 }
