@@ -125,6 +125,20 @@ def test_links_lead_to_files() -> None:
     assert broken == []
 
 
+def test_every_test_that_a_document_names_exists() -> None:
+    sources = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    known = {name for text in sources.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    known |= {path.stem for path in sources}
+    named = {
+        (p.name, name)
+        for p in documents()
+        for code in re.findall(r"`([^`\n]*)`", _FENCE.sub("", p.read_text()))
+        for name in re.findall(r"\b(test_\w+)(?![\w*])", code)
+        if not name.endswith("_")  # tests/unit/engine/test_cases_*.py
+    }
+    assert named and {(where, name) for where, name in named if name not in known} == set()
+
+
 def test_text_names_no_path_of_one_machine_and_no_registry() -> None:
     found: list[str] = []
     for path in tracked():
