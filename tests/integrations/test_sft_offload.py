@@ -10,6 +10,7 @@ import pytest
 
 import ebbtide
 from ebbtide.base.errors import ConfigError, EbbtideError
+from ebbtide.integrations import transformers
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.main import main
 from tests.integrations.conftest import make_tiny_model
@@ -83,7 +84,7 @@ def test_the_trainers_own_checkpointing_stays_off(model: Path, tmp_path: Path, m
         seen.append(network.is_activation_checkpointing)
         return real(network, *args, **kwargs)
 
-    monkeypatch.setattr(ebbtide, "enable_activation_offloading", spy)
+    monkeypatch.setattr(transformers, "enable_activation_offloading", spy)
     train(model, tmp_path, activation_cpu_offload=True, gradient_checkpointing=True, max_steps=1)
     assert seen == [False]
 
@@ -109,7 +110,7 @@ def test_hooks_are_gone_afterwards(model: Path, tmp_path: Path, monkeypatch: pyt
     handles = []
     real = ebbtide.enable_activation_offloading
     monkeypatch.setattr(
-        ebbtide, "enable_activation_offloading", lambda *a, **k: handles.append(real(*a, **k)) or handles[-1]
+        transformers, "enable_activation_offloading", lambda *a, **k: handles.append(real(*a, **k)) or handles[-1]
     )
     train(model, tmp_path, activation_cpu_offload=True, max_steps=1)
     assert [handle.enabled for handle in handles] == [False]

@@ -23,13 +23,14 @@ from ebbtide.base.errors import (
     EbbtideError,
     ModifiedInPlaceError,
     RestoreError,
+    TrainingError,
     nearest,
 )
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
-_RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError)
+_RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError, TrainingError)
 """Errors that a correct command can meet while it runs; every other one is bad input."""
 
 

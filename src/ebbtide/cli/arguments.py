@@ -58,7 +58,8 @@ def read_arguments(
 
     Args:
         kind: A dataclass. A class attribute ``unsupported`` may map the names of known flags that this release cannot
-            serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``).
+            serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``). A class
+            attribute ``aliases`` may map other names to fields; a dotted one is a key inside a section of the file.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere; only suggested where an unknown flag is like one of them.
@@ -91,10 +92,12 @@ class _Names:
         self.repeatable = {name for name in self.fields if typing.get_origin(hints[name]) is tuple}
         self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
+        self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
 
     def known(self, written: str) -> str | None:
         """Return the field's name for what was written, hyphen equals underscore; ``None`` if there is none."""
         name = written.replace("-", "_")
+        name = self.aliases.get(name, name)
         return name if name in self.fields or name in self.unsupported else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
@@ -206,7 +209,7 @@ def _read_file(path: Path, names: _Names) -> Values:
     except FileNotFoundError:
         raise _no_file(path, names) from None
     found: Values = {}
-    for key, value in content.items():
+    for key, value in _flat(content, names):
         name = names.canonical(str(key), what="key", where=f" in {path}")
         shown = f"{key} in {path}"
         if name in found:
@@ -228,6 +231,18 @@ def _read_file(path: Path, names: _Names) -> Values:
         given = names.accept(name, Given(shown=shown, texts=[str(item) for item in items]))
         if given is not None:
             found[name] = given
+    return found
+
+
+def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
+    """Return keys and values; a section whose keys are aliases is one key a line, with dots."""
+    found: list[tuple[str, Any]] = []
+    for key, value in content.items():
+        if isinstance(value, dict) and any(alias.startswith(f"{key}.") for alias in names.aliases):
+            inner = {f"{key}.{name}": item for name, item in typing.cast("dict[str, Any]", value).items()}
+            found += _flat(inner, names)
+        else:
+            found.append((str(key), value))
     return found
 
 

@@ -12,7 +12,7 @@ RECIPE = "ebbtide_recipes.sft"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Fine-tune a model as the arguments say.
+    """Fine-tune a model as the arguments say; start torchrun where they mean several processes.
 
     Args:
         argv: The arguments after ``sft``.
@@ -26,7 +26,14 @@ def run(argv: Sequence[str]) -> int:
     config = read(argv)
     if config is None:
         return 0
-    importlib.import_module(f"{RECIPE}.main").main(config)
+    recipe = importlib.import_module(f"{RECIPE}.main")
+    launch = importlib.import_module(f"{RECIPE}.launch")
+    if not launch.is_rank():
+        config = recipe.check(config)
+        count = launch.processes(config)
+        if count is not None:
+            return launch.start(list(argv), count)
+    recipe.main(config)
     return 0
 
 

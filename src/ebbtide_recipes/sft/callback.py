@@ -11,17 +11,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
+from ebbtide.base.errors import TrainingError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.progress import GIB, StepBar
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
+
+    from ebbtide.integrations.transformers import OffloadCallback
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
@@ -30,12 +35,25 @@ class StepRecorder(TrainerCallback):
     """Gathers a step's figures from the trainer and tells them once, at the step's end.
 
     Args:
-        handle: What ``enable_activation_offloading`` returned; ``None`` in the other modes.
+        offload: What has ebbtide's handle while training; ``None`` in the other modes.
         bar: The progress bar.
+        mean: Returns the mean of a tensor over all processes.
+        processes: Number of processes.
+        nan_loss: ``"stop"`` or ``"skip"``.
     """
 
-    def __init__(self, handle: Any | None, bar: StepBar) -> None:
-        self._handle, self._bar = handle, bar
+    def __init__(
+        self,
+        offload: OffloadCallback | None,
+        bar: StepBar,
+        *,
+        mean: Callable[[torch.Tensor], torch.Tensor],
+        processes: int = 1,
+        nan_loss: str = "stop",
+    ) -> None:
+        self._offload, self._bar, self._mean, self._processes = offload, bar, mean, processes
+        self._nan_loss = nan_loss
+        self._loss = 0.0
         self._losses: list[torch.Tensor] = []
         self._accuracies: list[float] = []
         self._seconds: list[float] = []
@@ -66,7 +84,16 @@ class StepRecorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Mark the optimizer's begin; note the learning rate before the schedule moves it."""
+        """Mark the optimizer's begin; look at the loss; note the learning rate before the schedule moves it.
+
+        Raises:
+            TrainingError: The loss is no finite number, and the run is to stop then.
+        """
+        # Summed as tensors: with one micro-batch this is the very tensor that backward started from.
+        loss = torch.stack(self._losses).sum()
+        self._loss = float((self._mean(loss) if self._processes > 1 else loss).item())
+        if not math.isfinite(self._loss):
+            self._not_finite(state.global_step + 1, kwargs["optimizer"])
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         BUS.emit("phase", name="optimizer", edge="begin", step=state.global_step + 1)
 
@@ -81,15 +108,14 @@ class StepRecorder(TrainerCallback):
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._began
-        # Summed as tensors: with one micro-batch this is the very tensor that backward started from.
-        loss = float(torch.stack(self._losses).sum().item())
+        loss = self._loss
         accuracy = sum(self._accuracies) / len(self._accuracies) if self._accuracies else None
         BUS.emit(
             "step",
             step=state.global_step,
             loss=loss,
             seconds=seconds,
-            tokens=self._tokens,
+            tokens=self._all_tokens(),
             learning_rate=self._learning_rate,
             token_accuracy=accuracy,
         )
@@ -112,11 +138,33 @@ class StepRecorder(TrainerCallback):
         )
         self._losses, self._accuracies, self._tokens, self._memory_bytes = [], [], 0, 0
 
+    def _all_tokens(self) -> int:
+        """Return the tokens of the step over all processes."""
+        if self._processes == 1:
+            return self._tokens
+        mean = self._mean(torch.tensor(float(self._tokens), device=self._losses[0].device))
+        return round(float(mean.item()) * self._processes)
+
+    def _not_finite(self, step: int, optimizer: torch.optim.Optimizer) -> None:
+        """Stop, or leave the weights as they are; all processes alike, for the loss is the mean over them."""
+        if self._nan_loss == "stop":
+            raise TrainingError(
+                f"the loss of step {step} is {self._loss}",
+                expected="a finite number",
+                hint="a lower --learning_rate, more warmup or --torch_dtype float32 may help; "
+                "--nan_loss skip goes on without such steps",
+            )
+        LOGGER.warning("the loss of step %d is %s: the step is skipped, the weights stay", step, self._loss)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # what has no gradient is not stepped, and does not decay
+
     def _tell_stats(self, step: int) -> tuple[int | None, float | None]:
         """Emit the handle's figures; return the bytes saved and the seconds stalled since the step before."""
-        if self._handle is None:
+        handle = None if self._offload is None else self._offload.handle
+        if handle is None:
             return None, None
-        stats = self._handle.stats()
+        stats = handle.stats()
         BUS.emit("stats", step=step, **dataclasses.asdict(stats))
         stalled = stats.total_stall_seconds - self._stalled_seconds
         self._stalled_seconds = stats.total_stall_seconds
@@ -131,12 +179,21 @@ class StepRecorder(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write a step's line; the trainer decides which steps have one."""
+        if logs and "eval_loss" in logs:
+            self._tell_evaluation(state, logs)
         if not logs or "loss" not in logs:
             return
         line = {"loss": logs["loss"], **self.shown, "learning_rate": self._learning_rate}
         rounded = {name: value if value is None else float(f"{value:.6g}") for name, value in line.items()}
         LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded))
         self._seconds = []
+
+    def _tell_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Emit and log what an evaluation found."""
+        loss, accuracy = logs["eval_loss"], logs.get("eval_mean_token_accuracy")
+        BUS.emit("evaluation", step=state.global_step, loss=loss, token_accuracy=accuracy)
+        line = {"eval_loss": loss, "eval_token_acc": accuracy}
+        LOGGER.info("evaluation after step %d %s", state.global_step, json.dumps(line))
 
 
 def _memory_bytes() -> int:

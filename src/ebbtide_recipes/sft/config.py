@@ -3,55 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Policy, policy_named
+from ebbtide_recipes.sft import rules
 
 Mode = Literal["plain", "checkpointing", "ebbtide"]
-
-_COUNTS: Mapping[str, str] = {
-    "per_device_train_batch_size": "1 takes the least memory",
-    "gradient_accumulation_steps": "1 makes each micro-batch a step",
-    "lora_rank": "8 is the default",
-    "lora_alpha": "32 is the default",
-    "logging_steps": "1 logs every step; --log_level warning logs none",
-}
-"""Numbers that are 1 or more, each with what to do about a smaller one."""
-
-_POSITIVE: Mapping[str, str] = {
-    "num_train_epochs": "1 passes over the data once, 0.5 over half of it; --max_steps N counts steps instead",
-    "learning_rate": "leave it out for 1e-5 (full training) or 1e-4 (LoRA)",
-}
-"""Numbers above zero, each with what to do about another."""
-
-_SINGLE = "this release trains in one process: leave the flag out, or set it to none"
+Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard"]
 
 UNSUPPORTED: Mapping[str, str] = {
-    "deepspeed": "this release trains in one process; leave --deepspeed out",
-    "fsdp_strategy": _SINGLE,
-    "fsdp_version": _SINGLE,
-    "fsdp_config": _SINGLE,
-    "nproc_per_node": _SINGLE,
-    "memory_efficient_init": "models are loaded whole in this release: leave the flag out",
-    "resume_from_checkpoint": "training writes no checkpoints yet: start from a saved model with --model PATH",
-    "freeze_vit": "this release trains text models only",
-    "bf16": "for bfloat16 weights and arithmetic use --torch_dtype bfloat16",
-    "fp16": "float16 needs loss scaling, which this release does not do: use --torch_dtype bfloat16",
-    "enable_activation_offload": "the flag is --activation_cpu_offload here",
-    "enable_gradient_checkpointing": "the flag is --gradient_checkpointing here",
+    "memory_efficient_init": "every process loads the model whole in this release: leave the flag out",
     "activation_offloading": "the flag is --activation_cpu_offload here",
+    "quant_bits": "--train_type qlora loads the weights in 4 bits",
+    "quant_method": "--train_type qlora uses bitsandbytes",
+    "device_map": "ebbtide sft trains one whole model, or one FSDP shard, a device: leave the flag out",
 }
 """Flags that users of this and other trainers know, and that this release refuses."""
+
+ALIASES: Mapping[str, str] = {
+    "tuner_type": "train_type",
+    "val_dataset": "eval_dataset",
+    "enable_activation_offload": "activation_cpu_offload",
+    "enable_gradient_checkpointing": "gradient_checkpointing",
+    "actor_rollout_ref.model.enable_activation_offload": "activation_cpu_offload",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "actor_rollout_ref.model.path": "model",
+    "model.enable_activation_offload": "activation_cpu_offload",
+    "model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "model.path": "model",
+}
+"""What users of ms-swift and verl call some of these; a dotted name is a key inside a section of a YAML file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig:
-    """Fine-tune a language model; see where its activation memory goes.
+    """Fine-tune a language or vision-language model; see where its activation memory goes.
 
     --activation_cpu_offload and --gradient_checkpointing together choose the mode: neither is plain training, the
     second alone is the trainer's own checkpointing, the first alone is ebbtide with the policy Auto, both together are
@@ -59,9 +48,14 @@ class SftConfig:
 
     Attributes:
         model: Model to train: a local path, a hub name, or builtin:smollm2 (SmolLM2-135M-Instruct).
+        use_hf: Look names up on Hugging Face; false: on ModelScope, if its package is installed.
         dataset: Data set: builtin:pydoc, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
             the first thousand rows. Several may be given.
-        train_type: Train all weights, or low-rank adapters (LoRA).
+        eval_dataset: Data set to evaluate on, named as --dataset is.
+        split_dataset_ratio: Share of the rows that is kept back for evaluation; 0.01 is 1 %.
+        system: System message put before every chat that has none.
+        train_type: Train all weights (full), low-rank adapters (lora), low-rank adapters on 4-bit weights (qlora), or
+            a bottleneck after each block's MLP (adapter).
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
         gradient_checkpointing: Alone: the trainer's checkpointing. Beside --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
@@ -71,31 +65,63 @@ class SftConfig:
         offload_target: Where offloaded bytes wait; auto is host memory with an accelerator, disk without.
         disk_path: Directory for offloaded bytes on disk; left out, the system's temporary directory.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
+        fsdp_strategy: What FSDP shards over the processes: nothing (then several processes are DDP), weights,
+            gradients and optimizer (full_shard), all but the weights between forward and backward (shard_grad_op), or
+            full_shard within a node and copies across nodes (hybrid_shard).
+        fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
+        fsdp_config: JSON file with FSDP's settings, as transformers and ms-swift write it.
+        fsdp: As ms-swift and transformers write it: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
+        nproc_per_node: Processes to start on this node; left out, NPROC_PER_NODE, or one a visible device.
+        deepspeed: Taken, and said to have no effect, beside FSDP; refused alone.
         per_device_train_batch_size: Sequences in a micro-batch.
+        per_device_eval_batch_size: Sequences in a batch of the evaluation.
         gradient_accumulation_steps: Micro-batches in a step.
         num_train_epochs: Passes over the data, unless --max_steps is given.
         max_steps: Steps to train; -1 leaves it to --num_train_epochs.
-        learning_rate: Peak learning rate; left out, 1e-5 for full training and 1e-4 for LoRA.
+        learning_rate: Peak learning rate; left out, 1e-5 for full training and 1e-4 for adapters.
+        lr_scheduler_type: How the learning rate falls.
+        warmup_ratio: Share of the steps in which the learning rate rises; 0.05 is 5 %.
+        weight_decay: Weight decay of AdamW.
+        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
         max_length: Tokens in a sequence; longer rows are cut.
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
+        completion_only_loss: Learn answers alone: completions, or a chat's last answer. Left out: completions alone
+            where rows have them, all of a chat or text.
+        nan_loss: What a loss that is no finite number does: stop the run, or skip the step.
         attn_impl: Attention implementation.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
-        lora_rank: Rank of the adapters.
+        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
+        fp16: The same in float16, with loss scaling; needs an accelerator.
+        freeze_vit: Leave the vision part of a vision-language model as it is.
+        lora_rank: Rank of the adapters; their width for the training type adapter.
         lora_alpha: Scale of the adapters.
+        lora_dropout: Dropout before the adapters.
         target_modules: Module names that get adapters; all-linear takes every linear module but the head.
-        output_dir: Folder for the run file, training.log and the trained model.
+        output_dir: Folder for the run file, training.log, checkpoints and the trained model.
         overwrite_output_dir: Replace an earlier run in the output folder.
         save: Save the trained model into the output folder.
+        save_steps: Steps between two checkpoints; left out, none are written.
+        save_total_limit: Checkpoints to keep; older ones are removed once a newer one is whole.
+        resume_from_checkpoint: A checkpoint folder to go on from, or latest: the newest whole one in the output folder.
+        eval_steps: Steps between two evaluations; left out, one at the end where there are rows to evaluate on.
         logging_steps: Steps between two log lines.
         log_level: debug shows the engine's lines, and tracebacks.
         report_to: Trackers to report to, as transformers names them; none for no tracker.
+        run_name: Name of the run for trackers.
+        dataloader_num_workers: Processes that prepare batches; 0: the training process does.
+        dataset_num_proc: Processes that tokenise rows.
         seed: Seed of data order and of new weights.
     """
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
 
     model: str = "builtin:smollm2"
+    use_hf: bool = True
     dataset: tuple[str, ...] = ("builtin:pydoc",)
+    eval_dataset: tuple[str, ...] | None = None
+    split_dataset_ratio: float = 0.0
+    system: str | None = None
     train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
     activation_cpu_offload: bool = False
     gradient_checkpointing: bool = False
@@ -105,81 +131,56 @@ class SftConfig:
     offload_target: Literal["auto", "host", "disk"] = "auto"
     disk_path: str | None = None
     verify: bool = False
+    fsdp_strategy: Strategy = "none"
+    fsdp_version: int = 2
+    fsdp_config: str | None = None
+    fsdp: str | None = None
+    nproc_per_node: int | None = None
+    deepspeed: str | None = None
     per_device_train_batch_size: int = 1
+    per_device_eval_batch_size: int = 1
     gradient_accumulation_steps: int = 1
     num_train_epochs: float = 1.0
     max_steps: int = -1
     learning_rate: float | None = None
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
     max_length: int = 1024
     packing: bool = False
+    completion_only_loss: bool | None = None
+    nan_loss: Literal["stop", "skip"] = "stop"
     attn_impl: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    bf16: bool = False
+    fp16: bool = False
+    freeze_vit: bool = True
     lora_rank: int = 8
     lora_alpha: int = 32
+    lora_dropout: float = 0.0
     target_modules: tuple[str, ...] = ("all-linear",)
     output_dir: str = "runs/sft"
     overwrite_output_dir: bool = False
     save: bool = True
+    save_steps: int | None = None
+    save_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    eval_steps: int | None = None
     logging_steps: int = 5
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     report_to: tuple[str, ...] = ("none",)
+    run_name: str | None = None
+    dataloader_num_workers: int = 0
+    dataset_num_proc: int | None = None
     seed: int = 42
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_texts()
-        self._check_numbers()
-        self._check_together()
-
-    def _check_texts(self) -> None:
-        """Refuse empty text, and training types of later releases."""
-        texts = {"model": (self.model,), "output_dir": (self.output_dir,), "disk_path": (self.disk_path,)}
-        for name in ("dataset", "target_modules", "report_to"):
-            texts[name] = getattr(self, name) or ("",)
-        for name, values in texts.items():
-            if any(value is not None and not value.strip() for value in values):
-                raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
-        if self.train_type in ("qlora", "adapter"):
-            raise ConfigError(
-                f"train_type is {self.train_type!r}",
-                expected="'full' or 'lora' in this release",
-                hint="--train_type lora trains adapters on unquantised weights",
-            )
-
-    def _check_numbers(self) -> None:
-        """Refuse numbers that make no run."""
-        for name, hint in _COUNTS.items():
-            _at_least(name, getattr(self, name), 1, hint)
-        _at_least("max_length", self.max_length, 2, "1024 is the default; a token is learned from the one before it")
-        if self.max_steps != -1 and self.max_steps < 1:
-            raise ConfigError(
-                f"max_steps is {self.max_steps}",
-                expected="1 or more, or -1",
-                hint="-1, or leaving it out, leaves the length to --num_train_epochs",
-            )
-        for name, hint in _POSITIVE.items():
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}", expected="a number above zero", hint=hint)
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(
-                f"seed is {self.seed}", expected="0 to 4294967295", hint="42 is the default; any such number will do"
-            )
-
-    def _check_together(self) -> None:
-        """Refuse flags that contradict one another, and bad values also where they would have no use."""
-        if self.gradient_checkpointing and self.activation_cpu_offload and self.policy not in (None, "minimal"):
-            raise ConfigError(
-                f"policy is {self.policy!r} beside gradient_checkpointing true",
-                expected="no policy, or 'minimal': the two flags together mean checkpointing's memory",
-                hint="leave --gradient_checkpointing out to use another policy",
-            )
+        rules.check_texts(self)
+        rules.check_numbers(self)
         self.chosen_policy()
-        if self.policy not in (None, "auto") and (self.max_slowdown is not None or self.memory_budget is not None):
-            raise ConfigError(
-                f"max_slowdown or memory_budget is given beside policy {self.policy!r}",
-                expected="the policy auto, which alone weighs memory against time",
-                hint="leave --policy out, or --max_slowdown and --memory_budget",
-            )
+        rules.check_together(self)
 
     @property
     def mode(self) -> Mode:
@@ -189,11 +190,21 @@ class SftConfig:
         return "checkpointing" if self.gradient_checkpointing else "plain"
 
     @property
+    def trains_adapters(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return self.train_type != "full"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.eval_dataset is not None or self.split_dataset_ratio > 0
+
+    @property
     def peak_learning_rate(self) -> float:
         """The learning rate given, or the default of the training type."""
         if self.learning_rate is not None:
             return self.learning_rate
-        return 1e-4 if self.train_type == "lora" else 1e-5
+        return 1e-4 if self.trains_adapters else 1e-5
 
     def chosen_policy(self) -> Policy:
         """Return the policy that the flags name.
@@ -210,30 +221,15 @@ class SftConfig:
     def without_effect(self) -> list[str]:
         """Return the flags that were given but do nothing in this mode."""
         ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify")
-        lora = ("lora_rank", "lora_alpha", "target_modules")
-        idle = (*(ours if self.mode != "ebbtide" else ()), *(lora if self.train_type != "lora" else ()))
+        lora = ("lora_alpha", "lora_dropout", "target_modules")
+        idle = (*(ours if self.mode != "ebbtide" else ()), *(lora if self.train_type in ("full", "adapter") else ()))
+        if self.train_type == "full":
+            idle = (*idle, "lora_rank")
         if self.mode == "ebbtide" and self.gradient_checkpointing:
             idle = (*idle, "max_slowdown", "memory_budget")
+        if not self.evaluates:
+            idle = (*idle, "eval_steps", "per_device_eval_batch_size")
+        if self.save_steps is None:
+            idle = (*idle, "save_total_limit")
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return [name for name in idle if getattr(self, name) != defaults[name]]
-
-
-def _at_least(name: str, value: int, least: int, hint: str) -> None:
-    """Refuse a number below the least that makes sense."""
-    if value < least:
-        raise ConfigError(f"{name} is {value}", expected=f"{least} or more", hint=hint)
-
-
-def refuse_several_processes(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse to run under a launcher that started several processes.
-
-    Raises:
-        ConfigError: ``WORLD_SIZE`` or ``NPROC_PER_NODE`` is above one.
-    """
-    for name in ("WORLD_SIZE", "NPROC_PER_NODE"):
-        if environment.get(name, "1").strip() not in ("", "1"):
-            raise ConfigError(
-                f"{name} is {environment[name]!r} in the environment",
-                expected="1: this release trains in one process",
-                hint="start `ebbtide sft` without torchrun and without NPROC_PER_NODE",
-            )

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide_recipes.sft.shapes import EXAMPLE, Row, one_kind, shape_of, shaped_row
+from ebbtide_recipes.sft import hubs, images
+from ebbtide_recipes.sft.shapes import EXAMPLE, Row, answer_apart, one_kind, shape_of, shaped_row, with_system
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,13 +27,33 @@ OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zip", ".zst", ".arrow", ".yam
 PLACES = f"{', '.join(BUILTIN)}, a {', '.join(SUFFIXES)} file, or a hub name with a train split"
 
 
-def load(names: Sequence[str], *, chat: bool, seed: int) -> Dataset:
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How rows are read.
+
+    Attributes:
+        chat: Whether the model has a chat template.
+        seed: Seed of the built-in data sets' order.
+        system: System message for chats that have none.
+        answers_alone: Whether the last answer of a chat is what is learned.
+        vision: Whether the model takes images.
+        use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
+    """
+
+    chat: bool
+    seed: int
+    system: str | None = None
+    answers_alone: bool = False
+    vision: bool = False
+    use_hf: bool = True
+
+
+def load(names: Sequence[str], reading: Reading) -> Dataset:
     """Read data sets and put them one after the other.
 
     Args:
         names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
-        chat: Whether the tokenizer has a chat template.
-        seed: Seed of the built-in data sets' order.
+        reading: How they are read.
 
     Returns:
         Rows of one shape. See [Note: row shapes].
@@ -43,11 +65,10 @@ def load(names: Sequence[str], *, chat: bool, seed: int) -> Dataset:
     shaped: list[Row] = []
     kinds: dict[str, str] = {}
     for name in names:
-        rows = _read(name, seed)
+        rows = _read(name, reading)
         if not rows:
             raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
-        shape = shape_of(rows[0], name, chat=chat)
-        part = [shaped_row(shape, row, name, number) for number, row in enumerate(rows, start=1)]
+        part = _shaped(rows, name, reading)
         kinds[name] = one_kind(part, name)
         shaped += part
     if len(set(kinds.values())) > 1:
@@ -57,7 +78,51 @@ def load(names: Sequence[str], *, chat: bool, seed: int) -> Dataset:
             expected="data sets of one shape",
             hint="train on one after the other, or bring their columns into line",
         )
-    return _as_dataset(shaped, names)
+    made = _as_dataset(shaped, names)
+    return images.as_images(made) if "images" in made.column_names else made
+
+
+def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
+    """Keep back a share of the rows for evaluation.
+
+    Returns:
+        What is trained on, and what was kept back: at least one row.
+
+    Raises:
+        ConfigError: Nothing would be left to train on.
+    """
+    kept = max(1, round(len(dataset) * ratio))
+    if kept >= len(dataset):
+        raise ConfigError(
+            f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
+            expected="a share that leaves some",
+            hint="give a smaller share, or --eval_dataset",
+        )
+    parts = dataset.train_test_split(test_size=kept, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def _shaped(rows: Sequence[Row], name: str, reading: Reading) -> list[Row]:
+    """Put the rows of one data set into the shape that the first of them has."""
+    shape = shape_of(rows[0], name, chat=reading.chat)
+    seen = any(column in rows[0] for column in images.COLUMNS)
+    if seen and not reading.vision:
+        raise DataError(
+            f"data set {name!r} has images, and the model takes none",
+            expected="rows of text, or a vision-language model",
+            hint="give a vision-language model with --model, or take the column out of the data set",
+        )
+    folder = Path(_split(name)[0]).expanduser().parent
+    part: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        where = f"row {number} of data set {name!r}"
+        made = shaped_row(shape, row, name, number)
+        if reading.system is not None:
+            made = with_system(made, reading.system)
+        if reading.answers_alone:
+            made = answer_apart(made, where)
+        part.append(images.attach(row, made, folder, where) if seen else made)
+    return part
 
 
 def check(names: Sequence[str]) -> None:
@@ -112,7 +177,7 @@ def _split(name: str) -> tuple[str, int | None]:
     )
 
 
-def _read(name: str, seed: int) -> list[Row]:
+def _read(name: str, reading: Reading) -> list[Row]:
     """Return the rows of one data set, as many as ``#N`` asks for."""
     check([name])
     place, limit = _split(name)
@@ -120,11 +185,11 @@ def _read(name: str, seed: int) -> list[Row]:
     if place.startswith("builtin:"):
         from ebbtide_recipes.sft import pydoc
 
-        rows = pydoc.rows(seed)[:limit]
+        rows = pydoc.rows(reading.seed)[:limit]
     elif _is_file(path, place):
         rows = _read_file(path, limit)
     else:
-        rows = _read_hub(place, limit)
+        rows = _read_hub(place if reading.use_hf else hubs.modelscope_data(place), limit)
     if limit is not None and len(rows) < limit:
         LOGGER.warning("data set %r has %d rows, fewer than the %d asked for: all are taken", place, len(rows), limit)
     return rows

@@ -18,20 +18,23 @@ def interactive() -> bool:
 
 
 @contextmanager
-def logging_to(folder: Path, level: str) -> Generator[None, None, None]:
+def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0) -> Generator[None, None, None]:
     """Send the lines of the ``ebbtide.*`` loggers to standard error and to ``training.log``.
 
     Only the ``ebbtide`` logger is touched, and it is as it was afterwards.
 
     Args:
-        folder: Where ``training.log`` goes; must be there. An earlier file is replaced.
+        folder: Where ``training.log`` goes; must be there.
         level: The lowest level shown, such as ``"info"``.
+        append: Go on with an earlier file; else it is replaced.
+        rank: This process's. Ranks above 0 write ``training-rankN.log`` and nothing to the terminal.
     """
     logger = logging.getLogger("ebbtide")
     before = logger.level
-    file = logging.FileHandler(folder / LOG_FILE, mode="w", encoding="utf-8")
+    name = f"training-rank{rank}.log" if rank else LOG_FILE
+    file = logging.FileHandler(folder / name, mode="a" if append else "w", encoding="utf-8")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    handlers: list[logging.Handler] = [file, _terminal()]
+    handlers: list[logging.Handler] = [file] if rank else [file, _terminal()]
     logger.setLevel(level.upper())
     for handler in handlers:
         logger.addHandler(handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,11 +10,11 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
-from ebbtide_recipes.sft import smollm2
+from ebbtide_recipes.sft import hubs, smollm2
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
 
@@ -60,17 +59,23 @@ def check(name: str) -> None:
         )
 
 
-def locate(name: str) -> str:
+def locate(name: str, *, use_hf: bool = True) -> str:
     """Return what transformers loads for a model's name; makes the built-in model if need be.
 
+    Args:
+        name: A local path, a hub name or a built-in name.
+        use_hf: Whether a hub name is one of Hugging Face; else of ModelScope.
+
     Raises:
-        DataError: As ``check``; or the built-in model cannot be fetched.
+        DataError: As ``check``; or the model cannot be fetched.
     """
     check(name)
     if name.startswith("builtin:"):
         return str(smollm2.make())
     path = Path(name).expanduser()
-    return str(path) if path.exists() else name
+    if path.exists():
+        return str(path)
+    return name if use_hf else hubs.modelscope_model(name)
 
 
 def _near(name: str) -> str:
@@ -100,12 +105,41 @@ class Source:
     Args:
         place: What transformers loads.
         config: The model's own config.
-        tokenizer: Its tokenizer.
+        processor: Its tokenizer; of a vision-language model the processor that holds it.
     """
 
     place: str
     config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
+    processor: PreTrainedTokenizerBase | ProcessorMixin
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model takes images."""
+        return is_vision_language(self.config)
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer."""
+        return getattr(self.processor, "tokenizer", self.processor)
+
+    @property
+    def chats(self) -> bool:
+        """Whether there is a chat template."""
+        return getattr(self.processor, "chat_template", None) is not None or self.tokenizer.chat_template is not None
+
+
+def is_vision_language(config: PreTrainedConfig) -> bool:
+    """Whether a model's config is of one that takes images beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and hasattr(config, "vision_config")
+
+
+def vision_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
+    """Return the paths of the modules that see: those built from the config's vision part."""
+    kind = type(config.vision_config)  # pyright: ignore[reportAttributeAccessIssue]
+    found = [name for name, module in model.named_modules() if name and isinstance(getattr(module, "config", 0), kind)]
+    return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
 def look_up(config: SftConfig) -> Source:
@@ -115,13 +149,15 @@ def look_up(config: SftConfig) -> Source:
         DataError: The model cannot be found or read.
         ConfigError: Sequences are longer than the model allows.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
-    place = locate(config.model)
+    place = locate(config.model, use_hf=config.use_hf)
     with _told(config):
         found = AutoConfig.from_pretrained(place)
         _check_length(config, found)
-        return Source(place=place, config=found, tokenizer=AutoTokenizer.from_pretrained(place))
+        _check_unquantised(config, found)
+        reader = AutoProcessor if is_vision_language(found) else AutoTokenizer
+        return Source(place=place, config=found, processor=reader.from_pretrained(place))
 
 
 def outline(config: SftConfig, source: Source) -> PreTrainedModel:
@@ -132,14 +168,13 @@ def outline(config: SftConfig, source: Source) -> PreTrainedModel:
         ConfigError: The attention implementation is not there.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     with _told(config), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(source.config, attn_implementation=config.attn_impl)
+        return _auto_class(source).from_config(source.config, attn_implementation=config.attn_impl)
 
 
-def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and its tokenizer.
+def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
+    """Load the model, and its tokenizer or processor.
 
     Args:
         config: Names the model, its type and its attention implementation.
@@ -149,14 +184,39 @@ def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedMod
         DataError: The model cannot be found or read.
         ConfigError: Sequences are longer than the model allows; the attention implementation is not there.
     """
-    from transformers import AutoModelForCausalLM
-
     source = look_up(config) if source is None else source
+    options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
+    if config.train_type == "qlora":
+        from ebbtide_recipes.sft.adapters import four_bits
+
+        options |= four_bits(config, options["dtype"])
     with _told(config):
-        model = AutoModelForCausalLM.from_pretrained(
-            source.place, dtype=dtype_name(config.torch_dtype), attn_implementation=config.attn_impl
+        model = _auto_class(source).from_pretrained(source.place, **options)
+    if source.sees and config.freeze_vit:
+        for part in vision_parts(model, source.config):
+            model.get_submodule(part).requires_grad_(False)
+    return model, source.processor
+
+
+def _auto_class(source: Source) -> Any:
+    """Return the class that makes a model of this kind."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if source.sees else AutoModelForCausalLM
+
+
+def _check_unquantised(config: SftConfig, model_config: Any) -> None:
+    """Refuse weights that are quantised already: they cannot be trained, and not quantised again.
+
+    Raises:
+        ConfigError: They are.
+    """
+    if getattr(model_config, "quantization_config", None) is not None and config.train_type in ("full", "qlora"):
+        raise ConfigError(
+            f"the weights of {config.model} are quantised already, and train_type is {config.train_type!r}",
+            expected="a model with weights in a floating-point type",
+            hint="give the model they were made of; --train_type lora takes them as they are",
         )
-    return model, source.tokenizer
 
 
 @contextmanager
@@ -206,49 +266,3 @@ def _check_length(config: SftConfig, model_config: Any) -> None:
             expected=f"at most {limit}, the positions {config.model} has",
             hint=f"use --max_length {limit}, or a model with a longer context",
         )
-
-
-def lora_config(config: SftConfig, model: PreTrainedModel) -> LoraConfig:
-    """Return the adapters that the config asks for.
-
-    Args:
-        config: Names the modules.
-        model: An ``outline`` of the model; the adapters are tried on it.
-
-    Raises:
-        ConfigError: A name in ``target_modules`` is no module of the model, or one that can have no adapter.
-    """
-    from peft import LoraConfig, TaskType, inject_adapter_in_model
-
-    targets = list(config.target_modules)
-    known = {part for name, _ in model.named_modules() for part in (name, name.rpartition(".")[2])} - {""}
-    for target in targets:
-        if target != "all-linear" and target not in known:
-            raise ConfigError(
-                f"target_modules names {target!r}",
-                expected="modules of the model",
-                hint=nearest(target, sorted(known)) or "all-linear takes every linear module but the head",
-            )
-    if "all-linear" in targets and len(targets) > 1:
-        raise ConfigError(
-            f"target_modules is {' '.join(targets)}",
-            expected="all-linear alone, or names alone",
-            hint="all-linear takes every linear module but the head",
-        )
-    made = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
-    )
-    named = {type(m).__name__ for name, m in model.named_modules() if {name, name.rpartition(".")[2]} & set(targets)}
-    try:
-        # Tried on a copy of the config: PEFT writes the modules it finds into the one it is given.
-        inject_adapter_in_model(copy.deepcopy(made), model)
-    except ValueError as error:
-        raise ConfigError(
-            f"target_modules is {' '.join(targets)}, which names {', '.join(sorted(named)) or 'no module'}",
-            expected="modules that can have adapters, such as Linear",
-            hint="all-linear takes every linear module but the head",
-        ) from error
-    return made

@@ -24,14 +24,19 @@ def console() -> Console:
 
 
 class StepBar:
-    """A progress bar over the steps; nothing at all where nobody watches."""
+    """A progress bar over the steps; nothing at all where nobody watches.
 
-    def __init__(self) -> None:
+    Args:
+        shown: False in processes beside the main one.
+    """
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self._shown = shown
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
     def __enter__(self) -> StepBar:
-        if interactive():
+        if self._shown and interactive():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             text = TextColumn("{task.fields[said]}")

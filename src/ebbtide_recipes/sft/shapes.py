@@ -99,6 +99,33 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
     return result
 
 
+def with_system(row: Row, text: str) -> Row:
+    """Put a system message before a chat that has none; plain text stays as it is."""
+    column = "messages" if "messages" in row else "prompt"
+    said = row.get(column)
+    if not isinstance(said, list) or (said and said[0].get("role") == "system"):
+        return row
+    return {**row, column: [_message("system", text), *said]}
+
+
+def answer_apart(row: Row, where: str) -> Row:
+    """Split a chat into what leads up to its last answer and that answer, which alone is learned.
+
+    Raises:
+        DataError: The chat does not end in an answer, or the row is plain text.
+    """
+    if "completion" in row:
+        return row
+    said = row.get("messages")
+    if not isinstance(said, list) or len(said) < 2 or said[-1].get("role") != "assistant":
+        raise DataError(
+            f"{where} has no answer to learn alone",
+            expected="a chat that ends with the assistant, or `prompt`+`completion`",
+            hint="leave --completion_only_loss out to learn whole texts",
+        )
+    return {"prompt": said[:-1], "completion": said[-1:]}
+
+
 def one_kind(rows: Sequence[Row], name: str) -> str:
     """Return what rows hold, in words, such as ``prompt+completion``.
 

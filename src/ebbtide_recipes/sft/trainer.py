@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +16,26 @@ from trl import SFTTrainer
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.events import BUS
+from ebbtide_recipes.sft import checkpoints, launch, sharding
 from ebbtide_recipes.sft.callback import StepRecorder
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
 
+LOGGER = logging.getLogger("ebbtide.sft")
+
 
 class RecipeTrainer(SFTTrainer):
-    """TRL's trainer with phases and losses told to a recorder; see [Note: phases] in ``callback.py``."""
+    """TRL's trainer with phases and losses told to a recorder; see [Note: phases] in ``callback.py``.
+
+    Its checkpoints are whole or are none: see [Note: a checkpoint's seal] in ``checkpoints.py``.
+    """
 
     recorder: StepRecorder | None = None
+    config: SftConfig | None = None
 
     def record_with(self, recorder: StepRecorder) -> None:
         """Tell this recorder what happens from now on."""
@@ -33,7 +43,9 @@ class RecipeTrainer(SFTTrainer):
         self.add_callback(recorder)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does, between the edges of the phase ``forward``."""
+        """Compute the loss as TRL does; in training between the edges of the phase ``forward``."""
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
         step = self.state.global_step + 1
         tokens = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
         BUS.emit("phase", name="forward", edge="begin", step=step)
@@ -59,48 +71,127 @@ class RecipeTrainer(SFTTrainer):
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
 
+    def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over all processes."""
+        return self.accelerator.reduce(value, reduction="mean")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save as transformers does, then seal what was saved; a failed save leaves the older checkpoints alone.
+
+        Raises:
+            DiskFullError: There was no room.
+        """
+        if self.config is None:
+            super()._save_checkpoint(model, trial)
+            return
+        output = Path(self._get_output_dir(trial))
+        folder = output / f"checkpoint-{self.state.global_step}"
+        main = self.args.should_save
+        if main and folder.exists():  # what a killed run left half-written
+            checkpoints.remove(folder)
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception as error:
+            if main:
+                checkpoints.remove(folder)
+            raise checkpoints.not_saved(error, folder, output) from error
+        self.accelerator.wait_for_everyone()
+        if main:
+            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
+            checkpoints.prune(output, self.config.save_total_limit)
+            LOGGER.info("saved %s", folder)
+
     def _send_telemetry(self) -> None:
         """Send nothing: a training run tells nobody about itself."""
 
 
-def arguments(config: SftConfig) -> TrlConfig:
+def arguments(config: SftConfig, *, sees: bool = False) -> TrlConfig:
     """Return the trainer's arguments.
 
     Every argument that could make two modes differ, write files or phone home is set here rather than left to a
     default: TRL's defaults switch on checkpointing and bfloat16 autocast.
+
+    Args:
+        config: As ``sharding.resolved`` returned it.
+        sees: Whether the model takes images.
     """
     _check_trackers(config.report_to)
     accelerated = torch.accelerator.is_available()
-    made = TrlConfig(
-        output_dir=config.output_dir,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        num_train_epochs=config.num_train_epochs,
-        max_steps=config.max_steps,
-        learning_rate=config.peak_learning_rate,
-        max_length=config.max_length,
-        packing=config.packing,
-        # The other strategies leave sequences shorter and concatenate batches, which needs flash attention.
-        packing_strategy="wrapped",
-        padding_free=False,
-        **_checkpointing(on=config.mode == "checkpointing"),
-        activation_offloading=False,
-        bf16=False,
-        fp16=False,
-        use_cpu=not accelerated,
-        dataloader_pin_memory=accelerated,
-        logging_steps=config.logging_steps,
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        report_to=list(config.report_to),
-        disable_tqdm=True,
-        seed=config.seed,
-    )
+    with warnings.catch_warnings():
+        # Of FSDP1, which was asked for by its number.
+        warnings.filterwarnings("ignore", message="FSDP1", category=FutureWarning)
+        made = TrlConfig(
+            output_dir=config.output_dir,
+            **_sizes(config),
+            **_optimisation(config),
+            **_checkpointing(on=config.mode == "checkpointing"),
+            **sharding.trainer_settings(config),
+            **_hybrid(config),
+            activation_offloading=False,
+            bf16=config.bf16,
+            fp16=config.fp16,
+            use_cpu=not accelerated,
+            # A vision-language model may be given rows without an image; others use all they have in every batch.
+            ddp_find_unused_parameters=sees,
+            dataloader_pin_memory=accelerated,
+            dataloader_num_workers=config.dataloader_num_workers,
+            dataset_num_proc=config.dataset_num_proc,
+            logging_steps=config.logging_steps,
+            logging_first_step=True,
+            logging_nan_inf_filter=False,
+            save_strategy="no" if config.save_steps is None else "steps",
+            save_steps=config.save_steps or 500,
+            eval_strategy="no" if config.eval_steps is None or not config.evaluates else "steps",
+            eval_steps=config.eval_steps,
+            report_to=list(config.report_to),
+            run_name=config.run_name,
+            disable_tqdm=True,
+            seed=config.seed,
+        )
     if made.n_gpu > 1:
         # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
         made._n_gpu = 1
     return made
+
+
+def _sizes(config: SftConfig) -> dict[str, Any]:
+    """Return what says how many rows and tokens go through the model."""
+    return {
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "per_device_eval_batch_size": config.per_device_eval_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps,
+        "max_length": config.max_length,
+        "packing": config.packing,
+        "completion_only_loss": config.completion_only_loss,
+        # The other strategies leave sequences shorter and concatenate batches, which needs flash attention.
+        "packing_strategy": "wrapped",
+        "padding_free": False,
+    }
+
+
+def _optimisation(config: SftConfig) -> dict[str, Any]:
+    """Return what says how weights are changed."""
+    return {
+        "learning_rate": config.peak_learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup_ratio,  # below 1 it is a share
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+    }
+
+
+def _hybrid(config: SftConfig) -> dict[str, Any]:
+    """Return the mesh of FSDP2's hybrid sharding: shards within a node, copies across nodes."""
+    if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
+        return {}
+    from accelerate.parallelism_config import ParallelismConfig
+
+    world = launch.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)}
 
 
 def _check_trackers(names: Sequence[str]) -> None:
@@ -129,24 +220,27 @@ def _checkpointing(*, on: bool) -> dict[str, Any]:
 def build(
     config: SftConfig,
     model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    processor: PreTrainedTokenizerBase | ProcessorMixin,
     dataset: Dataset,
     adapters: Any | None,
+    evaluation: Dataset | None = None,
 ) -> RecipeTrainer:
     """Make the trainer; tokenise and pack the data.
 
     Raises:
         DataError: The data has no full sequence (with packing), or no token to learn from.
     """
-    from transformers import PrinterCallback
+    from transformers import PrinterCallback, ProcessorMixin
 
     trainer = RecipeTrainer(
         model=model,
-        args=arguments(config),
+        args=arguments(config, sees=isinstance(processor, ProcessorMixin)),
         train_dataset=dataset,
-        processing_class=tokenizer,
+        eval_dataset=evaluation,
+        processing_class=processor,
         peft_config=adapters,
     )
+    trainer.config = config
     trainer.remove_callback(PrinterCallback)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
@@ -162,5 +256,14 @@ def build(
 
 
 def save(trainer: RecipeTrainer, folder: Path) -> None:
-    """Write the trained weights (LoRA: the adapters) and the tokenizer."""
-    trainer.save_model(str(folder))
+    """Write the trained weights (of adapters: those alone) and the tokenizer; sharded weights are gathered first.
+
+    Raises:
+        DiskFullError: There was no room.
+    """
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        trainer.save_model(str(folder))
+    except Exception as error:
+        raise checkpoints.not_saved(error, folder, folder) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
-from ebbtide_recipes.sft.config import UNSUPPORTED, SftConfig, refuse_several_processes
+from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,7 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train_type": "qlora"}, "expected 'full' or 'lora'"),
-        ({"train_type": "adapter"}, "expected 'full' or 'lora'"),
+        ({"train_type": "adapter"}, "expected 'full', 'lora' or 'qlora'"),
         ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: -1, or leaving"),
         ({"max_steps": -2}, "max_steps is -2"),
         ({"max_length": 1}, "max_length is 1"),
@@ -49,6 +50,18 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"num_train_epochs": -1.0}, "num_train_epochs is -1.0"),
         ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more\nhint: "),
         ({"logging_steps": -5}, "logging_steps is -5; expected 1 or more\nhint: "),
+        ({"save_steps": 0}, "save_steps is 0; expected 1 or more\nhint: leave it out to write no checkpoints"),
+        ({"nproc_per_node": 0}, "nproc_per_node is 0"),
+        ({"warmup_ratio": 1.0}, "warmup_ratio is 1.0; expected a share from 0 to below 1"),
+        ({"split_dataset_ratio": -0.1}, "split_dataset_ratio is -0.1"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; expected 0 or more"),
+        ({"fsdp_version": 3}, "fsdp_version is 3; expected 1 or 2"),
+        ({"bf16": True, "fp16": True}, "bf16 and fp16 are both true"),
+        ({"fp16": True, "torch_dtype": "bfloat16"}, "fp16 is true beside torch_dtype bfloat16"),
+        ({"fsdp": "fsdp2", "fsdp_config": "x.json"}, "fsdp and fsdp_config are both given"),
+        ({"eval_dataset": ("a",), "split_dataset_ratio": 0.1}, "eval_dataset and split_dataset_ratio are both given"),
+        ({"eval_dataset": ()}, "eval_dataset is empty"),
+        ({"system": " "}, "system is empty"),
         ({"seed": -1}, "seed is -1; expected 0 to 4294967295\nhint: "),
         ({"seed": 2**32}, "seed is 4294967296; expected 0 to 4294967295"),
         ({"seed": "7"}, "seed is '7'; expected an integer\nhint: pass the value itself, without quotes"),
@@ -103,13 +116,34 @@ def test_flags_of_later_releases_are_refused_with_a_hint(name: str) -> None:
 
 
 def test_no_flag_is_both_supported_and_refused() -> None:
-    assert not set(UNSUPPORTED) & set(SftConfig.__dataclass_fields__)
+    fields = set(SftConfig.__dataclass_fields__)
+    assert not set(UNSUPPORTED) & fields
+    assert set(ALIASES.values()) <= fields
+    assert not set(ALIASES) & (fields | set(UNSUPPORTED))
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "NPROC_PER_NODE"])
-def test_several_processes_are_refused(name: str) -> None:
-    for value in ("2", "abc"):
-        with pytest.raises(ConfigError, match=f"{name} is '{value}' in the environment; expected 1.*\nhint: "):
-            refuse_several_processes({name: value})
-    refuse_several_processes({name: "1"})
-    refuse_several_processes({})
+@pytest.mark.parametrize(
+    ("content", "changes"),
+    [
+        ("tuner_type: lora\n", {"train_type": "lora"}),
+        ("enable_activation_offload: true\nenable_gradient_checkpointing: true\n", {"mode": "ebbtide"}),
+        (
+            "actor_rollout_ref:\n  model:\n    path: some/model\n    enable_activation_offload: true\n",
+            {"mode": "ebbtide", "model": "some/model"},
+        ),
+        ("model:\n  enable_gradient_checkpointing: true\n", {"mode": "checkpointing"}),
+    ],
+)
+def test_keys_of_other_trainers_are_read(tmp_path: Path, content: str, changes: dict) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    config = read_arguments(SftConfig, [str(file)], prog="ebbtide sft")
+    assert config is not None
+    assert {name: getattr(config, name) for name in changes} == changes
+
+
+def test_a_wrong_key_in_a_section_is_named_whole(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("actor_rollout_ref:\n  model:\n    enable_activation_offloading: true\n")
+    with pytest.raises(ConfigError, match="unknown key 'actor_rollout_ref.model.enable_activation_offloading'"):
+        read_arguments(SftConfig, [str(file)], prog="ebbtide sft")

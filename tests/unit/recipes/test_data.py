@@ -28,7 +28,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def load(*names: str, chat: bool = True) -> list[dict]:
-    return data.load(names, chat=chat, seed=0).to_list()
+    return data.load(names, data.Reading(chat=chat, seed=0)).to_list()
 
 
 @pytest.mark.parametrize("suffix", data.SUFFIXES)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.sft import models, smollm2
+from ebbtide_recipes.sft import adapters, models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
 
 
@@ -183,7 +183,7 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"half")
-    source = models.Source(place=str(tmp_path), config=LlamaConfig(num_hidden_layers=1, **sizes), tokenizer=None)
+    source = models.Source(place=str(tmp_path), config=LlamaConfig(num_hidden_layers=1, **sizes), processor=None)
     with pytest.raises(
         DataError, match="(?s)cannot be loaded: Error while deserializing header.*\nhint: give a folder"
     ):
@@ -220,10 +220,12 @@ def outline() -> Any:
 )
 def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=f"(?s){said}"):
-        models.lora_config(SftConfig(train_type="lora", target_modules=targets), outline())
+        adapters.lora_config(SftConfig(train_type="lora", target_modules=targets), outline())
 
 
 def test_adapters_are_those_asked_for() -> None:
-    made = models.lora_config(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
+    made = adapters.lora_config(
+        SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline()
+    )
     assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
-    assert models.lora_config(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"
+    assert adapters.lora_config(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"

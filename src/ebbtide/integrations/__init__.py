@@ -1,0 +1,1 @@
+"""One module a host framework: ebbtide's public names and that host, nothing else. Nobody but users imports them."""

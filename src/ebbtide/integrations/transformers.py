@@ -1,0 +1,156 @@
+"""ebbtide in the trainers of transformers and TRL: ``Trainer``, ``SFTTrainer``, ``DPOTrainer``, ``RewardTrainer``, ...
+
+[Note: when offloading begins]
+A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
+offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback is not told of an
+exception: the handle that was left open then is closed when the next training begins, or by ``close()``.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ebbtide import Handle, enable_activation_offloading
+from ebbtide.base.errors import ConfigError, ConflictError
+
+logger = logging.getLogger("ebbtide.integrations")
+
+SWITCH = "activation_cpu_offload"
+"""The key of ``fsdp_config`` that ms-swift's users know."""
+
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", "")
+
+
+class OffloadCallback(TrainerCallback):
+    """Keeps, offloads or recomputes what autograd saves while a trainer trains.
+
+    ::
+
+        trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback()])
+        trainer.train()
+
+    Args:
+        **options: As ``ebbtide.enable_activation_offloading`` takes them, but for the model: ``enable_ckpt``,
+            ``policy``, ``target``, ``disk_path``, ``verify``, ...
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.handle: Handle | None = None
+        self._trainer: Callable[[], Trainer | None] = lambda: None
+
+    def follow(self, trainer: Trainer) -> OffloadCallback:
+        """Add this callback to a trainer, and take the model from it as it is wrapped.
+
+        Without it the callback offloads the model the trainer tells of: under DDP that is the one inside the wrapper,
+        which saves the same, but is announced as a model on a single device.
+        """
+        self._trainer = weakref.ref(trainer)
+        trainer.add_callback(self)
+        return self
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Enable offloading on the wrapped model.
+
+        Raises:
+            ConflictError: The trainer offloads activations itself.
+            EbbtideError: As ``ebbtide.enable_activation_offloading``.
+        """
+        self.close()
+        refuse_other_offloaders(args)
+        trainer = self._trainer()
+        model = kwargs["model"] if trainer is None else trainer.model_wrapped
+        self.handle = enable_activation_offloading(cast("nn.Module", model), **self.options)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the handle; it still tells its figures."""
+        if self.handle is not None:
+            self.handle.close()
+
+    def close(self) -> None:
+        """Close the handle, after a training that raised. Harmless when repeated."""
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.close()
+
+
+def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
+    """Add the callback if the trainer's ``fsdp_config`` says ``"activation_cpu_offload": true``.
+
+    ``"activation_checkpointing": true`` beside it leaves the checkpoints in place: what they keep is offloaded.
+
+    Args:
+        trainer: Any trainer of transformers or TRL, before ``train()``.
+        **options: As ``OffloadCallback`` takes them.
+
+    Returns:
+        The callback, the one that is there already if there is one; ``None`` if the switch is off or absent.
+
+    Raises:
+        ConfigError: The switch is neither true nor false.
+    """
+    if not wanted(cast("Mapping[str, Any] | None", trainer.args.fsdp_config)):
+        return None
+    there = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+    return there[0] if there else OffloadCallback(**options).follow(trainer)
+
+
+class OffloadMixin:
+    """Makes a trainer add the callback by itself when its ``fsdp_config`` says ``"activation_cpu_offload": true``.
+
+    ::
+
+        class MyTrainer(OffloadMixin, SFTTrainer): ...
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        add_offloading(cast("Trainer", self))
+
+
+def wanted(fsdp_config: Mapping[str, Any] | None) -> bool:
+    """Whether a trainer's ``fsdp_config`` asks for activation offloading.
+
+    Raises:
+        ConfigError: The switch is neither true nor false.
+    """
+    value = (fsdp_config or {}).get(SWITCH, False)
+    word = str(value).strip().lower()
+    if word not in _TRUE + _FALSE:
+        raise ConfigError(
+            f"fsdp_config says {SWITCH} {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
+        )
+    return word in _TRUE
+
+
+def refuse_other_offloaders(args: TrainingArguments) -> None:
+    """Refuse a trainer whose own arguments offload activations too: only the innermost hooks would work.
+
+    Raises:
+        ConflictError: One of them is set.
+    """
+    plugin = cast("Mapping[str, Any]", getattr(args, "fsdp_plugin_args", None) or {})
+    checkpointing = cast("Mapping[str, Any]", getattr(args, "gradient_checkpointing_kwargs", None) or {})
+    flags = {
+        "activation_offloading": getattr(args, "activation_offloading", False),
+        "gradient_checkpointing_kwargs['offload']": checkpointing.get("offload"),
+        "fsdp_config['activation_checkpointing_offload']": plugin.get("activation_checkpointing_offload")
+        or (cast("Mapping[str, Any]", args.fsdp_config or {})).get("activation_checkpointing_offload"),
+    }
+    for name, value in flags.items():
+        if value:
+            raise ConflictError(
+                f"the trainer's own {name} is on beside ebbtide",
+                expected="one offloader on a model",
+                hint=f"unset {name}, or leave OffloadCallback out",
+            )

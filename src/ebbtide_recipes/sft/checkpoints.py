@@ -1,0 +1,216 @@
+"""Checkpoints that are whole or are none.
+
+[Note: a checkpoint's seal]
+A checkpoint is many files, written by several processes, and a process can be killed at any of them. When all are
+written, and not before, the main process writes ``ebbtide.json`` beside them: their names and sizes, the step, and how
+many processes there were. A folder without that seal, or that differs from it, is never resumed from. An older
+checkpoint is removed only after a newer one has its seal, and loses its own first.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError, nearest
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.sft.config import SftConfig
+
+LOGGER = logging.getLogger("ebbtide.sft")
+
+SEAL = "ebbtide.json"
+LATEST = ("latest", "last", "true")
+"""What ``--resume_from_checkpoint`` may say in place of a folder."""
+
+_NAME = re.compile(r"checkpoint-(\d+)")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "PytorchStreamWriter failed writing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """What a whole checkpoint says of itself.
+
+    Attributes:
+        folder: Where it lies.
+        step: Steps that were done.
+        world_size: Processes that wrote it.
+        sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: how its weights lie in its files.
+        train_type: What was trained.
+    """
+
+    folder: Path
+    step: int
+    world_size: int
+    sharding: str
+    train_type: str
+
+
+def sharding_of(config: SftConfig) -> str:
+    """Return how the config's weights lie in a checkpoint's files."""
+    return "none" if config.fsdp_strategy == "none" else f"fsdp{config.fsdp_version}"
+
+
+def seal(folder: Path, config: SftConfig, *, step: int, world_size: int) -> None:
+    """Write the seal of a checkpoint whose files are all written. See [Note: a checkpoint's seal]."""
+    files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
+    facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
+    draft = folder / f"{SEAL}.part"
+    draft.write_text(json.dumps({"schema": 1, **facts, "files": files}, indent=1) + "\n")
+    draft.replace(folder / SEAL)
+
+
+def read_seal(folder: Path) -> tuple[Sealed | None, str]:
+    """Return what a checkpoint says of itself, or ``None`` and what is wrong with it."""
+    try:
+        said: Any = json.loads((folder / SEAL).read_text())
+        files: Mapping[str, int] = said["files"]
+        sealed = Sealed(
+            folder=folder,
+            step=int(said["step"]),
+            world_size=int(said["world_size"]),
+            sharding=str(said["sharding"]),
+            train_type=str(said["train_type"]),
+        )
+    except FileNotFoundError:
+        return None, f"has no {SEAL}, which is written last"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None, f"has an {SEAL} that cannot be read"
+    for name, size in files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            return None, f"holds {found} bytes of {name}, not {size}" if found is not None else f"misses {name}"
+    return sealed, ""
+
+
+def whole(folder: Path) -> list[Sealed]:
+    """Return the whole checkpoints in an output folder, oldest first."""
+    found = [read_seal(path)[0] for path in _folders(folder)]
+    return sorted((one for one in found if one is not None), key=lambda one: one.step)
+
+
+def find(config: SftConfig, *, world_size: int | None = None) -> Path | None:
+    """Return the checkpoint to go on from; ``None``: begin at the first step.
+
+    Args:
+        config: Says from which, and what is trained.
+        world_size: Processes there will be; ``None``: not known yet.
+
+    Raises:
+        DataError: There is no such checkpoint, or it is half-written.
+        ConfigError: It was written by another kind of run.
+    """
+    asked = config.resume_from_checkpoint
+    if asked is None or asked.lower() in ("none", "false"):
+        return None
+    output = Path(config.output_dir).expanduser()
+    if asked.lower() in LATEST:
+        sealed = next(reversed(whole(output)), None)
+        if sealed is None:
+            LOGGER.warning("%s holds no whole checkpoint: the run begins at the first step", output)
+            return None
+    else:
+        sealed = _asked_for(Path(asked).expanduser())
+    _check_kind(sealed, config)
+    if world_size is not None and world_size != sealed.world_size:
+        LOGGER.warning(
+            "%s was written by %d processes and is resumed by %d: rows are shared out anew from here on",
+            *(sealed.folder, sealed.world_size, world_size),
+        )
+    return sealed.folder
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove what is older than the newest ``keep`` whole checkpoints, and older half-written ones."""
+    if keep is None:
+        return
+    kept = {one.folder for one in whole(folder)[-keep:]}
+    newest = max((_step(path) for path in kept), default=0)
+    for path in _folders(folder):
+        if path not in kept and _step(path) < newest:
+            remove(path)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint; its seal goes first, so that it is never taken for a whole one."""
+    (folder / SEAL).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def not_saved(error: Exception, what: Path, output: Path) -> Exception:
+    """Return the error to raise when saving failed: the disk is full, or what was raised.
+
+    Args:
+        error: What was raised.
+        what: What was being written.
+        output: The run's output folder.
+    """
+    full = (isinstance(error, OSError) and error.errno in _FULL) or any(w in str(error) for w in _FULL_WORDS)
+    if not full:
+        return error
+    last = next(reversed(whole(output)), None)
+    there = f"go on from {last.folder}" if last is not None else "no checkpoint was written before"
+    return DiskFullError(
+        f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
+        expected="room for it on the disk",
+        hint=f"free some space, or lower --save_total_limit; {there} (--resume_from_checkpoint latest)"
+        if last is not None
+        else f"free some space, or name another --output_dir; {there}",
+    )
+
+
+def _asked_for(folder: Path) -> Sealed:
+    """Return the checkpoint in a folder that was named."""
+    if not folder.is_dir():
+        near = nearest(folder.name, [path.name for path in _folders(folder.parent)])
+        raise DataError(
+            f"there is no checkpoint {str(folder)!r}",
+            expected="a folder that a run wrote with --save_steps, or latest",
+            hint=near or "latest takes the newest whole one in the output folder",
+        )
+    sealed, wrong = read_seal(folder)
+    if sealed is None:
+        others = whole(folder.parent)
+        hint = f"the last whole one is {others[-1].folder}" if others else f"{folder.parent} holds no whole one"
+        raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="one that was written to its end", hint=hint)
+    return sealed
+
+
+def _check_kind(sealed: Sealed, config: SftConfig) -> None:
+    """Refuse a checkpoint whose files hold something else than this run would load."""
+    for name, theirs, ours, hint in (
+        ("train_type", sealed.train_type, config.train_type, f"--train_type {sealed.train_type}"),
+        ("sharding", sealed.sharding, sharding_of(config), _sharding_hint(sealed.sharding)),
+    ):
+        if theirs != ours:
+            raise ConfigError(
+                f"{sealed.folder} was written with {name} {theirs!r}, and this run has {ours!r}",
+                expected="a run of the same kind",
+                hint=f"{hint} goes on from it",
+            )
+
+
+def _sharding_hint(sharding: str) -> str:
+    if sharding == "none":
+        return "--fsdp_strategy none"
+    return f"--fsdp_strategy full_shard --fsdp_version {sharding[-1]}"
+
+
+def _folders(folder: Path) -> Sequence[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((p for p in folder.iterdir() if p.is_dir() and _NAME.fullmatch(p.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    match = _NAME.fullmatch(folder.name)
+    return int(match.group(1)) if match else 0

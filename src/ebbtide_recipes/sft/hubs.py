@@ -1,0 +1,58 @@
+"""Names on ModelScope, for those who have its package."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.sft.config import SftConfig
+
+
+def check(config: SftConfig) -> None:
+    """Refuse names of ModelScope where its package is not installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
+    if not config.use_hf and importlib.util.find_spec("modelscope") is None:
+        raise ConfigError(
+            "use_hf is false, and the package modelscope is not installed",
+            expected="modelscope, which knows ModelScope's names",
+            hint="pip install modelscope, or leave --use_hf out for names on Hugging Face",
+        )
+
+
+def modelscope_model(name: str) -> str:
+    """Return the folder of a model of ModelScope, fetched if need be.
+
+    Raises:
+        DataError: It cannot be fetched.
+    """
+    return _fetched("snapshot_download", name, "model")
+
+
+def modelscope_data(name: str) -> str:
+    """Return the folder of a data set of ModelScope, fetched if need be.
+
+    Raises:
+        DataError: It cannot be fetched.
+    """
+    return _fetched("dataset_snapshot_download", name, "data set")
+
+
+def _fetched(function: str, name: str, what: str) -> str:
+    """Call one of ModelScope's download functions."""
+    modelscope: Any = importlib.import_module("modelscope")
+    try:
+        return str(getattr(modelscope, function)(name))
+    except Exception as error:  # its hub errors have no common root
+        said = (str(error) or repr(error)).splitlines()[0]
+        raise DataError(
+            f"{what} {name!r} cannot be fetched from ModelScope: {said}",
+            expected=f"a {what} of ModelScope",
+            hint="look at the name; --use_hf true takes names of Hugging Face, and a local path needs no network",
+        ) from error

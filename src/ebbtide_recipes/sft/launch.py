@@ -1,0 +1,142 @@
+"""Several processes: whether they are wanted, and torchrun for them. No torch at import.
+
+[Note: ranks]
+Started by torchrun, a process finds ``RANK`` in its environment and trains. Started alone, it looks at
+``--nproc_per_node``, ``NPROC_PER_NODE``, ``NNODES`` and the visible devices, and where they mean more than one process,
+or FSDP is wanted, starts torchrun on the same arguments and waits. Bad input has been refused by then, once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.cli.children import end_family
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.sft.config import SftConfig
+
+_MULTI_NODE = {"NNODES": "--nnodes", "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
+_PORT = "MASTER_PORT"
+
+
+def is_rank(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher started this process as one of its ranks."""
+    return environment.get("RANK", "").strip() != "" and environment.get("WORLD_SIZE", "").strip() != ""
+
+
+def is_main(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process writes the run's files: the only one, or rank 0."""
+    return not is_rank(environment) or environment["RANK"].strip() == "0"
+
+
+def world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks."""
+    return int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
+
+
+def processes(config: SftConfig, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many processes torchrun is to start on this node; ``None``: this process trains by itself.
+
+    Args:
+        config: As ``sharding.resolved`` returned it.
+        environment: The process's environment.
+
+    Raises:
+        ConfigError: A number of processes is none, or there are fewer devices.
+    """
+    import torch
+
+    if is_rank(environment):
+        return None
+    devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
+    wanted = config.nproc_per_node or _number("NPROC_PER_NODE", environment) or devices or 1
+    if devices is not None and wanted > devices:
+        raise ConfigError(
+            f"{wanted} processes are wanted on this node",
+            expected=f"at most {devices}, one a visible device",
+            hint=f"--nproc_per_node {devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
+        )
+    nodes = _number("NNODES", environment) or 1
+    alone = wanted == 1 and nodes == 1 and config.fsdp_strategy == "none"
+    return None if alone else wanted
+
+
+def check_device(config: SftConfig) -> None:
+    """Refuse FSDP where accelerate would run DDP and say nothing: on a machine without an accelerator.
+
+    A rank asks accelerate itself; a process that is about to start ranks looks for a device.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    import torch
+
+    if config.fsdp_strategy == "none" or torch.accelerator.is_available():
+        return
+    if is_rank():
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        if PartialState(cpu=True).distributed_type not in (DistributedType.MULTI_CPU, DistributedType.NO):
+            return
+    raise ConfigError(
+        f"fsdp_strategy is {config.fsdp_strategy!r} on a machine without an accelerator",
+        expected="an accelerator a process: on CPUs accelerate runs DDP in place of FSDP",
+        hint="--fsdp_strategy none, with --nproc_per_node for DDP on CPUs",
+    )
+
+
+def torchrun(argv: Sequence[str], count: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the command that starts ``count`` ranks of ``ebbtide sft``.
+
+    Args:
+        argv: The arguments after ``sft``.
+        count: Processes on this node.
+        environment: Names the other nodes: ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(count)]
+    for name, flag in _MULTI_NODE.items():
+        if environment.get(name, "").strip():
+            command += [flag, environment[name].strip()]
+    if environment.get(_PORT, "").strip():
+        command += ["--master_port", environment[_PORT].strip()]
+    elif not environment.get("NNODES", "").strip():
+        command.append("--standalone")  # any free port: two runs on one machine do not meet
+    return [*command, "-m", "ebbtide.cli", "sft", *argv]
+
+
+def start(argv: Sequence[str], count: int) -> int:
+    """Run ``ebbtide sft`` under torchrun and wait for it.
+
+    Returns:
+        0, or 1 if a rank failed; the ranks have said why.
+
+    Raises:
+        KeyboardInterrupt: Interrupted; the ranks have ended before.
+    """
+    environment = dict(os.environ)
+    # torchrun sets 1 and says so at length where nothing is set.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    child = subprocess.Popen(torchrun(argv, count), env=environment, start_new_session=True)
+    try:
+        return 1 if child.wait() else 0
+    except KeyboardInterrupt:
+        end_family(child)  # a session of its own: an interrupt reaches the ranks through here alone
+        raise
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int | None:
+    """Return a number of the environment; ``None`` if it is not there."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ConfigError(
+            f"{name} is {text!r} in the environment", expected="1 or more", hint=f"unset {name}, or give a number"
+        )
+    return int(text)

@@ -1,0 +1,246 @@
+"""FSDP's settings, from flags and from the JSON files that users of transformers and ms-swift have.
+
+[Note: one meaning]
+A file says in its own words what flags say too: how weights are sharded, whether activations are offloaded, whether
+blocks are checkpointed. ``resolved`` folds that into the flags, so that everything behind it knows one config. A flag
+that was set to something else than its default overrides the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.sft.config import SftConfig, Strategy
+
+LOGGER = logging.getLogger("ebbtide.sft")
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
+_WORDS = (*STRATEGIES, "auto_wrap", "offload", "fsdp2", "fsdp1", "true")
+_PASSED_ON = (
+    "auto_wrap_policy",
+    "backward_prefetch",
+    "cpu_offload",
+    "cpu_ram_efficient_loading",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "min_num_params",
+    "state_dict_type",
+    "sync_module_states",
+    "transformer_layer_cls_to_wrap",
+    "use_orig_params",
+)
+"""Settings that transformers' ``fsdp_config`` takes as they are."""
+
+_OURS = ("version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload")
+_RENAMED = {"offload_params": "cpu_offload", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
+"""What accelerate calls some of them."""
+
+_OF_VERSION_1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
+_GUIDE = "docs/guides/sft.md lists the settings"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """What a file or ``--fsdp`` says; ``None`` where it says nothing.
+
+    Attributes:
+        strategy: What is sharded.
+        version: 1 or 2.
+        activation_cpu_offload: Whether ebbtide is on.
+        activation_checkpointing: Whether blocks are checkpointed.
+        settings: What goes to transformers' ``fsdp_config`` as it is.
+    """
+
+    strategy: Strategy | None = None
+    version: int | None = None
+    activation_cpu_offload: bool | None = None
+    activation_checkpointing: bool | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def resolved(config: SftConfig) -> SftConfig:
+    """Return the config with what its FSDP file says in its flags; itself if it names no file.
+
+    Raises:
+        ConfigError: The file says something that cannot be had; ``deepspeed`` without FSDP.
+        DataError: The file cannot be read.
+    """
+    said = read(config)
+    changes: dict[str, Any] = {}
+    if said is not None:
+        if config.fsdp_strategy == "none":
+            changes["fsdp_strategy"] = said.strategy or "full_shard"
+        if config.fsdp_version == 2 and said.version is not None:
+            changes["fsdp_version"] = said.version
+        if said.activation_cpu_offload:
+            changes["activation_cpu_offload"] = True
+        if said.activation_checkpointing:
+            changes["gradient_checkpointing"] = True
+    config = dataclasses.replace(config, **changes) if changes else config
+    _check_deepspeed(config)
+    return config
+
+
+def trainer_settings(config: SftConfig) -> dict[str, Any]:
+    """Return transformers' arguments for FSDP; empty without FSDP.
+
+    Args:
+        config: As ``resolved`` returned it.
+
+    Raises:
+        ConfigError: A setting of the file is not one of this version of FSDP.
+    """
+    if config.fsdp_strategy == "none":
+        return {}
+    said = read(config)
+    settings: dict[str, Any] = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT"}
+    settings |= dict(said.settings) if said is not None else {}
+    if config.fsdp_version == 2:
+        for name in set(_OF_VERSION_1) & set(settings):
+            if settings.pop(name) not in (None, False, "false", "NO_PREFETCH"):
+                LOGGER.warning("%s has no effect with FSDP2: it is a setting of FSDP1", name)
+        reshard: bool | str = config.fsdp_strategy != "shard_grad_op"
+    else:
+        reshard = config.fsdp_strategy
+    settings |= {"version": config.fsdp_version, "reshard_after_forward": reshard}
+    return {"fsdp": True, "fsdp_config": settings}
+
+
+def read(config: SftConfig) -> Sharding | None:
+    """Return what ``--fsdp_config`` or ``--fsdp`` says; ``None`` if neither is given, or it says no.
+
+    Raises:
+        ConfigError: It says something that cannot be had.
+        DataError: The file cannot be read.
+    """
+    if config.fsdp_config is not None:
+        return _read_file(Path(config.fsdp_config).expanduser(), "fsdp_config")
+    text = (config.fsdp or "").strip()
+    if not text or text.lower() in ("none", "false"):
+        return None
+    if text.endswith(".json") or "/" in text:
+        return _read_file(Path(text).expanduser(), "fsdp")
+    return _from_words(text, f"fsdp is {text!r}")
+
+
+def _read_file(path: Path, flag: str) -> Sharding:
+    """Read a JSON file: settings, or ``fsdp`` words beside ``fsdp_config`` settings."""
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        raise DataError(
+            f"{flag} file {str(path)!r} cannot be read ({error.strerror})",
+            expected="a JSON file with FSDP's settings",
+            hint=nearest(path.name, others) or _GUIDE,
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"{flag} file {str(path)!r} is not JSON: {error}", expected="a JSON object of settings", hint=_GUIDE
+        ) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds {content!r:.60}", expected="a JSON object of settings", hint=_GUIDE)
+    outer = {k: v for k, v in cast("dict[str, Any]", content).items() if not k.startswith("_")}
+    words, inner = outer.pop("fsdp", None), outer.pop("fsdp_config", {})
+    if not isinstance(inner, dict):
+        raise ConfigError(f"fsdp_config in {path} is {inner!r:.60}", expected="an object of settings", hint=_GUIDE)
+    said = _from_settings({**outer, **cast("dict[str, Any]", inner)}, path)
+    if words in (None, "", True):
+        return said
+    named = _from_words(" ".join(words) if isinstance(words, list) else str(words), f"fsdp in {path} is {words!r:.60}")
+    return dataclasses.replace(
+        said,
+        strategy=named.strategy or said.strategy,
+        version=said.version or named.version,
+        settings={**named.settings, **said.settings},
+    )
+
+
+def _from_words(text: str, found: str) -> Sharding:
+    """Read ``full_shard auto_wrap`` and its like."""
+    words = text.lower().replace(",", " ").split()
+    for word in words:
+        if word not in _WORDS:
+            hint = "--fsdp_strategy none is DDP" if word == "no_shard" else nearest(word, _WORDS) or _GUIDE
+            raise ConfigError(found, expected=f"a JSON file, or some of {', '.join(_WORDS)}", hint=hint)
+    strategies = [word for word in words if word in STRATEGIES]
+    if len(strategies) > 1:
+        raise ConfigError(found, expected=f"one of {', '.join(STRATEGIES)}", hint="leave the others out")
+    return Sharding(
+        strategy=cast("Strategy", strategies[0]) if strategies else None,
+        version=1 if "fsdp1" in words else 2 if "fsdp2" in words else None,
+        settings={"cpu_offload": True} if "offload" in words else {},
+    )
+
+
+def _from_settings(given: Mapping[str, Any], path: Path) -> Sharding:
+    """Read settings, with the prefix ``fsdp_`` or without."""
+    values: dict[str, Any] = {}
+    known = {*_PASSED_ON, *_OURS, *_RENAMED}
+    for key, value in given.items():
+        if key.startswith("_"):
+            continue
+        name = key.removeprefix("fsdp_")
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {key!r} in {path}", expected="a setting of FSDP", hint=nearest(name, known) or _GUIDE
+            )
+        values[_RENAMED.get(name, name)] = value
+    version = values.get("version")
+    if version is not None and str(version) not in ("1", "2"):
+        raise ConfigError(f"version in {path} is {version!r:.60}", expected="1 or 2", hint="2 is fully_shard")
+    return Sharding(
+        strategy=_strategy(values, path),
+        version=None if version is None else int(version),
+        activation_cpu_offload=_switch(values, "activation_cpu_offload", path),
+        activation_checkpointing=_switch(values, "activation_checkpointing", path),
+        settings={name: values[name] for name in _PASSED_ON if name in values},
+    )
+
+
+def _strategy(values: Mapping[str, Any], path: Path) -> Strategy | None:
+    """Return what is sharded, of what files say about it: a strategy's name, or whether weights are resharded."""
+    for key in ("sharding_strategy", "reshard_after_forward"):
+        word = str(values.get(key, "")).lower()
+        if word in ("true", "1"):
+            return "full_shard"
+        if word in ("false", "2"):
+            return "shard_grad_op"
+        if word in STRATEGIES:
+            return cast("Strategy", word)
+        if word:
+            raise ConfigError(
+                f"{key} in {path} is {values[key]!r:.60}",
+                expected=f"true, false, or one of {', '.join(STRATEGIES)}",
+                hint=nearest(word, STRATEGIES) or "true shards the weights again after each forward",
+            )
+    return None
+
+
+def _switch(values: Mapping[str, Any], name: str, path: Path) -> bool | None:
+    """Return a setting that is true or false; ``None`` if it is not there."""
+    word = str(values.get(name, "")).lower()
+    if word not in ("", "true", "false"):
+        raise ConfigError(f"{name} in {path} is {values[name]!r:.60}", expected="true or false", hint=f'"{name}": true')
+    return None if not word else word == "true"
+
+
+def _check_deepspeed(config: SftConfig) -> None:
+    """Refuse ``--deepspeed`` where nothing else says how to shard."""
+    if config.deepspeed is not None and config.fsdp_strategy == "none":
+        if config.deepspeed.strip().lower() in ("", "none", "false"):
+            return
+        raise ConfigError(
+            f"deepspeed is {config.deepspeed!r} without FSDP",
+            expected="FSDP, which is what shards here",
+            hint="--fsdp_strategy shard_grad_op is like ZeRO-2, full_shard like ZeRO-3; leave --deepspeed out",
+        )

@@ -1,0 +1,45 @@
+"""Lets accelerate shard on gloo ranks without an accelerator. For tests alone.
+
+On a world of CPUs transformers and TRL run DDP whatever the FSDP settings say, and say nothing. Here accelerate takes
+such a world for one of accelerators, so that its real FSDP code runs. Every test that uses this must assert that the
+model is an ``FSDPModule``: without the shim it would prove nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def shard_on_cpus() -> Callable[[], None]:
+    """Install the shim; before the trainer's arguments are made. Returns what takes it away."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    real = PartialState.__init__
+
+    def init(self: PartialState, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        shared = PartialState._shared_state
+        if shared.get("distributed_type") == DistributedType.MULTI_CPU:
+            shared["distributed_type"] = self.__dict__["distributed_type"] = DistributedType.MULTI_GPU
+
+    PartialState.__init__ = init
+
+    def undo() -> None:
+        PartialState.__init__ = real
+
+    return undo
+
+
+def main() -> int:
+    """Run ``ebbtide`` with the shim: ``torchrun -m tests.helpers.cpu_fsdp sft ...``."""
+    from ebbtide.cli import main as ebbtide
+
+    shard_on_cpus()
+    return ebbtide(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
