@@ -1,0 +1,270 @@
+"""Loads a checkpoint by ``load_sharded`` and plainly, trains both, and compares every shard, bit by bit.
+
+The plain way is the library's own: ``from_pretrained`` on each rank, then the same wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import ebbtide
+from tests.helpers.sizes import TINY
+
+_FAMILIES = ("decoder", "diffusion", "media", "text")
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """One case; names are told by what differs from the defaults."""
+
+    family: str = "qwen3"
+    wrapper: str = "fsdp2"
+    tied: bool = False
+    dtype: str | None = None
+    source: str = "auto"
+    seeing: str = "all"
+    flat: bool = False
+    host: bool = False
+    replicas: int = 1
+    tensor: int = 1
+    sharding: str = "FULL_SHARD"
+    adapters: bool = False
+    optimizer: bool = False
+
+
+def spelled(setup: Setup) -> str:
+    """Name a setup by what it changes."""
+    changed = [f"{f.name}={v}" for f in fields(setup) if (v := getattr(setup, f.name)) != f.default]
+    return " ".join(changed) or "plain"
+
+
+def built(family: str, *, tied: bool = False) -> tuple[Any, dict[str, Any], str]:
+    """Return a family's tiny model with random weights in bf16, a batch, and the path of its blocks."""
+    torch.manual_seed(7)
+    makers: dict[str, Any] = {}
+    for name in _FAMILIES:
+        module = importlib.import_module(f"tests.helpers.{name}_families")
+        makers |= {k: v for table in vars(module).values() if isinstance(table, dict) for k, v in table.items()}
+    model, batch, blocks = makers[family](TINY, {"tie_word_embeddings": True} if tied else {})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.05)
+    return model, batch, blocks
+
+
+def write_checkpoint(folder: Path, family: str, *, tied: bool = False) -> None:
+    """Save a family's model in several files, in bf16, as its library does."""
+    model, _, _ = built(family, tied=tied)
+    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+
+
+def on_meta(family: str, dtype: torch.dtype, *, tied: bool = False) -> Any:
+    """Build a family's model on meta."""
+    real, _, _ = built(family, tied=tied)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        if _is_host(real):
+            with torch.device("meta"):
+                return type(real)(copy.deepcopy(real.config))
+        from accelerate import init_empty_weights
+
+        with init_empty_weights():  # diffusers computes buffers where modules are made
+            return type(real).from_config(real.config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def sharder(setup: Setup, blocks: str) -> Callable[[nn.Module], nn.Module]:
+    """Return the function that wraps a model as a setup says."""
+
+    def shard(model: nn.Module) -> nn.Module:
+        world = torch.distributed.get_world_size()
+        base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+        layers = list(base.get_submodule(blocks))
+        if setup.wrapper == "single":
+            return model
+        if setup.wrapper == "fsdp":
+            return _flat(model, setup, layers, world)
+        names = {"dp_replicate": setup.replicas, "dp": world // setup.replicas // setup.tensor, "tp": setup.tensor}
+        kept = {k: n for k, n in names.items() if n > 1 or k == "dp"}
+        mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
+        if setup.tensor > 1:
+            for layer in layers:
+                plan = {n: ColwiseParallel() for n, _ in layer.named_modules() if n.split(".")[-1] in _COLUMNS}
+                plan |= {n: RowwiseParallel() for n, _ in layer.named_modules() if n.split(".")[-1] in _ROWS}
+                parallelize_module(layer, mesh["tp"], plan)
+        if setup.wrapper == "tp":
+            return model
+        policy = CPUOffloadPolicy(pin_memory=False) if setup.host else OffloadPolicy()
+        data = mesh["dp_replicate", "dp"] if setup.replicas > 1 else mesh["dp"]
+        for layer in layers:
+            fully_shard(layer, mesh=data, offload_policy=policy)
+        fully_shard(model, mesh=data, offload_policy=policy)
+        return model
+
+    return shard
+
+
+def _flat(model: nn.Module, setup: Setup, layers: list[nn.Module], world: int) -> nn.Module:
+    shape = (setup.replicas, world // setup.replicas) if setup.replicas > 1 else (world,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers}),
+        use_orig_params=not setup.flat,
+        device_id=torch.device("cpu"),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy[setup.sharding],
+        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+    )
+
+
+def compare(setup: Setup, folder: str) -> dict[str, Any]:
+    """Load and train both ways in this rank; return what differs, and how it was loaded."""
+    dtype = getattr(torch, setup.dtype) if setup.dtype else torch.bfloat16
+    real, batch, blocks = built(setup.family, tied=setup.tied)
+    shard = sharder(setup, blocks)
+    meta = on_meta(setup.family, torch.bfloat16, tied=setup.tied)
+    plain = type(real).from_pretrained(folder, dtype=dtype) if _is_host(real) else _plainly(real, folder, dtype)
+    if setup.adapters:
+        meta, plain = _adapted(meta), _adapted(plain)
+    optimizer = _optimizer(meta) if setup.optimizer else None
+    seen: list[tuple[int, int]] = []
+    ours = ebbtide.load_sharded(
+        meta,
+        _weights(setup, folder, plain),
+        shard=shard,
+        source=setup.source,
+        dtype=dtype if setup.dtype else None,
+        optimizer=optimizer,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    if setup.adapters:
+        _copy_adapters(ours, plain)
+    plain = shard(plain)
+    ours.train(), plain.train()
+    batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+    found = {
+        "loaded": _differences(ours, plain),
+        "trained": _train(ours, plain, batch, optimizer),
+        "names": len(_locals(ours)),
+        "progress": seen[-1] if seen else (0, 0),
+        "held": sum(t.numel() * t.element_size() for t in _locals(ours).values()),
+    }
+    if setup.tied:
+        base: Any = ours
+        found["tied"] = base.lm_head.weight is base.model.embed_tokens.weight
+    return found
+
+
+def _weights(setup: Setup, folder: str, plain: nn.Module) -> Any:
+    """Return what this rank is told: the folder, one it does not have, or values in memory on one rank."""
+    first = torch.distributed.get_rank() == 0
+    match setup.seeing:
+        case "all":
+            return folder
+        case "first":
+            return folder if first else folder + "-not-here"
+        case "state dict":
+            return plain.state_dict() if first else None
+        case _:
+            return plain if first else None
+
+
+def _is_host(model: nn.Module) -> bool:
+    return hasattr(type(model), "base_model_prefix")
+
+
+def _plainly(real: Any, folder: str, dtype: torch.dtype) -> nn.Module:
+    return type(real).from_pretrained(folder, torch_dtype=dtype)
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))  # type: ignore[arg-type]
+
+
+def _copy_adapters(ours: nn.Module, plain: nn.Module) -> None:
+    """Give the plain model the adapters that were made: their values are random, and checked elsewhere."""
+    wanted = dict(plain.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if "lora_" in name:
+            value: Any = parameter
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if "lora_B" in name:
+                assert not whole.any()
+            else:
+                assert whole.isfinite().all() and whole.std() > 0
+            wanted[name].data = whole.detach().to(wanted[name].dtype).clone()
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
+        {"params": [p for n, p in named if "norm" not in n]},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2)
+
+
+def _train(
+    ours: nn.Module, plain: nn.Module, batch: dict[str, Any], optimizer: torch.optim.Optimizer | None
+) -> list[str]:
+    """Train both for two steps; return what differs afterwards."""
+    found: list[str] = []
+    optimizers = (optimizer or _optimizer(ours), _optimizer(plain))
+    for step in range(2):
+        losses: list[Tensor] = []
+        for model, one in zip((ours, plain), optimizers, strict=True):
+            torch.manual_seed(step)
+            out = model(**batch)
+            loss = out.loss if getattr(out, "loss", None) is not None else out[0].float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+            one.step()
+            one.zero_grad()
+        if not torch.equal(*losses):
+            found.append(f"loss of step {step}")
+        if not losses[0].isfinite():
+            found.append(f"loss of step {step} is {losses[0]}")
+    return found + _differences(ours, plain)
+
+
+def _locals(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's part of every parameter and buffer."""
+    found: dict[str, Tensor] = {}
+    tensors: Iterator[tuple[str, Tensor]] = iter(
+        [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    )
+    for name, tensor in tensors:
+        found[name] = getattr(tensor, "_local_tensor", tensor).detach()
+    return found
+
+
+def _differences(ours: nn.Module, plain: nn.Module) -> list[str]:
+    one, two = _locals(ours), _locals(plain)
+    if one.keys() != two.keys():
+        return [f"names {one.keys() ^ two.keys()}"]
+    return [n for n in one if one[n].dtype != two[n].dtype or not torch.equal(one[n], two[n])]
