@@ -12,7 +12,7 @@ SOURCES := src tests benchmarks
 
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk families overhead sft
+CPU_SUITES := disk overhead sft families scaling
 GPU_SUITES :=
 
 .DEFAULT_GOAL := help

@@ -1,0 +1,181 @@
+"""What offloading asks of a node: host memory and links, from bytes that the engine counts and rates from outside.
+
+The bytes that each policy moves are counted on a CPU, by running blocks of the model's proportions at an eighth of its
+width: bytes per token are proportional to the width. The rest is arithmetic on rates that are named with their source.
+Nothing here was timed.
+
+    python -m benchmarks.suites.scaling [--out DIR] [--page]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import ebbtide
+from benchmarks.results_folder import result_folder, write_result
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "scaling.md"
+BEGIN, END = "<!-- tables: written by benchmarks/suites/scaling.py -->", "<!-- end of tables -->"
+SHRUNK, TOKENS, LAYERS = 8, 256, 2
+POLICIES = ("offload", "auto", "minimal")
+LENGTHS = (8192, 32768, 131072)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A decoder with gated feed-forward blocks and grouped queries.
+
+    Attributes:
+        name: As people call it.
+        hidden: Width.
+        inner: Width of the feed-forward part.
+        heads: Query heads of 128.
+        kv_heads: Key and value heads.
+        layers: Blocks.
+    """
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    layers: int
+
+    def forward_seconds(self, tokens: int, machine: Machine) -> float:
+        """Return the time of one block's forward on one sequence, at the machine's peak rates."""
+        rows = self.hidden * (2 * self.heads + 2 * self.kv_heads) * 128 + 3 * self.hidden * self.inner
+        linear = 2.0 * tokens * rows
+        attention = 2.0 * tokens * tokens * self.heads * 128  # causal: half of the pairs, two products
+        return linear / machine.flop_per_second + attention / machine.attention_flop_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A node.
+
+    Attributes:
+        name: As people call it.
+        ranks: Devices.
+        host_bytes: Memory of the host.
+        flop_per_second: Matrix products in bfloat16, of one device.
+        attention_flop_per_second: Causal attention forward, of one device.
+        out_bytes_per_second: Copies from a device to the host, all devices at once.
+        host_bytes_per_second: The host's memory, all channels.
+    """
+
+    name: str
+    ranks: int
+    host_bytes: float
+    flop_per_second: float
+    attention_flop_per_second: float
+    out_bytes_per_second: float
+    host_bytes_per_second: float
+
+
+MODELS = (
+    Model(name="Qwen3-8B", hidden=4096, inner=12288, heads=32, kv_heads=8, layers=36),
+    Model(name="Qwen3-32B", hidden=5120, inner=25600, heads=64, kv_heads=8, layers=64),
+)
+MACHINES = (
+    Machine(
+        name="8 x H200", ranks=8, host_bytes=2 * 2**40, flop_per_second=790e12, attention_flop_per_second=616e12,
+        out_bytes_per_second=52.8e9, host_bytes_per_second=921e9,
+    ),
+    Machine(
+        name="GH200", ranks=1, host_bytes=480 * 2**30, flop_per_second=828e12, attention_flop_per_second=616e12,
+        out_bytes_per_second=300e9, host_bytes_per_second=500e9,
+    ),
+)  # fmt: skip
+
+
+def counted(model: Model) -> dict[str, float]:
+    """Return the bytes that each policy moves, per token and block, as the engine counts them."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=model.hidden // SHRUNK, intermediate_size=model.inner // SHRUNK, head_dim=128 // SHRUNK,
+        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, num_hidden_layers=LAYERS,
+        vocab_size=128, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network: nn.Module = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    ids = torch.randint(0, 128, (1, TOKENS))
+    found: dict[str, float] = {}
+    for policy in POLICIES:
+        with ebbtide.enable_activation_offloading(network, policy=policy, min_bytes=0) as handle:
+            for _ in range(2):
+                network(input_ids=ids, labels=ids).loss.backward()
+            found[policy] = handle.stats().offloaded_bytes / TOKENS / LAYERS * SHRUNK
+    return found
+
+
+def tables(moved: dict[str, dict[str, float]]) -> str:
+    """Return the tables of the page.
+
+    Args:
+        moved: Model name → policy → bytes per token and block.
+    """
+    lines = ["Bytes moved per token and block, counted:", ""]
+    lines += ["| model | " + " | ".join(f"`{p}`" for p in POLICIES) + " |", "| --- |" + " ---: |" * len(POLICIES)]
+    lines += [
+        f"| {name} | " + " | ".join(f"{by[p] / 1e3:.1f} kB" for p in POLICIES) + " |" for name, by in moved.items()
+    ]
+    head = ["machine", "model", "tokens a rank", "policy", "host memory a rank", "a node", "of its RAM", "hidden"]
+    lines += ["", "| " + " | ".join(head) + " |", "| --- | --- | ---: | --- |" + " ---: |" * 4]
+    for machine in MACHINES:
+        for model in MODELS:
+            for tokens in LENGTHS:
+                for policy in POLICIES:
+                    lines.append(_row(machine, model, tokens, policy, moved[model.name][policy]))
+    return "\n".join(lines)
+
+
+def _row(machine: Machine, model: Model, tokens: int, policy: str, bytes_per_token: float) -> str:
+    block = bytes_per_token * tokens
+    rank = block * model.layers
+    node = rank * machine.ranks
+    rate = min(machine.out_bytes_per_second, machine.host_bytes_per_second / machine.ranks)
+    hidden = min(1.0, model.forward_seconds(tokens, machine) / (block / rate))
+    cells = [
+        machine.name, model.name, f"{tokens // 1024}k", f"`{policy}`", f"{rank / 2**30:.0f} GiB",
+        f"{node / 2**30:.0f} GiB", f"{100 * node / machine.host_bytes:.0f} %", f"{100 * hidden:.0f} %",
+    ]  # fmt: skip
+    return "| " + " | ".join(cells) + " |"
+
+
+def page(text: str, rows: str) -> str:
+    """Return the page with its tables replaced."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Count, compute and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true", help="also write the tables of docs/concepts/scaling.md")
+    given = parser.parse_args()
+    moved = {model.name: counted(model) for model in MODELS}
+    rows = tables(moved)
+    print(rows)
+    result = {
+        "suite": "scaling",
+        "bytes_per_token_and_block": moved,
+        "machines": [asdict(m) for m in MACHINES],
+        "models": [asdict(m) for m in MODELS],
+    }
+    folder = given.out or result_folder("scaling")
+    write_result(folder, json.loads(json.dumps(result)), f"# What offloading asks of a node\n\n{rows}\n")
+    if given.page:
+        PAGE.write_text(page(PAGE.read_text(), rows))
+    print(f"\nwritten to {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The tables of docs/concepts/scaling.md are those that the suite computes from what it counted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.suites.scaling import BEGIN, END, MACHINES, MODELS, PAGE, Model, page, tables
+
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("scaling_*/run.json"))
+
+
+def test_the_page_holds_what_was_counted() -> None:
+    moved = json.loads(RESULTS[-1].read_text())["bytes_per_token_and_block"]
+    text = PAGE.read_text()
+    assert text.count(BEGIN) == text.count(END) == 1
+    assert page(text, tables(moved)) == text, "python -m benchmarks.suites.scaling --page writes it anew"
+    assert RESULTS[-1].parent.name in text
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: m.name)
+def test_a_forward_takes_what_its_products_take(model: Model) -> None:
+    machine = MACHINES[0]
+    weights = model.hidden * (2 * model.heads + 2 * model.kv_heads) * 128 + 3 * model.hidden * model.inner
+    short = model.forward_seconds(1024, machine)
+    assert short == pytest.approx(2 * 1024 * weights / machine.flop_per_second, rel=0.2)
+    # Four times the tokens: four times the products with weights, sixteen times the attention.
+    assert 4 * short < model.forward_seconds(4096, machine) < 16 * short
