@@ -26,6 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ebbtide
+from ebbtide.load import empty_module
 from tests.helpers.sizes import TINY
 
 _FAMILIES = ("decoder", "diffusion", "media", "text")
@@ -136,7 +137,7 @@ def _flat(model: nn.Module, setup: Setup, layers: list[nn.Module], world: int) -
         device_id=torch.device("cpu"),
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy[setup.sharding],
-        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
+        param_init_fn=empty_module("cpu"),
     )
 
 

@@ -12,41 +12,49 @@ from tests.dist.loading import Setup, compare, spelled, write_checkpoint
 from tests.helpers.spawn import CaseResult, run_cases
 
 FSDP = Setup(wrapper="fsdp")
-ON_TWO = (
-    Setup(),
-    Setup(tied=True, optimizer=True),
-    Setup(dtype="float32"),
-    Setup(host=True),
-    Setup(wrapper="single"),
-    Setup(wrapper="tp", tensor=2),
-    Setup(source="broadcast"),
-    Setup(seeing="first"),
-    Setup(seeing="first", dtype="float32", tied=True),
-    Setup(seeing="state dict"),
-    Setup(seeing="model"),
-    Setup(adapters=True),
-    Setup(adapters=True, seeing="first"),
-    FSDP,
-    replace(FSDP, flat=True),
-    replace(FSDP, flat=True, seeing="first"),
-    replace(FSDP, sharding="NO_SHARD", tied=True),
-    replace(FSDP, sharding="SHARD_GRAD_OP", optimizer=True),
-    Setup(family="gpt2"),
-    Setup(family="qwen3_moe"),
-    Setup(family="qwen3_moe", seeing="first"),
-    Setup(family="qwen3_moe", dtype="float32"),
-    Setup(family="qwen2_5_vl"),
-    Setup(family="wan"),
+USUAL = (
+    (2, Setup()),
+    (2, Setup(tied=True, optimizer=True)),
+    (2, Setup(host=True, dtype="float32")),
+    (2, Setup(wrapper="tp", tensor=2)),
+    (2, Setup(seeing="first", dtype="float32", tied=True)),
+    (2, Setup(seeing="state dict")),
+    (2, Setup(adapters=True)),
+    (2, replace(FSDP, flat=True)),
+    (2, replace(FSDP, sharding="NO_SHARD", tied=True)),
+    (2, Setup(family="qwen3_moe", seeing="first")),
+    (2, Setup(family="qwen3_moe", dtype="float32")),
+    (2, Setup(family="qwen2_5_vl")),
+    (2, Setup(family="wan", dtype="float32")),
+    (4, Setup(replicas=2)),
+    (4, Setup(tensor=2)),
+    (4, replace(FSDP, replicas=2, sharding="HYBRID_SHARD")),
 )
-ON_FOUR = (
-    Setup(replicas=2),
-    Setup(tensor=2),
-    Setup(tensor=2, seeing="first"),
-    Setup(replicas=2, family="qwen3_moe", source="broadcast"),
-    replace(FSDP, replicas=2, sharding="HYBRID_SHARD"),
-    replace(FSDP, replicas=2, sharding="HYBRID_SHARD", flat=True),
+FURTHER = (
+    (2, Setup(host=True)),
+    (2, Setup(dtype="float32")),
+    (2, Setup(wrapper="single")),
+    (2, Setup(source="broadcast")),
+    (2, Setup(seeing="first")),
+    (2, Setup(seeing="model")),
+    (2, Setup(adapters=True, seeing="first")),
+    (2, FSDP),
+    (2, replace(FSDP, flat=True, seeing="first")),
+    (2, replace(FSDP, sharding="SHARD_GRAD_OP", optimizer=True)),
+    (2, Setup(family="gpt2")),
+    (2, Setup(family="gpt2", seeing="first", tied=True)),
+    (2, Setup(family="qwen3_moe")),
+    (2, Setup(family="mixtral")),
+    (2, Setup(family="llava")),
+    (2, Setup(family="deepseek_v3")),
+    (4, Setup(tensor=2, seeing="first")),
+    (4, Setup(replicas=2, family="qwen3_moe", source="broadcast")),
+    (4, Setup(replicas=2, tensor=2)),
+    (4, replace(FSDP, replicas=2, sharding="HYBRID_SHARD", flat=True)),
 )
-CASES = {f"{world}: {spelled(s)}": (world, s) for world, setups in ((2, ON_TWO), (4, ON_FOUR)) for s in setups}
+"""With the slow tests."""
+CASES = {f"{world}: {spelled(s)}": (world, s) for world, s in USUAL + FURTHER}
+SLOW = {f"{world}: {spelled(s)}" for world, s in FURTHER}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +79,7 @@ def results(
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in CASES])
 def test_shards_and_two_steps_are_those_of_loading_plainly(results: dict[str, CaseResult], name: str) -> None:
     world, setup = CASES[name]
     values = results[name].values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ebbtide.load.load import Loading, LoadOptions, Weights
+from ebbtide.load.targets import empty_module
 from ebbtide.load.together import Meet
 
-__all__ = ["LoadOptions", "Loading", "Meet", "Weights"]
+__all__ = ["LoadOptions", "Loading", "Meet", "Weights", "empty_module"]

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.header import Entry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.layout import Box, Layout, Piece, Whole
@@ -55,9 +55,12 @@ class Filling:
         self._sliced: list[tuple[Layout, Target]] = []
         self._whole: dict[int, tuple[Whole, dict[str, Target]]] = {}
         for name, source in plan.sources.items():
-            target = next((targets[n] for n in plan.tied.get(name, (name,)) if n in targets), None)
+            held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
+            if len(held) > 1:
+                raise _untied(plan.tied[name])
+            target = next(iter(held.values()), None)
             if target is None or not target.boxes:
-                continue  # this rank holds another part of the model
+                continue  # another rank holds it
             if isinstance(source, Layout):
                 self._sliced.append((source, target))
             else:
@@ -101,22 +104,30 @@ class Filling:
                 yield from layout.pieces(box, view)
 
 
-def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initialiser | None) -> None:
-    """Fill what the checkpoint does not have: what is there for real already, then what the model computes.
+def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initialiser) -> None:
+    """Fill what the checkpoint does not have: what was there for real already, then what the model computes.
 
     Raises:
         DataError: Nothing gives some of it a value.
     """
-    sourced = {name for first in plan.sources for name in plan.tied.get(first, (first,))}
+    sourced = {name for names in plan.tied.values() for name in names}
     computed: dict[str, Target] = {}
     for name, target in targets.items():
         old: Any = target.old
         if name in sourced:
             continue
-        if old is None or old.is_meta:
+        if old is None or name in initialiser.names:
             computed[name] = target
         else:
             target.local.copy_(getattr(old, "_local_tensor", old))
-    if computed and initialiser is not None:
+    if computed:
         for name, whole in initialiser.values(computed, next(iter(computed.values())).local.device):
             computed[name].fill(whole)
+
+
+def _untied(names: Iterable[str]) -> ConfigError:
+    return ConfigError(
+        f"{' and '.join(names)} were tied and came apart where the model was wrapped",
+        expected="tied parameters that stay one",
+        hint="FSDP1 makes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
+    )

@@ -72,6 +72,8 @@ class Initialiser:
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
         self._model, self._init, self._seed = copy.deepcopy(model), init, seed
         self._owners = owners_of(self._model)
+        self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
+        """What had no values before the model was sharded."""
         self._calls: list[_Call] | None = None
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -96,8 +98,8 @@ class Initialiser:
             raise DataError(
                 f"nothing gives first values to {', '.join(unknown)}",
                 expected="a module with reset_parameters, or a model with _init_weights, that sets them",
-                hint="build buffers for real (only parameters on meta), or pass init=, a function that gives a module "
-                "its values",
+                hint="build the model under accelerate.init_empty_weights(), which keeps buffers off meta, or pass "
+                "init=, a function that gives a module its values",
             )
         for indices, members in groups.items():
             yield from self._made(indices, members, device or default_device())

@@ -26,7 +26,7 @@ from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, set_dtype
 from ebbtide.load.reader import Reader
 from ebbtide.load.relay import Client, serve, servers_of
-from ebbtide.load.targets import Target, attach, owners_of, targets_of, tensor_of
+from ebbtide.load.targets import Target, attach, targets_of
 from ebbtide.load.together import Meet, Ranks
 
 logger = logging.getLogger("ebbtide.load")
@@ -194,10 +194,7 @@ class Loading:
                 unexpected=self.options.unexpected,
                 keys=self.checkpoint.entries,
             )
-        owners = owners_of(self.model)
-        sourced = {id(tensor_of(owners[name])) for name in self.plan.sources}
-        left = [o for o in owners.values() if tensor_of(o).is_meta and id(tensor_of(o)) not in sourced]
-        self._initialiser = Initialiser(self.model, self._init, seed=seed) if left else None
+        self._initialiser = Initialiser(self.model, self._init, seed=seed)
         return {}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -247,11 +244,11 @@ class Loading:
             yield reader
 
     def _done(self, nbytes: int) -> None:
-        """Count what was read; tell at every twentieth part."""
+        """Count what was read; tell at every twentieth part and at the end."""
         before = self._done_bytes
         self._done_bytes += nbytes
         step = max(self._total_bytes // _STEPS, 1)
-        if before // step != self._done_bytes // step:
+        if before // step != self._done_bytes // step or self._done_bytes == self._total_bytes:
             if self._progress is not None:
                 self._progress(self._done_bytes, self._total_bytes)
             logger.debug("rank %d: %s of %s", self.ranks.me, *map(format_size, (self._done_bytes, self._total_bytes)))

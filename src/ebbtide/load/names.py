@@ -95,7 +95,6 @@ def make_plan(model: nn.Module, entries: Mapping[str, Entry]) -> Plan:
         unexpected = [key for key in entries if key not in by_base]
     plan = Plan(unexpected=_not_ignored(host, unexpected, wanted))
     _assign(plan, wanted, by_base, found)
-    plan.missing += sorted(adapters)
     return plan
 
 

@@ -60,8 +60,12 @@ def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
             hint="leave it out to keep the dtype that the model was built with",
         )
     host: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
-    kept: dict[str, torch.dtype] = host._get_dtype_plan(dtype) if hasattr(host, "_get_dtype_plan") else {}
-    patterns = [(re.compile(glob.replace("*", ".*")), as_dtype) for glob, as_dtype in kept.items()]
+    if hasattr(host, "_get_dtype_plan"):
+        kept: dict[str, torch.dtype] = host._get_dtype_plan(dtype)
+        patterns = [(re.compile(glob.replace("*", ".*")), as_dtype) for glob, as_dtype in kept.items()]
+    else:  # diffusers names parts of paths
+        named: list[str] = list(getattr(host, "_keep_in_fp32_modules", None) or [])
+        patterns = [(re.compile(rf"(^|\.){re.escape(part)}(\.|$)"), torch.float32) for part in named]
     for name, parameter in model.named_parameters():
         if parameter.is_meta and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
             chosen = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), dtype)

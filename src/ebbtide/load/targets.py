@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,12 +93,14 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
         ConfigError: A parameter is placed in a way that has no slices.
     """
     found = {target.name: target for target in _flat_targets(model)}
-    flat = {id(unit._handle.flat_param) for unit in _flat_units(model)}
+    handles = [unit._handle for unit in _flat_units(model)]
+    flat = {id(handle.flat_param) for handle in handles}
+    tied = {(id(i.module), i.param_name) for handle in handles for i in handle.flat_param._shared_param_infos}
     on_host = {id(p.sharded_param) for p in _fsdp2_params(model) if p.offload_to_cpu}
     by_tensor: dict[int, Target] = {}
     for name, owner in owners_of(model).items():
         tensor = tensor_of(owner)
-        if name in found or id(tensor) in flat or name.split(".")[-1].startswith("_flat_param"):
+        if name in found or id(tensor) in flat or (id(owner[0]), owner[1]) in tied:
             continue
         if id(tensor) in by_tensor:
             by_tensor[id(tensor)].owners.append(owner)
@@ -203,7 +205,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
         handle = unit._handle
         flat: Any = handle.flat_param
         prefix = names[id(unit)]
-        local: torch.Tensor = flat._local_shard if handle.uses_sharded_strategy else flat.data
+        local: torch.Tensor = flat.data
         offsets = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         starts = [first for (first, _), is_padding in offsets if not is_padding]
         for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
@@ -232,6 +234,29 @@ def _fsdp2_params(model: nn.Module) -> Iterator[Any]:
                 groups = [g for g in [state._fsdp_param_group] if g is not None]
             for group in groups:
                 yield from group.fsdp_params
+
+
+def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
+    """Return a ``param_init_fn`` for FSDP1: gives a module on meta memory without values; what is tied stays tied.
+
+    Args:
+        device: Where the memory is made.
+    """
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old one is kept: its identity is the key
+
+    def empty(module: nn.Module) -> None:
+        for slots in (module._parameters, module._buffers):
+            for name, old in slots.items():
+                if old is None or not old.is_meta:
+                    continue
+                if id(old) not in made:
+                    new = torch.empty_like(old, device=device)
+                    if isinstance(old, nn.Parameter):
+                        new = nn.Parameter(new, requires_grad=old.requires_grad)
+                    made[id(old)] = (old, new)
+                slots[name] = made[id(old)][1]  # pyright: ignore[reportArgumentType]
+
+    return empty
 
 
 def attach(model: nn.Module, targets: Sequence[Target]) -> dict[int, nn.Parameter]:
