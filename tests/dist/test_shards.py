@@ -16,7 +16,7 @@ OFTEN = [spelled(s) for s in USUAL]
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     """Every case that was asked for, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    policies = {name: MOVING if name in OFTEN[4:] else POLICIES for name in wanted}
+    policies = {name: MOVING if name in OFTEN[2:] else POLICIES for name in wanted}
     cases = {name: (compare_setup, (SETUPS[name], policies[name])) for name in wanted}
     return run_cases(cases, 2, timeout_seconds=90.0)
 
