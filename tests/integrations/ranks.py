@@ -1,0 +1,149 @@
+"""What the ranks of distributed tests run: the recipe, and other people's trainers with our callback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.cpu_fsdp import shard_on_cpus
+
+FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+
+
+@contextlib.contextmanager
+def fresh_world(*, sharded: bool) -> Iterator[None]:
+    """Let accelerate find the ranks anew, as if the process had just begun."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    def forget() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._shared_state.clear()
+
+    forget()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    undo = shard_on_cpus() if sharded else (lambda: None)
+    try:
+        yield
+    finally:
+        undo()
+        forget()
+
+
+def recipe(model: str, folder: str, /, **changes: Any) -> dict[str, Any]:
+    """Train by the recipe; return the losses, what wraps the model, and what was saved."""
+    from ebbtide.wrap.strategy import found_strategy
+    from ebbtide_recipes.sft import main
+    from ebbtide_recipes.sft.config import SftConfig
+
+    values = {
+        "model": model,
+        "dataset": ("builtin:pydoc#60",),
+        "max_steps": 3,
+        "max_length": 256,
+        "packing": True,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save": False,
+        "output_dir": folder,
+    }
+    with warnings.catch_warnings(), fresh_world(sharded=changes.get("fsdp_strategy", "none") != "none"):
+        warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
+        config = main.check(SftConfig(**{**values, **changes}))
+        main._claimed(config)
+        trainer = main._prepared(config)
+        main._train(config, trainer, Path(folder))
+        wrapped = found_strategy(trainer.model_wrapped)
+    if os.environ["RANK"] != "0":
+        return {"wrapped": wrapped}
+    events = [json.loads(line) for line in Path(folder, "run.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    stats = [event for event in events if event["event"] == "stats"]
+    return {
+        "wrapped": wrapped,
+        "losses": {event["step"]: event["loss"] for event in steps},
+        "tokens": [event["tokens"] for event in steps],
+        "saved": stats[-1]["memory_saved_bytes"] if stats else None,
+        "begin": events[0],
+    }
+
+
+def recipe_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Call ``recipe`` with positional arguments, as cases are."""
+    return recipe(model, folder, **changes)
+
+
+def trainer_case(kind: str, model: str, folder: str, offload: bool, config: dict[str, Any]) -> dict[str, Any]:
+    """Train in a trainer of transformers or TRL; ``offload`` is the switch in its own ``fsdp_config``."""
+    from ebbtide.integrations.transformers import OffloadCallback, OffloadMixin
+    from ebbtide.wrap.strategy import found_strategy
+
+    with warnings.catch_warnings(), fresh_world(sharded=True):
+        warnings.simplefilter("ignore")
+        settings = {"fsdp": True, "fsdp_config": {**FSDP2["fsdp_config"], **config, "activation_cpu_offload": offload}}
+        base, arguments, options = _trainer(kind, model, folder, settings)
+        made = type(f"Offloading{base.__name__}", (OffloadMixin, base), {})(args=arguments, **options)
+        made.train()
+        losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
+        callbacks = [c for c in made.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+        stats = [c.handle.stats() for c in callbacks if c.handle is not None]
+        return {
+            "losses": losses,
+            "wrapped": found_strategy(made.model_wrapped),
+            "callbacks": len(callbacks),
+            "saved": stats[0].memory_saved_bytes if stats else 0,
+            "open": [c.handle.enabled for c in callbacks if c.handle is not None],
+        }
+
+
+def _trainer(kind: str, place: str, folder: str, settings: dict[str, Any]) -> tuple[type, Any, dict[str, Any]]:
+    """Return a trainer's class, its arguments, and what else it takes."""
+    import trl
+    from datasets import Dataset
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        Trainer,
+        TrainingArguments,
+    )
+
+    common = {
+        "output_dir": folder,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 1,
+        **settings,
+    }
+    tokenizer = AutoTokenizer.from_pretrained(place)
+    text = "What does this function do? It returns the value of the argument. " * 12
+    off = {"gradient_checkpointing": False, "bf16": False, "max_length": 192}
+    pairs = Dataset.from_list(
+        [{"prompt": text[i : i + 400], "chosen": text[:300], "rejected": text[7:300]} for i in range(8)]
+    )
+    if kind == "trainer":
+        rows = [{"input_ids": (ids := tokenizer(text[i:])["input_ids"][:128]), "labels": ids} for i in range(8)]
+        model = AutoModelForCausalLM.from_pretrained(place)
+        return Trainer, TrainingArguments(**common), {"model": model, "train_dataset": Dataset.from_list(rows)}
+    if kind == "sft":
+        rows = Dataset.from_list([{"text": text[i:]} for i in range(8)])
+        model = AutoModelForCausalLM.from_pretrained(place)
+        options = {"model": model, "train_dataset": rows, "processing_class": tokenizer}
+        return trl.SFTTrainer, trl.SFTConfig(**common, **off), options
+    if kind == "dpo":
+        model, reference = (AutoModelForCausalLM.from_pretrained(place) for _ in range(2))
+        options = {"model": model, "ref_model": reference, "train_dataset": pairs, "processing_class": tokenizer}
+        return trl.DPOTrainer, trl.DPOConfig(**common, **off), options
+    model = AutoModelForSequenceClassification.from_pretrained(place, num_labels=1)
+    options = {"model": model, "train_dataset": pairs, "processing_class": tokenizer}
+    return trl.RewardTrainer, trl.RewardConfig(**common, **off), options

@@ -1,0 +1,119 @@
+"""A checkpoint is whole or is none."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError, DiskFullError
+from ebbtide_recipes.sft import checkpoints
+from ebbtide_recipes.sft.config import SftConfig
+
+
+def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
+    folder = output / f"checkpoint-{step}"
+    (folder / "part").mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "part" / ".metadata").write_bytes(b"meta")
+    if sealed:
+        checkpoints.seal(folder, SftConfig(**changes), step=step, world_size=2)
+    return folder
+
+
+def find(output: Path, asked: object = "latest", **changes: object) -> Path | None:
+    return checkpoints.find(SftConfig(output_dir=str(output), resume_from_checkpoint=str(asked), **changes))
+
+
+def test_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+        assert find(tmp_path) is None
+    assert "holds no whole checkpoint: the run begins at the first step" in caplog.text
+    make(tmp_path, 2)
+    nine = make(tmp_path, 9)
+    make(tmp_path, 10, sealed=False)
+    (tmp_path / "checkpoint-x").mkdir()
+    assert find(tmp_path) == find(tmp_path, "true") == find(tmp_path, nine) == nine
+    assert find(tmp_path, "none") is None
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (lambda folder: (folder / checkpoints.SEAL).unlink(), "has no ebbtide.json, which is written last"),
+        (lambda folder: (folder / checkpoints.SEAL).write_text("{"), "has an ebbtide.json that cannot be read"),
+        (lambda folder: (folder / checkpoints.SEAL).write_text("[]"), "has an ebbtide.json that cannot be read"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"w"), "holds 1 bytes of model.safetensors, not 7"),
+        (lambda folder: (folder / "part" / ".metadata").unlink(), "misses part/.metadata"),
+    ],
+)
+def test_a_half_written_one_is_refused_and_the_last_whole_one_named(
+    tmp_path: Path, break_it: object, said: str
+) -> None:
+    four, six = make(tmp_path, 4), make(tmp_path, 6)
+    break_it(six)
+    with pytest.raises(DataError, match=f"{said}; expected .*\nhint: the last whole one is {four}"):
+        find(tmp_path, six)
+    assert find(tmp_path) == four
+
+
+def test_a_name_that_is_none_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    make(tmp_path, 40)
+    with pytest.raises(DataError, match="there is no checkpoint .*\nhint: did you mean 'checkpoint-40'"):
+        find(tmp_path, tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_type": "lora"}, "written with train_type 'full', and this run has 'lora'.*\nhint: --train_type full"),
+        ({"fsdp_strategy": "full_shard"}, "written with sharding 'none', and .* 'fsdp2'.*\nhint: --fsdp_strategy none"),
+    ],
+)
+def test_another_kind_of_run_is_refused(tmp_path: Path, changes: dict, said: str) -> None:
+    make(tmp_path, 4)
+    with pytest.raises(ConfigError, match=said):
+        find(tmp_path, **changes)
+
+
+def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make(tmp_path, 4)
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")
+    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+        assert checkpoints.find(config, world_size=2) is not None
+        assert caplog.text == ""
+        assert checkpoints.find(config, world_size=1) is not None
+    assert "was written by 2 processes and is resumed by 1" in caplog.text
+
+
+def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        make(tmp_path, step, sealed=step != 4)
+    make(tmp_path, 10, sealed=False)
+    checkpoints.prune(tmp_path, None)
+    assert len(list(tmp_path.iterdir())) == 5
+    checkpoints.prune(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-10", "checkpoint-6", "checkpoint-8"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EFBIG, "File too large"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error: Exception) -> None:
+    new = tmp_path / "checkpoint-4"
+    first = checkpoints.not_saved(error, new, tmp_path)
+    assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
+    old = make(tmp_path, 2)
+    assert f"go on from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
+
+
+def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
+    error = KeyError("state")
+    assert checkpoints.not_saved(error, tmp_path, tmp_path) is error

@@ -1,0 +1,150 @@
+"""FSDP's settings as flags, words and the seeds' files say them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.sharding import resolved, trainer_settings
+
+NESTED = {
+    "_description": "as ms-swift writes it",
+    "_param_docs": {"fsdp": "words"},
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "reshard_after_forward": True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "activation_checkpointing": False,
+        "activation_cpu_offload": True,
+    },
+}
+
+
+def written(folder: Path, content: object) -> str:
+    path = folder / "fsdp.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("flag", ["fsdp_config", "fsdp"])
+def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag: str) -> None:
+    config = resolved(SftConfig(**{flag: written(tmp_path, NESTED)}))
+    assert (config.fsdp_strategy, config.fsdp_version, config.mode) == ("full_shard", 2, "ebbtide")
+    assert config.gradient_checkpointing is False
+    settings = trainer_settings(config)
+    assert settings["fsdp"] is True
+    assert settings["fsdp_config"] == {
+        "version": 2,
+        "reshard_after_forward": True,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "cpu_ram_efficient_loading": True,
+        "state_dict_type": "SHARDED_STATE_DICT",
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "strategy", "version", "mode"),
+    [
+        ({}, "full_shard", 2, "plain"),
+        ({"version": 1}, "full_shard", 1, "plain"),
+        ({"fsdp_version": "1", "fsdp_reshard_after_forward": "HYBRID_SHARD"}, "hybrid_shard", 1, "plain"),
+        ({"reshard_after_forward": False}, "shard_grad_op", 2, "plain"),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, "shard_grad_op", 2, "plain"),
+        ({"activation_checkpointing": True}, "full_shard", 2, "checkpointing"),
+        ({"activation_checkpointing": "true", "activation_cpu_offload": "true"}, "full_shard", 2, "ebbtide"),
+        ({"fsdp": "shard_grad_op offload"}, "shard_grad_op", 2, "plain"),
+        ({"fsdp": ["full_shard", "auto_wrap"]}, "full_shard", 2, "plain"),
+        ({"fsdp": True, "fsdp_config": {"offload_params": True}}, "full_shard", 2, "plain"),
+    ],
+)
+def test_what_a_file_says_is_what_the_flags_say(
+    tmp_path: Path, content: dict, strategy: str, version: int, mode: str
+) -> None:
+    config = resolved(SftConfig(fsdp_config=written(tmp_path, content)))
+    assert (config.fsdp_strategy, config.fsdp_version, config.mode) == (strategy, version, mode)
+
+
+def test_checkpointing_in_the_file_beside_offloading_means_minimal(tmp_path: Path) -> None:
+    both = {"activation_checkpointing": True, "activation_cpu_offload": True}
+    config = resolved(SftConfig(fsdp_config=written(tmp_path, both)))
+    assert (config.activation_cpu_offload, config.gradient_checkpointing) == (True, True)
+
+
+def test_a_flag_overrides_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, {"version": 2, "reshard_after_forward": True})
+    config = resolved(SftConfig(fsdp_config=file, fsdp_strategy="shard_grad_op", fsdp_version=1))
+    assert (config.fsdp_strategy, config.fsdp_version) == ("shard_grad_op", 1)
+    assert trainer_settings(config)["fsdp_config"]["reshard_after_forward"] == "shard_grad_op"
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy", "version"),
+    [
+        ("fsdp2", "full_shard", 2),
+        ("fsdp1 shard_grad_op", "shard_grad_op", 1),
+        ("full_shard auto_wrap", "full_shard", 2),
+    ],
+)
+def test_words_are_read(words: str, strategy: str, version: int) -> None:
+    config = resolved(SftConfig(fsdp=words))
+    assert (config.fsdp_strategy, config.fsdp_version) == (strategy, version)
+
+
+@pytest.mark.parametrize("words", ["none", "false"])
+def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> None:
+    config = SftConfig(fsdp=words)
+    assert resolved(config) is config
+    assert trainer_settings(config) == {}
+
+
+def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = written(tmp_path, {"use_orig_params": True, "sync_module_states": False})
+    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+        settings = trainer_settings(resolved(SftConfig(fsdp_config=file)))["fsdp_config"]
+    assert not {"use_orig_params", "sync_module_states"} & set(settings)
+    assert caplog.messages == ["use_orig_params has no effect with FSDP2: it is a setting of FSDP1"]
+    assert trainer_settings(resolved(SftConfig(fsdp_config=file, fsdp_version=1)))["fsdp_config"]["use_orig_params"]
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        ({"activation_cpu_ofload": True}, ConfigError, "unknown setting 'activation_cpu_ofload'.*\nhint: did you mean"),
+        ({"activation_cpu_offload": "maybe"}, ConfigError, "activation_cpu_offload in .* is 'maybe'; expected true"),
+        ({"version": 3}, ConfigError, "version in .* is 3; expected 1 or 2"),
+        ({"reshard_after_forward": "ful_shard"}, ConfigError, "hint: did you mean 'full_shard'"),
+        ({"fsdp": "no_shard"}, ConfigError, "hint: --fsdp_strategy none is DDP"),
+        ({"fsdp_config": []}, ConfigError, "expected an object of settings"),
+        ([1], DataError, "expected a JSON object"),
+    ],
+)
+def test_a_bad_file_is_refused(tmp_path: Path, content: object, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        resolved(SftConfig(fsdp_config=written(tmp_path, content)))
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "fsdp2.json").write_text("{")
+    with pytest.raises(DataError, match="is not JSON"):
+        resolved(SftConfig(fsdp_config=str(tmp_path / "fsdp2.json")))
+    with pytest.raises(DataError, match="cannot be read .*\nhint: did you mean 'fsdp2.json'"):
+        resolved(SftConfig(fsdp=str(tmp_path / "fsdp.json")))
+    with pytest.raises(
+        ConfigError, match="fsdp is 'ful_shard'; expected a JSON file.*\nhint: did you mean 'full_shard'"
+    ):
+        resolved(SftConfig(fsdp="ful_shard"))
+
+
+def test_deepspeed_alone_is_refused_and_beside_fsdp_taken() -> None:
+    with pytest.raises(ConfigError, match="deepspeed is 'zero2' without FSDP.*\nhint: --fsdp_strategy shard_grad_op"):
+        resolved(SftConfig(deepspeed="zero2"))
+    assert resolved(SftConfig(deepspeed="zero2", fsdp_strategy="full_shard")).fsdp_strategy == "full_shard"
+    assert resolved(SftConfig(deepspeed="none")).fsdp_strategy == "none"
