@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.rules import rule_table
 from tests.helpers.engines import REMAKE, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
+from tests.helpers.oracle import same_bits
 
 Make = Callable[[Tensor], Tensor]
 
@@ -298,3 +300,22 @@ def test_random_operators_have_no_rule() -> None:
         assert reached is not None
         if reached.name() != "AddBackward0":  # alpha dropout ends in additions to what has no rule
             assert reached.name() not in rule_table() or reached.name() == "MulBackward0"
+
+
+@pytest.mark.parametrize("frozen", [nn.Linear, ConvOfRows], ids=["linear", "convolution"])
+def test_a_frozen_bias_is_taken_as_autocast_cast_it(frozen: type[nn.Module]) -> None:
+    layer = (frozen(6, 5) if frozen is nn.Linear else frozen(1, 3, 2)).requires_grad_(False)
+    model, x = nn.Sequential(nn.Sequential(nn.Tanh(), layer, nn.Sigmoid(), nn.SiLU())), leaf(4, 6)
+
+    def grads() -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x)
+        return list(torch.autograd.grad(y.float().square().sum(), x))
+
+    expected = grads()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0"], min_bytes=0) as handle:
+        for _ in range(2):
+            assert all(map(same_bits, expected, grads()))
+        sites = handle._engine.last_pass.sites
+        assert handle.stats().demoted_sites == ()
+        assert any(s.node == "SigmoidBackward0" and a is Action.RECOMPUTE for s, (_, _, a) in sites.items()), sites

@@ -69,12 +69,20 @@ def _given_weights(n: NodeView, *inputs: int) -> list[Operand | None]:
 
 
 def _bias(n: NodeView, index: int) -> Operand | None:
-    """Return a bias, which no operator saves: where the operator's input came from, or as the leaf module has it."""
+    """Return a bias, which no operator saves: where the operator's input came from, or as the leaf module has it.
+
+    Under autocast the operator took a copy of the module's in its own type.
+    """
     found = n.input(index)
     if found is not None or not computes_as_told(n.module):
         return found
-    bias = getattr(n.module, "bias", None)
-    return n.weight(bias) if isinstance(bias, torch.Tensor) else None
+    bias, dtype = getattr(n.module, "bias", None), n.dtype
+    if not isinstance(bias, torch.Tensor):
+        return None
+    weight = n.weight(bias)
+    if weight is None or bias.dtype is dtype:
+        return weight
+    return Expr(lambda w: w.to(dtype), (weight,), key=("cast", dtype))
 
 
 def _product(fn: Fn, left: str, right: str, *, bias: bool = False) -> Rule:
