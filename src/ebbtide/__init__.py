@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ebbtide.config import Offload as Offload
     from ebbtide.engine import Stats as Stats
     from ebbtide.loading import load_sharded as load_sharded
+    from ebbtide.loading import save_sharded as save_sharded
     from ebbtide.track import track_memory as track_memory
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ _HOMES = {
     "load_sharded": "ebbtide.loading",
     "offload_saved_tensors": "ebbtide.api",
     "register_recompute": "ebbtide.api",
+    "save_sharded": "ebbtide.loading",
     "track_memory": "ebbtide.track",
 }
 """Where each public name lives. They are imported when first used, so that the command line's help needs no torch."""

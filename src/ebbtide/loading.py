@@ -1,4 +1,4 @@
-"""The public function for weights: ``load_sharded``; it joins the floors."""
+"""The public functions for weights, ``load_sharded`` and ``save_sharded``: they join the floors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
-from ebbtide.load import Loading, LoadOptions, Weights
+from ebbtide.load import Loading, LoadOptions, Saving, Weights
 from ebbtide.wrap.meeting import Meeting
 
 _SHARD_ADVICE = "such as a function that calls fully_shard on each block and then on the model"
@@ -79,6 +79,28 @@ def load_sharded(
     loading = Loading(model, weights, options, meet=_meet, init=init, progress=progress)
     where = None if device is None else torch.device(device)
     return loading.run(shard, dtype=dtype, device=where, optimizer=optimizer)
+
+
+def save_sharded(
+    model: nn.Module, folder: str | PathLike[str], *, max_file_bytes: int = 5 * 10**9, name: str = "model"
+) -> None:
+    """Write a sharded model's parameters and persistent buffers as safetensors files with an index.
+
+    Every rank calls it and writes its own slices into their places: nothing is gathered anywhere. The folder must be
+    on a file system that all ranks share. What was there under these names is replaced once everything is written.
+
+    Args:
+        model: As ``load_sharded`` returned it, or wrapped by FSDP2, tensor parallelism or FSDP1, or plain.
+        folder: Made if it is not there.
+        max_file_bytes: A file is closed before it grows beyond this, unless one tensor alone does.
+        name: Files are called ``<name>-00001-of-00003.safetensors``.
+
+    Raises:
+        ConfigError: Parameters are on meta, or a rank does not come.
+        DataError: The folder cannot be written, or ranks do not see the same one.
+    """
+    check_value("max_file_bytes", max_file_bytes, int)
+    Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
 
 
 def _meet(ranks: Sequence[int], about: str, text: str) -> Mapping[int, str]:

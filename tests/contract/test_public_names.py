@@ -23,6 +23,7 @@ PUBLIC = {
     "load_sharded",
     "offload_saved_tensors",
     "register_recompute",
+    "save_sharded",
     "track_memory",
 }
 ENABLE_PARAMETERS = ("model", "strategy", "enable_ckpt")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -175,7 +176,7 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
     }
     if setup.tied:
         base: Any = ours
-        found["tied"] = base.lm_head.weight is base.model.embed_tokens.weight
+        found["tied"] = base.lm_head.weight is base.get_input_embeddings().weight
     return found
 
 
@@ -269,3 +270,69 @@ def _differences(ours: nn.Module, plain: nn.Module) -> list[str]:
     if one.keys() != two.keys():
         return [f"names {one.keys() ^ two.keys()}"]
     return [n for n in one if one[n].dtype != two[n].dtype or not torch.equal(one[n], two[n])]
+
+
+def save(setup: Setup, folder: str, out: str) -> int:
+    """Load in this rank, save with the others; return the bytes of this rank's part."""
+    _, _, blocks = built(setup.family, tied=setup.tied)
+    meta = on_meta(setup.family, torch.bfloat16, tied=setup.tied)
+    model = ebbtide.load_sharded(meta, folder, shard=sharder(setup, blocks))
+    ebbtide.save_sharded(model, out, max_file_bytes=30_000)
+    return sum(p.numel() for p in _locals(model).values())
+
+
+def first_values(setup: Setup) -> dict[str, Tensor]:
+    """Initialise in this rank; return the whole of every parameter and buffer."""
+    _, _, blocks = built(setup.family, tied=setup.tied)
+    torch.manual_seed(100 + torch.distributed.get_rank())  # ranks that were seeded apart agree on the first one's
+    model = ebbtide.load_sharded(on_meta(setup.family, torch.float32, tied=setup.tied), shard=sharder(setup, blocks))
+    found: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        value: Any = tensor
+        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach()
+    return found
+
+
+def fail(fault: str, folder: str) -> tuple[str, bool]:
+    """Load with a fault, most on the last rank; return the message, and whether parameters are still on meta."""
+    rank, last = torch.distributed.get_rank(), torch.distributed.get_world_size() - 1
+    meta = on_meta("qwen3", torch.bfloat16)
+    mesh = init_device_mesh("cpu", (last + 1,))
+
+    def shard(model: nn.Module) -> None:
+        if fault == "shard" and rank == last:
+            raise RuntimeError("this rank cannot shard")
+        fully_shard(model, mesh=mesh)
+        if fault == "memory" and rank == last:  # more than any machine has
+            model.register_buffer("vast", torch.empty(1 << 60, dtype=torch.uint8, device="meta"), persistent=False)
+
+    absent = folder + "-not-here"
+    weights: dict[str, Any] = {
+        "read": _values(folder, readable=rank != last) if fault == "read" else None,
+        "server": _values(folder, readable=False) if fault == "server" and rank == 0 else None,
+        "cut": folder + "-cut" if rank == last else folder,
+        "another": folder + "-another" if rank == last else folder,
+        "nobody": absent,
+        "slices": absent if rank == last else folder,
+    }
+    try:
+        source = "slices" if fault == "slices" else "auto"
+        ebbtide.load_sharded(meta, weights.get(fault, folder), shard=shard, source=source)
+    except ebbtide.EbbtideError as error:
+        return str(error), all(p.is_meta for p in meta.parameters())
+    return "", False
+
+
+class _Unreadable(dict[str, Tensor]):
+    """A state dict whose values are gone when they are asked for."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        raise OSError(5, "Input/output error")
+
+
+def _values(folder: str, *, readable: bool) -> dict[str, Tensor]:
+    """Return a checkpoint in memory; one that is not readable tells what it holds and fails when it is read."""
+    values: dict[str, Tensor] = {}
+    for file in Path(folder).glob("*.safetensors"):
+        values |= load_file(file)
+    return values if readable else _Unreadable(values)

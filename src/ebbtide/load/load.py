@@ -120,8 +120,7 @@ class Loading:
         """Check the arguments and see what is there for this rank."""
         check_model(self.model)
         self._rebinding = Rebinding(self.model, optimizer)
-        if dtype is not None:
-            set_dtype(self.model, dtype)
+        set_dtype(self.model, dtype)
         given = self._weights is not None and self.options.source != "initialise"
         if isinstance(self._weights, nn.Module):
             self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")

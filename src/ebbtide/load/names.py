@@ -88,13 +88,20 @@ def make_plan(model: nn.Module, entries: Mapping[str, Entry]) -> Plan:
         if name not in adapters:
             by_base.setdefault(base_name(name), []).append(name)
     host = _host_model(model)
+    # A checkpoint of the adapted model itself has its names.
+    direct = {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in wanted and base_name(k) != k}
+    direct |= {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
+    entries = {k: e for k, e in entries.items() if k not in direct}
     if host is not None:
         found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
     else:
         found: dict[str, Source] = {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in by_base}
         unexpected = [key for key in entries if key not in by_base]
     plan = Plan(unexpected=_not_ignored(host, unexpected, wanted))
-    _assign(plan, wanted, by_base, found)
+    by_base |= {name: [name] for name in adapters & direct.keys()}
+    _assign(
+        plan, wanted, by_base, {**found, **{base_name(k) if k not in adapters else k: v for k, v in direct.items()}}
+    )
     return plan
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.load.targets import owners_of, tensor_of
 
 
 def check_model(model: object) -> None:
@@ -45,28 +46,41 @@ def check_model(model: object) -> None:
         )
 
 
-def set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model's floating-point parameters on meta another dtype; what its library keeps in float32 stays so.
+def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give a model's floating-point parameters on meta another dtype; what its library keeps in float32 is float32.
 
-    Buffers keep theirs: frequencies and running statistics are computed in the dtype they have.
+    Other buffers keep theirs: frequencies and running statistics are computed in the dtype they have.
+
+    Args:
+        model: On meta.
+        dtype: The dtype; ``None``: parameters keep theirs.
 
     Raises:
         ConfigError: It is no floating-point dtype.
     """
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
         raise ConfigError(
             f"dtype is {dtype!r:.80}",
             expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
             hint="leave it out to keep the dtype that the model was built with",
         )
-    host: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+    patterns = _kept(model, dtype)
+    for name, (module, attribute, is_buffer) in owners_of(model).items():
+        tensor = tensor_of((module, attribute, is_buffer))
+        if not (tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+            continue
+        kept = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), None)
+        wanted = kept or (None if is_buffer else dtype)
+        if wanted is not None and wanted != tensor.dtype:
+            tensor.data = tensor.data.to(wanted)
+
+
+def _kept(model: Any, dtype: torch.dtype | None) -> list[tuple[re.Pattern[str], torch.dtype]]:
+    """Return patterns of names whose dtype the model's library fixes."""
+    host = model.get_base_model() if hasattr(model, "get_base_model") else model
     if hasattr(host, "_get_dtype_plan"):
-        kept: dict[str, torch.dtype] = host._get_dtype_plan(dtype)
-        patterns = [(re.compile(glob.replace("*", ".*")), as_dtype) for glob, as_dtype in kept.items()]
-    else:  # diffusers names parts of paths
-        named: list[str] = list(getattr(host, "_keep_in_fp32_modules", None) or [])
-        patterns = [(re.compile(rf"(^|\.){re.escape(part)}(\.|$)"), torch.float32) for part in named]
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta and parameter.dtype.is_floating_point and parameter.dtype.itemsize > 1:
-            chosen = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), dtype)
-            parameter.data = parameter.data.to(chosen)
+        dtype = dtype or next((p.dtype for p in host.parameters() if p.is_floating_point()), torch.float32)
+        plan: dict[str, torch.dtype] = host._get_dtype_plan(dtype)
+        return [(re.compile(glob.replace("*", ".*")), as_dtype) for glob, as_dtype in plan.items()]
+    named: list[str] = list(getattr(host, "_keep_in_fp32_modules", None) or [])  # diffusers names parts of paths
+    return [(re.compile(rf"(^|\.){re.escape(part)}(\.|$)"), torch.float32) for part in named if dtype is not None]

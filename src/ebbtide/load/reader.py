@@ -180,10 +180,9 @@ class Reader:
         try:
             file = self._file(entry.file, self._shared(piece.key))
             strides = _strides(entry.shape)
-            first = sum(s * n for s, n in zip(piece.box.start, strides, strict=True))
             span = _span(piece.box, strides) * entry.dtype.itemsize
             staging = self._staging(span)
-            at = file.read(staging.data_ptr(), entry.offset_bytes + first * entry.dtype.itemsize, span)
+            at = file.read(staging.data_ptr(), place_of(piece.box, entry), span)
         except OSError as error:
             raise DataError(
                 f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
@@ -224,8 +223,14 @@ class Reader:
         self._files.clear()
 
 
-def spans_of(piece: Piece, entry: Entry) -> Iterator[Piece]:
-    """Halve a piece until each part is worth one read. See [Note: one read of what is needed]."""
+def spans_of(piece: Piece, entry: Entry, *, exact: bool = False) -> Iterator[Piece]:
+    """Halve a piece until each part is worth one read. See [Note: one read of what is needed].
+
+    Args:
+        piece: A box of the tensor.
+        entry: The tensor.
+        exact: Until each part is one run of bytes, as writing needs it.
+    """
     strides = _strides(entry.shape)
     waiting = [piece]
     while waiting:
@@ -234,7 +239,7 @@ def spans_of(piece: Piece, entry: Entry) -> Iterator[Piece]:
         if nbytes == 0:
             continue
         span = _span(one.box, strides) * entry.dtype.itemsize
-        dense = span <= nbytes * SLACK or _run(one.box, entry.shape) * entry.dtype.itemsize < RUN_BYTES
+        dense = span == nbytes if exact else span <= nbytes * SLACK or _run(one.box, entry) < RUN_BYTES
         dim = next((d for d, n in enumerate(one.box.size) if n > 1), None)
         if dim is None or (span <= CHUNK_BYTES and dense):
             yield one
@@ -248,6 +253,12 @@ def spans_of(piece: Piece, entry: Entry) -> Iterator[Piece]:
             waiting.append(Piece(key=one.key, box=box, into=one.into.narrow(dim, start, length)))
 
 
+def place_of(box: Box, entry: Entry) -> int:
+    """Return where in its file the first byte of a box lies."""
+    first = sum(s * n for s, n in zip(box.start, _strides(entry.shape), strict=True))
+    return entry.offset_bytes + first * entry.dtype.itemsize
+
+
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
@@ -257,10 +268,10 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(box.size, strides, strict=True))
 
 
-def _run(box: Box, shape: tuple[int, ...]) -> int:
-    """Elements of a box that follow each other in the file."""
-    run = 1
-    for size, full in zip(reversed(box.size), reversed(shape), strict=True):
+def _run(box: Box, entry: Entry) -> int:
+    """Bytes of a box that follow each other in the file."""
+    run = entry.dtype.itemsize
+    for size, full in zip(reversed(box.size), reversed(entry.shape), strict=True):
         run *= size
         if size != full:
             break

@@ -22,6 +22,7 @@ from torch import nn
 from ebbtide.base.errors import ConfigError
 from ebbtide.load.layout import Box
 
+_Memory = Callable[[torch.Tensor, torch.device], torch.Tensor]
 _WRAPPERS = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -36,6 +37,7 @@ class Target:
         boxes: The boxes of the whole, each with the view of ``local`` that takes it.
         shape: Of the whole.
         shared: Other ranks hold the same bytes.
+        writes: This is the first rank of those that hold them, as far as the wrapper tells.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Target:
     boxes: list[tuple[Box, torch.Tensor]]
     shape: torch.Size
     shared: bool
+    writes: bool = True
     owners: list[tuple[nn.Module, str, bool]] = field(default_factory=list[tuple[nn.Module, str, bool]])
 
     @property
@@ -92,6 +95,19 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
     Raises:
         ConfigError: A parameter is placed in a way that has no slices.
     """
+    return _held(model, lambda local, where: torch.empty(local.shape, dtype=local.dtype, device=where), device)
+
+
+def held_by(model: nn.Module) -> dict[str, Target]:
+    """Return what this rank holds of a model whose parameters are there, by plain name; tied ones once."""
+    return {
+        name: target
+        for name, target in _held(model, lambda local, where: local.detach(), None).items()
+        if not any(is_buffer and n in m._non_persistent_buffers_set for m, n, is_buffer in target.owners)
+    }
+
+
+def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dict[str, Target]:
     found = {target.name: target for target in _flat_targets(model)}
     handles = [unit._handle for unit in _flat_units(model)]
     flat = {id(handle.flat_param) for handle in handles}
@@ -106,24 +122,32 @@ def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Targe
             by_tensor[id(tensor)].owners.append(owner)
             continue
         where = torch.device("cpu") if id(tensor) in on_host else device
-        found[name] = by_tensor[id(tensor)] = _target(name, tensor, where)
+        found[name] = by_tensor[id(tensor)] = _target(name, tensor, memory, where)
         found[name].owners.append(owner)
     return found
 
 
-def _target(name: str, tensor: torch.Tensor, device: torch.device | None) -> Target:
+def _target(name: str, tensor: torch.Tensor, memory: _Memory, device: torch.device | None) -> Target:
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
-        local = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or default_device())
+        local = memory(tensor, device or default_device())
         boxes = [(Box.whole(tensor.shape), local)]
         return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=True)
     spec: Any = tensor
     placed = _placed(name, tensor.shape, mesh, spec.placements)
-    device = device or default_device(mesh.device_type)
-    local = torch.empty(spec._local_tensor.shape, dtype=tensor.dtype, device=device)
+    local = memory(spec._local_tensor, device or default_device(mesh.device_type))
     boxes = [(box, Box(start=at, size=box.size).of(local)) for box, at in placed]
-    replicated = any(n > 1 and p.is_replicate() for n, p in zip(mesh.shape, spec.placements, strict=True))
-    return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=replicated)
+    places = mesh.get_coordinate() or ()
+    copies = [at for at, n, p in zip(places, mesh.shape, spec.placements, strict=False) if n > 1 and p.is_replicate()]
+    return Target(
+        name=name,
+        old=tensor,
+        local=local,
+        boxes=boxes,
+        shape=tensor.shape,
+        shared=bool(copies),
+        writes=not any(copies),
+    )
 
 
 def default_device(kind: str | None = None) -> torch.device:
@@ -205,6 +229,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
         handle = unit._handle
         flat: Any = handle.flat_param
         prefix = names[id(unit)]
+        replicas = getattr(unit, "_inter_node_pg", None)
         local: torch.Tensor = flat.data
         offsets = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         starts = [first for (first, _), is_padding in offsets if not is_padding]
@@ -220,7 +245,16 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
                 for box, first in boxes_of_range(shape, *span)
             ]
             name = plain_name(f"{prefix}.{fqn}" if prefix else fqn)
-            yield Target(name=name, old=None, local=view, boxes=boxes, shape=torch.Size(shape), shared=False)
+            yield Target(
+                name=name,
+                old=None,
+                local=view,
+                boxes=boxes,
+                shape=torch.Size(shape),
+                shared=replicas is not None or not handle.uses_sharded_strategy,
+                writes=(replicas is None or replicas.rank() == 0)
+                and (handle.uses_sharded_strategy or handle.process_group.rank() == 0),
+            )
 
 
 def _fsdp2_params(model: nn.Module) -> Iterator[Any]:

@@ -1,0 +1,213 @@
+"""Writes a sharded model as safetensors files, each rank its own slices.
+
+[Note: files nobody gathers]
+A safetensors file is a header and the tensors' bytes, so where each slice belongs is known before any is written. The
+first rank makes the files at their full length, with headers; then every rank writes the runs of its boxes into their
+places. Of replicas the first writes. Until all ranks are done, files have the name of a draft.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.units import format_size
+from ebbtide.load.checkpoint import INDEX_SUFFIX
+from ebbtide.load.header import DTYPES, METADATA, Entry
+from ebbtide.load.layout import Piece
+from ebbtide.load.reader import place_of, spans_of
+from ebbtide.load.targets import Target, held_by
+from ebbtide.load.together import Meet, Ranks
+from ebbtide.store.buffers import view_memory
+
+logger = logging.getLogger("ebbtide.load")
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DRAFT = ".part"
+Files = Mapping[str, Mapping[str, Entry]]
+
+
+class Saving:
+    """One save.
+
+    Args:
+        model: Sharded or plain, with its parameters there.
+        folder: Where files go.
+        meet: How ranks meet; ``None``: this process is alone.
+        max_file_bytes: Most bytes of tensors in a file.
+        name: First part of the files' names.
+    """
+
+    def __init__(
+        self, model: nn.Module, folder: str | os.PathLike[str], *, meet: Meet | None, max_file_bytes: int, name: str
+    ) -> None:
+        self._model, self._folder, self._name = model, Path(folder).expanduser(), name
+        self._max_file_bytes = max_file_bytes
+        self.ranks = Ranks(meet)
+
+    def run(self) -> None:
+        """Write everything.
+
+        Raises:
+            EbbtideError: As ``ebbtide.save_sharded``; the same on all ranks.
+        """
+        held: dict[str, Target] = {}
+        told = self.ranks.tell("look at what it holds", lambda: self._look(held))
+        shapes: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for rank, one in enumerate(told):
+            for name, what in one.items():
+                shapes.setdefault(name, what)
+                first.setdefault(name, rank)
+        files = self._files(shapes)
+        lead = self.ranks.me == 0
+        self.ranks.tell("make the files", lambda: self._make(files) if lead else {})
+        # A plain tensor is whole on each rank that has it.
+        mine = {
+            name: target
+            for name, target in held.items()
+            if target.writes
+            and (hasattr(target.old, "device_mesh") or target.old is None or first[name] == self.ranks.me)
+        }
+        self.ranks.tell("write its slices", lambda: self._write(files, mine))
+        self.ranks.tell("name the files", lambda: self._finish(files) if lead else {})
+        nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
+        logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
+
+    def _look(self, held: dict[str, Target]) -> dict[str, Any]:
+        held.update(held_by(self._model))
+        for name, target in held.items():
+            if target.local.is_meta:
+                raise ConfigError(
+                    f"{name!r} is on meta", expected="parameters that are there", hint="load the model before saving it"
+                )
+            if target.local.dtype not in _NAMES:
+                raise ConfigError(
+                    f"{name!r} is {target.local.dtype}",
+                    expected="a dtype of safetensors: " + ", ".join(DTYPES),
+                    hint="convert it first",
+                )
+        return {name: [list(target.shape), _NAMES[target.local.dtype]] for name, target in held.items()}
+
+    def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+        """Deal tensors out to files, in order; returns each file's name and what lies where in it."""
+        parts: list[dict[str, Entry]] = [{}]
+        filled_bytes = 0
+        for name, (shape, kind) in shapes.items():
+            entry = Entry(shape=tuple(shape), dtype=DTYPES[kind])
+            if parts[-1] and filled_bytes + entry.nbytes > self._max_file_bytes:
+                parts.append({})
+                filled_bytes = 0
+            parts[-1][name] = entry
+            filled_bytes += entry.nbytes
+        files: dict[str, dict[str, Entry]] = {}
+        for number, part in enumerate(parts, 1):
+            numbered = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+            file = f"{self._name}{numbered}.safetensors"
+            at = len(_header(part))
+            files[file] = {}
+            for name, entry in part.items():
+                files[file][name] = Entry(shape=entry.shape, dtype=entry.dtype, file=file, offset_bytes=at)
+                at += entry.nbytes
+        return files
+
+    def _make(self, files: Files) -> dict[str, Any]:
+        """Make the drafts, at their full length."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file, entries in files.items():
+                header = _header(entries)
+                with (self._folder / (file + _DRAFT)).open("wb") as draft:
+                    draft.write(header)
+                    draft.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return {}
+
+    def _write(self, files: Files, held: Mapping[str, Target]) -> dict[str, Any]:
+        """Write this rank's slices into the drafts."""
+        try:
+            with contextlib.ExitStack() as stack:
+                for file, entries in files.items():
+                    wanted = [(held[name], entry) for name, entry in entries.items() if name in held]
+                    if not wanted:
+                        continue
+                    fd = os.open(self._folder / (file + _DRAFT), os.O_WRONLY | os.O_CLOEXEC)
+                    stack.callback(os.close, fd)
+                    for target, entry in wanted:
+                        for box, view in target.boxes:
+                            for run in spans_of(Piece(key=target.name, box=box, into=view), entry, exact=True):
+                                _put(fd, run.into, place_of(run.box, entry))
+                    os.fsync(fd)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return {}
+
+    def _finish(self, files: Files) -> dict[str, Any]:
+        """Give the drafts their names, write the index, and remove what an earlier save left under this name."""
+        index = f"{self._name}.safetensors{INDEX_SUFFIX}"
+        try:
+            for file in files:
+                (self._folder / (file + _DRAFT)).replace(self._folder / file)
+            if len(files) > 1:
+                weights = {name: file for file, entries in files.items() for name in entries}
+                total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
+                told = {"metadata": {"total_size": total}, "weight_map": weights}
+                draft = self._folder / (index + _DRAFT)
+                draft.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+                draft.replace(self._folder / index)
+            ours = re.compile(rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+            kept = {*files, *([index] if len(files) > 1 else [])}
+            for old in self._folder.iterdir():
+                if ours.fullmatch(old.name) and old.name not in kept:
+                    old.unlink()
+        except OSError as error:
+            raise self._unwritable(error) from error
+        return {}
+
+    def _unwritable(self, error: OSError) -> DataError:
+        gone = error.errno == errno.ENOENT
+        return DataError(
+            f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
+            expected="a folder on a file system that all ranks share",
+            hint="name a folder that every machine sees" if gone else "make room there, or name another folder",
+        )
+
+
+def _header(entries: Mapping[str, Entry]) -> bytes:
+    """Return the bytes before the first tensor."""
+    told: dict[str, Any] = {METADATA: {"format": "pt"}}
+    at = 0
+    for name, entry in entries.items():
+        told[name] = {
+            "dtype": _NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        at += entry.nbytes
+    text = json.dumps(told, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _put(fd: int, values: torch.Tensor, offset_bytes: int) -> None:
+    """Write a tensor's bytes at an offset."""
+    data = values.detach().cpu().contiguous()
+    nbytes = data.numel() * data.element_size()
+    view, done = view_memory(data.data_ptr(), nbytes), 0
+    while done < nbytes:
+        count = os.pwrite(fd, view[done:], offset_bytes + done)
+        if count <= 0:
+            raise OSError(errno.EIO, "the disk takes no more bytes (short write)")
+        done += count

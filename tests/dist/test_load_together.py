@@ -1,0 +1,96 @@
+"""Ranks that load stop together with one message; what they save is read on any number of ranks; first values agree."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.dist.loading import Setup, compare, fail, first_values, save, write_checkpoint
+from tests.helpers.spawn import CaseResult, run_cases
+
+FAULTS = {
+    "shard": "rank 1: RuntimeError: this rank cannot shard",
+    "memory": "rank 1: RuntimeError: ",
+    "read": "rank 1: OSError: [Errno 5] Input/output error",
+    "server": "rank 0: OSError: [Errno 5] Input/output error; rank 1: rank 0 stopped sending weights",
+    "cut": "rank 1: ",
+    "another": "ranks see 2 different checkpoints",
+    "nobody": "no rank sees ",
+    "slices": "source='slices' and ranks 1 do not see the checkpoint",
+}
+SAVED = {"sharded": Setup(), "tied": Setup(tied=True), "flat": Setup(wrapper="fsdp", flat=True)}
+INITIALISED = {"decoder": Setup(), "experts": Setup(family="qwen3_moe"), "convolutions": Setup(family="gpt2")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint, one of which a file is cut off, and another one, beside each other."""
+    home = tmp_path_factory.mktemp("together")
+    write_checkpoint(home / "model", "qwen3")
+    shutil.copytree(home / "model", home / "model-cut")
+    victim = sorted((home / "model-cut").glob("*.safetensors"))[-1]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    write_checkpoint(home / "model-another", "qwen3", tied=True)
+    return home / "model"
+
+
+@pytest.fixture(scope="module")
+def failures(folder: Path) -> dict[str, CaseResult]:
+    return run_cases({fault: (fail, (fault, str(folder))) for fault in FAULTS}, 2, timeout_seconds=60.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, CaseResult], fault: str) -> None:
+    messages, on_meta = zip(*failures[fault].values(), strict=True)
+    assert FAULTS[fault] in messages[0]
+    assert "expected" in messages[0] and "hint:" in messages[0]
+    assert len(set(messages)) == 1
+    assert all(on_meta)
+
+
+@pytest.mark.timeout(600)
+def test_what_is_saved_on_two_ranks_is_loaded_on_four(tmp_path: Path) -> None:
+    cases, loads = {}, {}
+    for name, setup in SAVED.items():
+        write_checkpoint(tmp_path / name, setup.family, tied=setup.tied)
+        out = tmp_path / f"{name}-saved"
+        cases[name] = (save, (setup, str(tmp_path / name), str(out)))
+        loads[name] = (compare, (setup, str(out)))
+    saved = run_cases(cases, 2, timeout_seconds=60.0)
+    for name in SAVED:
+        assert sum(saved[name].values()) > 0
+        before, after = _tensors(tmp_path / name), _tensors(tmp_path / f"{name}-saved")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert len(list((tmp_path / f"{name}-saved").glob("*.safetensors"))) > 1
+        assert not list((tmp_path / f"{name}-saved").glob("*.part"))
+        shutil.copy(tmp_path / name / "config.json", tmp_path / f"{name}-saved")
+    for name, result in run_cases(loads, 4, timeout_seconds=60.0).items():
+        for found in result.values():
+            assert found["loaded"] == [], name
+            assert found["trained"] == [], name
+
+
+@pytest.mark.timeout(600)
+def test_first_values_are_the_same_for_any_number_of_ranks() -> None:
+    cases = {name: (first_values, (setup,)) for name, setup in INITIALISED.items()}
+    two, four = (run_cases(cases, world, timeout_seconds=60.0) for world in (2, 4))
+    for name in INITIALISED:
+        reference, *others = [*two[name].values(), *four[name].values()]
+        assert all(value.isfinite().all() for value in reference.values())
+        assert any(value.std() > 0 for value in reference.values() if value.numel() > 1)
+        for other in others:
+            assert other.keys() == reference.keys()
+            assert [k for k in reference if not torch.equal(reference[k], other[k])] == []
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
