@@ -1,16 +1,22 @@
 """A real device with streams: whatever ``torch.accelerator`` names (CUDA and ROCm, XPU, NPU).
 
-What a device can do is tried once: streams, events, pinned memory. Constructed only where an accelerator is.
+What a device can do is tried once: streams, events, pinned memory, and pinning memory that is there already, which
+wastes none. Where that is not to be had, torch's own allocator of pinned memory serves; it holds powers of two, so
+these are what it is asked for. Constructed only where an accelerator is.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import mmap
+from typing import Any
 
 import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.store.device import Capabilities
+from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
 _UNRELIABLE = frozenset({"npu"})
@@ -33,11 +39,37 @@ class AcceleratorDevice:
                 hint="leave the target out, or use target='disk': RAM is what is scarce here",
             )
         self.kind = found.type
-        pinned = self._can_pin()
+        self._used: set[torch.device] = set()
+        self._registrar = self._find_registrar(found)
+        pinned = self._registrar is not None or self._can_pin()
         asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(found)
         self.capabilities = Capabilities(asynchronous_copies=asynchronous, pinned_host=pinned)
         if not asynchronous:
             _LOG.warning("copies to host memory are synchronous on %s: each one halts compute", self.kind)
+
+    def _find_registrar(self, where: torch.device) -> RuntimeRegistrar | None:
+        """Return what pins mapped memory, if torch passes such calls on and a trial goes well."""
+        find: Any = getattr(torch.get_device_module(where), "cudart", None)
+        try:
+            runtime = find() if find is not None else None
+            if not hasattr(runtime, "cudaHostRegister") or not hasattr(runtime, "cudaHostUnregister"):
+                return None
+            registrar = RuntimeRegistrar(runtime, self._settle, self._forget_error)
+            trial = pinned_memory(mmap.PAGESIZE, registrar)
+            return registrar if trial.is_pinned() else None
+        except (RuntimeError, AssertionError) as error:  # the latter is what torch raises without a runtime
+            _LOG.debug("mapped memory cannot be pinned: %s", error)
+            return None
+
+    def _settle(self) -> None:
+        for where in tuple(self._used):
+            with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+                torch.accelerator.synchronize(where)
+
+    def _forget_error(self) -> None:
+        # The runtime keeps the error of a refused call until a kernel's launch is checked: this is that kernel.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self.kind)
 
     @staticmethod
     def _can_pin() -> bool:
@@ -65,6 +97,7 @@ class AcceleratorDevice:
 
     def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
         """Make a stream on that device."""
+        self._used.add(where)
         return torch.Stream(device=where)
 
     def record(self, stream: torch.Stream) -> torch.Event:
@@ -94,24 +127,23 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Return host memory, pinned unless the device cannot or the system gives no more of that.
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return host memory: all of it, or, pinned by torch's allocator, the largest power of two in it.
 
         Raises:
-            RuntimeError: There is not even pageable memory.
+            RuntimeError: There is none, or it cannot be pinned.
         """
-        if self.capabilities.pinned_host:
-            try:
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError as error:
-                _LOG.warning("pinned memory is refused (%s): pageable memory instead, whose copies halt compute", error)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        if not pinned:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if self._registrar is not None:
+            return pinned_memory(nbytes, self._registrar)
+        return torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True)
 
     def free_host(self, buffer: torch.Tensor) -> None:
         """Do nothing: the memory goes with the last reference to it."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Ask ``stream`` to copy; returns at once if the host end is pinned."""
+        """Ask ``stream`` to copy; returns at once if the host end is pinned, else when that end was read or written."""
         with stream:
             target.copy_(source, non_blocking=True)
 

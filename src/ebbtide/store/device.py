@@ -77,12 +77,23 @@ class Device(Protocol):
         """Return fresh ``uint8`` memory of the compute stream, its storage exactly ``nbytes`` long."""
         ...
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
-        """Return fresh ``uint8`` host memory, pinned if the device can. Raises ``RuntimeError`` if there is none."""
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        """Return fresh ``uint8`` host memory, at most ``nbytes`` of it and at least half of that.
+
+        Less, where the device's own allocator would hold more than was asked for; whoever needs more asks again. It
+        goes back to the system when nobody refers to it any more.
+
+        Args:
+            nbytes: Bytes wanted, a multiple of 64.
+            pinned: Whether it must be pinned; only asked of a device that can.
+
+        Raises:
+            RuntimeError: There is none, or it cannot be pinned.
+        """
         ...
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Give host memory back; no copy uses it any more."""
+        """Note that no copy uses this host memory any more."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:

@@ -1,4 +1,4 @@
-"""Places in a growing file: a first-fit free list."""
+"""Places in a growing file, or in host memory: a first-fit free list."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable
 
 PLACE_ALIGN_BYTES = 4096
-"""Every place begins at, and is rounded up to, a multiple of this, which no disk's block exceeds."""
+"""A place on disk begins at, and is rounded up to, a multiple of this, which no disk's block exceeds."""
 
 
 def round_up(nbytes: int, multiple: int = PLACE_ALIGN_BYTES) -> int:
@@ -19,9 +19,13 @@ class Extents:
 
     First fit keeps the file short: a training step frees its places in the reverse order of reserving them, so the
     same few offsets serve every step.
+
+    Args:
+        align_bytes: Every place begins at, and is rounded up to, a multiple of this.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, align_bytes: int = PLACE_ALIGN_BYTES) -> None:
+        self._align_bytes = align_bytes
         # Pairs of offset and length in one list: an interrupt between two lists would tear them apart.
         self._free: list[tuple[int, int]] = []
         self.size_bytes = 0
@@ -52,7 +56,7 @@ class Extents:
         Returns:
             Its offset in the file, or ``None`` if no free place is large enough.
         """
-        need = round_up(nbytes)
+        need = round_up(nbytes, self._align_bytes)
         for index, (offset, length) in enumerate(self._free):
             if length < need:
                 continue
@@ -63,19 +67,64 @@ class Extents:
             return offset
         return None
 
+    def gather(self, nbytes: int) -> list[tuple[int, int]] | None:
+        """Take several places, the largest free ones first, so that they are few.
+
+        Args:
+            nbytes: Bytes that they must hold together; rounded up to the alignment.
+
+        Returns:
+            Their offsets and lengths, or ``None``, and nothing is taken, if there are not so many free bytes.
+        """
+        need = round_up(nbytes, self._align_bytes)
+        found: list[tuple[int, int]] = []
+        for offset, length in sorted(self._free, key=lambda place: -place[1]):
+            found.append((offset, min(length, need)))
+            need -= found[-1][1]
+            if not need:
+                break
+        if need:
+            return None
+        taken = dict(found)
+        self._free = [
+            (offset + taken.get(offset, 0), length - taken.get(offset, 0))
+            for offset, length in self._free
+            if taken.get(offset, 0) < length
+        ]
+        return found
+
     def release(self, offset: int, nbytes: int) -> None:
         """Give back the place that ``reserve(nbytes)`` returned at ``offset``.
 
         Raises:
             ValueError: The place overlaps one that is free: it was given back twice.
         """
-        self._insert(offset, round_up(nbytes))
+        self._insert(offset, round_up(nbytes, self._align_bytes))
 
     def grow(self, nbytes: int) -> None:
         """Add ``nbytes`` (a multiple of the alignment) at the end of the file."""
         offset = self.size_bytes
         self.size_bytes += nbytes
         self._insert(offset, nbytes)
+
+    def cut(self, size_bytes: int) -> None:
+        """Take free bytes off the end.
+
+        Args:
+            size_bytes: What is left, no less than all but ``tail_bytes``.
+
+        Raises:
+            ValueError: A place lies there.
+        """
+        if size_bytes < self.size_bytes - self.tail_bytes:
+            raise ValueError(
+                f"cannot cut {self.size_bytes} bytes to {size_bytes}: {self.tail_bytes} at the end are free"
+            )
+        if size_bytes == self.size_bytes:
+            return
+        offset, _ = self._free[-1]
+        self._free[-1:] = [(offset, size_bytes - offset)] if size_bytes > offset else []
+        self.size_bytes = size_bytes
 
     def keep(self, places: Iterable[tuple[int, int]]) -> None:
         """Free all but these places.
@@ -88,7 +137,7 @@ class Extents:
         for offset, nbytes in sorted(places):
             if offset > end:
                 free.append((end, offset - end))
-            end = offset + round_up(nbytes)
+            end = offset + round_up(nbytes, self._align_bytes)
         if end < self.size_bytes:
             free.append((end, self.size_bytes - end))
         self._free = free

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ebbtide.store.device import Capabilities
+from ebbtide.store.fakeuses import Uses
 
 _POISON = 0xFF
 Vector = dict[str, int]
@@ -50,14 +51,6 @@ class FakeEvent:
     stream: FakeStream
     seconds: float
     seen: Vector
-
-
-@dataclass(slots=True, eq=False)
-class _Uses:
-    """Who last wrote and read some memory, as stream name → operation number."""
-
-    writes: Vector = field(default_factory=dict[str, int])
-    reads: Vector = field(default_factory=dict[str, int])
 
 
 @dataclass(slots=True, eq=False)
@@ -90,12 +83,15 @@ class FakeDevice:
         copy_in_bytes_per_second: Rate of copies from them.
         asynchronous_copies: ``False`` makes a device without side streams.
         host_limit_bytes: Host memory it has; ``None``: no end.
+        pinned_limit_bytes: How much of that may be pinned; ``None``: all.
 
     Attributes:
         out_bytes: Bytes copied out so far.
         in_bytes: Bytes copied in so far.
         live_bytes: Bytes allocated on the device and alive now.
         peak_bytes: The most they have been.
+        host_bytes: Host memory given out and not given back.
+        host_calls: How often host memory was asked for.
         violations: One line for each mistake. See [Note: poison].
     """
 
@@ -106,18 +102,20 @@ class FakeDevice:
         *,
         asynchronous_copies: bool = True,
         host_limit_bytes: int | None = None,
+        pinned_limit_bytes: int | None = None,
     ) -> None:
         self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True)
         self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
-        self._host_limit_bytes = host_limit_bytes
+        self._host_limit_bytes, self._pinned_limit_bytes = host_limit_bytes, pinned_limit_bytes
         self._compute = FakeStream("compute")
         self._streams: dict[str, FakeStream] = {"compute": self._compute}
         self._hosts: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._uses: weakref.WeakKeyDictionary[torch.UntypedStorage, _Uses] = weakref.WeakKeyDictionary()
+        self._uses: weakref.WeakKeyDictionary[torch.UntypedStorage, Uses] = weakref.WeakKeyDictionary()
         self._pending: list[tuple[float, int, _Copy]] = []
         self._arrived: list[_Copy] = []
         self._count = 0
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
+        self._pinned_bytes = self.host_calls = 0
         self.violations: list[str] = []
 
     @property
@@ -129,7 +127,8 @@ class FakeDevice:
         """Let compute run for ``seconds``; ``writes`` is what it produces meanwhile."""
         number = self._compute.step()
         if writes is not None:
-            self._uses_of(writes.untyped_storage()).writes = {"compute": number}
+            storage = writes.untyped_storage()
+            self._uses_of(storage).write("compute", number, 0, storage.nbytes())
         self._advance(self.now_seconds + seconds)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -177,28 +176,31 @@ class FakeDevice:
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
         """Return poisoned device memory and count it while it lives."""
         tensor = torch.full((nbytes,), _POISON, dtype=torch.uint8)
-        self._uses_of(tensor.untyped_storage()).writes = {"compute": self._compute.step()}
+        self._uses_of(tensor.untyped_storage()).write("compute", self._compute.step(), 0, nbytes)
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
-    def allocate_host(self, nbytes: int) -> torch.Tensor:
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return poisoned host memory.
 
         Raises:
-            RuntimeError: The host has no more.
+            RuntimeError: The host has no more, or pins no more.
         """
         if self._host_limit_bytes is not None and self.host_bytes + nbytes > self._host_limit_bytes:
             raise RuntimeError("fake host: out of memory")
+        if pinned and self._pinned_limit_bytes is not None and self._pinned_bytes + nbytes > self._pinned_limit_bytes:
+            raise RuntimeError("fake host: no more can be pinned")
         tensor = torch.full((nbytes,), _POISON, dtype=torch.uint8)
         self._hosts.add(tensor.untyped_storage())
-        self.host_bytes += nbytes
+        self.host_calls += 1
+        self._count_host(nbytes, pinned)
+        weakref.finalize(tensor.untyped_storage(), self._count_host, -nbytes, pinned).atexit = False
         return tensor
 
     def free_host(self, buffer: torch.Tensor) -> None:
         """Poison the buffer: a copy that still uses it delivers NaN."""
-        self.host_bytes -= buffer.numel()
         for _, _, copy in self._pending:
             if buffer.untyped_storage() in (copy.source(), copy.target()):
                 copy.fault = copy.fault or "its host buffer was freed before its end"
@@ -206,7 +208,7 @@ class FakeDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
         """Ask ``stream`` for a copy; which way it goes is seen from which end is a host buffer."""
-        inward = source.untyped_storage() in self._hosts
+        inward = target.untyped_storage() not in self._hosts
         begin = stream.clock_seconds
         stream.clock_seconds = begin + source.numel() / self._rates[inward]
         number = stream.step()
@@ -222,7 +224,7 @@ class FakeDevice:
             nbytes=source.numel(),
             inward=inward,
         )
-        self._check_order(copy, source, target)
+        self._check_order(copy, source.untyped_storage(), target.untyped_storage())
         self._count += 1
         heapq.heappush(self._pending, (copy.end_seconds, self._count, copy))
         if inward:
@@ -237,17 +239,18 @@ class FakeDevice:
         self.copy(target, source, self._compute)
         self._advance(self._compute.clock_seconds)
 
-    def _check_order(self, copy: _Copy, source: torch.Tensor, target: torch.Tensor) -> None:
-        read, written = self._uses_of(source.untyped_storage()), self._uses_of(target.untyped_storage())
-        seen = copy.stream.seen
-        if not copy.inward and not read.writes:
+    def _check_order(self, copy: _Copy, source: torch.UntypedStorage, target: torch.UntypedStorage) -> None:
+        read, written, seen = self._uses_of(source), self._uses_of(target), copy.stream.seen
+        out_of = copy.source_offset, copy.source_offset + copy.nbytes
+        into = copy.target_offset, copy.target_offset + copy.nbytes
+        if not copy.inward and not read.written(*out_of):
             # Nobody said when it was produced: then at the latest now.
-            read.writes = {"compute": self._compute.sequence}
-        for name, number in (*read.writes.items(), *written.writes.items(), *written.reads.items()):
+            read.write("compute", self._compute.sequence, 0, source.nbytes())
+        for name, number in (*read.before_read(*out_of), *written.before_write(*into)):
             if seen.get(name, 0) < number:
                 copy.fault = copy.fault or f"it is not ordered after operation {number} of stream {name!r}"
-        read.reads[copy.stream.name] = copy.number
-        written.writes, written.reads = {copy.stream.name: copy.number}, {}
+        read.read(copy.stream.name, copy.number, *out_of)
+        written.write(copy.stream.name, copy.number, *into)
 
     def _advance(self, seconds: float) -> None:
         self._compute.clock_seconds = max(self._compute.clock_seconds, seconds)
@@ -284,11 +287,15 @@ class FakeDevice:
             way = "in" if copy.inward else "out"
             self.violations.append(f"copy-{way} of {copy.nbytes} bytes at {copy.begin_seconds:g} s: {copy.fault}")
 
-    def _uses_of(self, storage: torch.UntypedStorage) -> _Uses:
+    def _uses_of(self, storage: torch.UntypedStorage) -> Uses:
         uses = self._uses.get(storage)
         if uses is None:
-            uses = self._uses[storage] = _Uses()
+            uses = self._uses[storage] = Uses()
         return uses
 
     def _died(self, nbytes: int) -> None:
         self.live_bytes -= nbytes
+
+    def _count_host(self, nbytes: int, pinned: bool) -> None:
+        self.host_bytes += nbytes
+        self._pinned_bytes += nbytes if pinned else 0

@@ -1,4 +1,10 @@
-"""The host tier: offloaded bytes wait in host memory; streams copy them beside compute. See [Note: ordering]."""
+"""The host tier: offloaded bytes wait in host memory; streams copy them beside compute. See [Note: ordering].
+
+[Note: an unfinished copy-in]
+The target of a copy-in goes into its slot before the copy is asked for, and leaves it when compute has waited for the
+copy; only then may its memory be used again. So an interrupt in between loses nothing: the slot's next use, or its
+burial, finds a copy-in that is not whole, makes compute wait, and drops it.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +15,31 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.base.errors import ConfigError, TargetError
+from ebbtide.store.arena import Arena, ArenaState, Place
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.device import Device, EventHandle, StreamHandle
-from ebbtide.store.hostbuffers import HostBuffer, HostBuffers
 
 _MOST_SPANS = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _CopyIn:
-    """A copy-in under way: its target, the stream that owns the target's memory, and its event."""
+    """A copy-in: its target, the streams that own the target's memory and copy, and its event once it is whole."""
 
     target: torch.Tensor
     compute: StreamHandle
-    done: EventHandle
+    into: StreamHandle
+    done: EventHandle | None = None
 
 
 class HostSlot:
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
 
-    __slots__ = ("__weakref__", "ahead", "buffer", "compute", "done", "freed", "_nbytes", "_tier", "where")
+    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "_nbytes", "place", "_tier", "where")
 
-    def __init__(self, tier: HostTier, buffer: HostBuffer, where: torch.device) -> None:
-        self._tier, self.where, self._nbytes = tier, where, buffer.nbytes
-        self.buffer: HostBuffer | None = buffer
+    def __init__(self, tier: HostTier, place: Place, where: torch.device) -> None:
+        self._tier, self.where, self._nbytes = tier, where, place.nbytes
+        self.place: Place | None = place
         self.compute: StreamHandle = None
         self.done: EventHandle | None = None
         self.ahead: _CopyIn | None = None
@@ -76,7 +83,7 @@ class HostSlot:
         return self._tier.take(self)
 
     def free(self) -> None:
-        """Give the buffer back; a copy that still uses it is waited for by the buffer's next user."""
+        """Give the place back; a copy that still uses it is waited for by the next user of its bytes."""
         if not self.freed:
             self._tier.bury(self)
             self.freed = True
@@ -97,7 +104,7 @@ class HostTier:
             raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
         self.device = device
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
-        self._buffers = HostBuffers(device, budget_bytes)
+        self._arena = Arena(device, budget_bytes)
         self._counters = TierCounters()
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
@@ -118,27 +125,35 @@ class HostTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of buffers in use now."""
+        """Bytes of places in use now."""
         with self._lock:
             self._settle()
-            return self._buffers.used_bytes
+            return self._arena.used_bytes
+
+    @property
+    def arena(self) -> ArenaState:
+        """What host memory is held for them."""
+        with self._lock:
+            self._settle()
+            return self._arena.state
 
     @property
     def free_bytes(self) -> int | None:
         """Bytes that the budget still allows; ``None`` without a budget."""
         with self._lock:
             self._settle()
-            return self._buffers.free_bytes
+            return self._arena.free_bytes
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on the device."""
         return self.device.owns(tensor)
 
-    def park(self, source: torch.Tensor) -> HostSlot:
+    def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
         """Begin to copy out ``source``; its memory must stay until the slot is parked.
 
         Args:
             source: One-dimensional contiguous ``uint8`` view on the device; not empty.
+            spare_bytes: How much of the budget must be left free.
 
         Raises:
             CapError: The host budget is reached.
@@ -153,33 +168,48 @@ class HostTier:
                 f"source is {source.dtype} of shape {tuple(source.shape)}",
                 expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
             )
-        with self._lock:
-            self._settle()
-            buffer = self._buffers.take(source.numel())
-        slot = HostSlot(self, buffer, source.device)
-        device = self.device
+        place, device = self._take(source.numel(), spare_bytes), self.device
+        slot = HostSlot(self, place, source.device)
         self._counters.out_bytes += slot.nbytes
         if self.synchronous:
-            device.copy_now(buffer.memory, source)
+            for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
+                device.copy_now(part, piece)
             return slot
         slot.compute = device.compute_stream(source.device)
         out, _ = self._side_streams(source.device)
         device.wait(out, device.record(slot.compute))
-        if buffer.last is not None:
-            device.wait(out, buffer.last)
+        for event in place.guard.events(device):
+            device.wait(out, event)
         begin = device.record(out)
-        try:
-            device.copy(buffer.memory, source, out)
-        finally:  # interrupted in between, the copy runs: the buffer's next user must wait for it
-            slot.done = buffer.last = device.record(out)
+        place.guard.claim(out)
+        for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
+            device.copy(part, piece, out)
+        slot.done = place.guard.done(device)
         self._spans.append(("out_seconds", begin, slot.done))
         return slot
+
+    def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
+        """Return a slot with bytes that lie in pageable memory, as if they had been parked from ``where``.
+
+        The host copies them at once, and waits before that for copies that still use the memory it copies into.
+
+        Raises:
+            CapError: The host budget is reached.
+            TargetError: The tier is closed.
+        """
+        self._check(None)
+        place = self._take(content.numel(), 0)
+        for event in place.guard.events(self.device):
+            self.device.synchronize(event)
+        for part, piece in zip(place.parts, content.split([part.numel() for part in place.parts]), strict=True):
+            part.copy_(piece)
+        return HostSlot(self, place, where)
 
     def prefetch(self, slot: HostSlot) -> None:
         """Begin the copy-in of ``slot``, unless it has begun."""
         self._check(slot)
-        if slot.ahead is None and not self.synchronous:
-            slot.ahead = self._copy_in(slot)
+        if not self.synchronous and (slot.ahead is None or slot.ahead.done is None):
+            self._copy_in(slot)
 
     def take(self, slot: HostSlot) -> tuple[torch.Tensor, float]:
         """Return the bytes of ``slot`` and the stall in seconds."""
@@ -188,17 +218,15 @@ class HostTier:
             self._settle()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
-            self.device.copy_now(target, self._buffer_of(slot).memory)
+            parts = self._place_of(slot).parts
+            for part, piece in zip(parts, target.split([part.numel() for part in parts]), strict=True):
+                self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
             return target, 0.0
-        compute = self.device.compute_stream(slot.where)
-        ahead = slot.ahead
-        if ahead is not None and ahead.compute != compute:
-            # Its memory belongs to another stream, which would reuse it while this one still reads.
-            self.device.wait(ahead.compute, ahead.done)
-            ahead = None
-        if ahead is None:
-            ahead = slot.ahead = self._copy_in(slot)
+        compute, ahead = self.device.compute_stream(slot.where), slot.ahead
+        # Memory that belongs to another stream would be used again by that one while this one still reads.
+        if ahead is None or ahead.done is None or ahead.compute != compute:
+            ahead = self._copy_in(slot)
         stall = self.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
         return ahead.target, stall
@@ -213,7 +241,7 @@ class HostTier:
         return seconds
 
     def bury(self, slot: HostSlot) -> None:
-        """Take back a freed slot's buffer, when the lock is taken next. Called by dying tickets in any thread.
+        """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
 
         A ticket may die through the collector while this very thread holds the lock: so it is not asked for here.
         """
@@ -221,16 +249,16 @@ class HostTier:
         if self._closed and self._lock.acquire(blocking=False):  # nobody may come any more
             try:
                 self._settle()
-                self._buffers.trim(wait=True)
+                self._arena.clear()
             finally:
                 self._lock.release()
 
     def trim(self) -> None:
-        """Give back spare buffers that no copy uses."""
+        """Give back host memory that the last backwards did not need."""
         self._harvest()
         with self._lock:
             self._settle()
-            self._buffers.trim()
+            self._arena.trim()
 
     def close(self) -> None:
         """Wait for copies and give host memory back. Harmless when repeated."""
@@ -239,28 +267,40 @@ class HostTier:
         with self._lock:
             self._settle()
             self._closed = True
-            self._buffers.trim(wait=True)
+            self._arena.clear()
+
+    def _take(self, nbytes: int, spare_bytes: int) -> Place:
+        with self._lock:
+            self._settle()
+            return self._arena.take(nbytes, spare_bytes=spare_bytes)
 
     def _copy_in(self, slot: HostSlot) -> _CopyIn:
-        device, buffer = self.device, self._buffer_of(slot)
+        """Begin a copy-in. See [Note: an unfinished copy-in]."""
+        self._drop_ahead(slot)
+        device, place = self.device, self._place_of(slot)
         compute = device.compute_stream(slot.where)
         _, into = self._side_streams(slot.where)
         target = device.allocate(slot.nbytes, slot.where)
         device.wait(into, device.record(compute))
-        device.wait(into, slot.done)
+        if slot.done is not None:
+            device.wait(into, slot.done)
         begin = device.record(into)
-        try:
-            device.copy(target, buffer.memory, into)
-        except (
-            BaseException
-        ):  # an interrupt after the copy began: it must be done before the target's memory is dropped
-            device.wait(compute, device.record(into))
-            raise
-        finally:
-            done = buffer.last = device.record(into)
+        ahead = slot.ahead = _CopyIn(target, compute, into)
+        place.guard.claim(into)
+        pieces = target.split([part.numel() for part in place.parts])
+        for part, piece in zip(place.parts, pieces, strict=True):
+            device.copy(piece, part, into)
+        ahead.done = place.guard.done(device)
         self._counters.in_bytes += slot.nbytes
-        self._spans.append(("in_seconds", begin, done))
-        return _CopyIn(target, compute, done)
+        self._spans.append(("in_seconds", begin, ahead.done))
+        return ahead
+
+    def _drop_ahead(self, slot: HostSlot) -> None:
+        """Drop a copy-in that nobody took: its memory goes back to a stream that must not run before the copy."""
+        if slot.ahead is not None:
+            done = slot.ahead.done
+            self.stall(slot.ahead.compute, self.device.record(slot.ahead.into) if done is None else done)
+            slot.ahead = None
 
     def _side_streams(self, where: torch.device) -> tuple[StreamHandle, StreamHandle]:
         with self._lock:
@@ -268,10 +308,10 @@ class HostTier:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
 
-    def _buffer_of(self, slot: HostSlot) -> HostBuffer:
-        if slot.buffer is None:
+    def _place_of(self, slot: HostSlot) -> Place:
+        if slot.place is None:
             raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
-        return slot.buffer
+        return slot.place
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
@@ -283,12 +323,10 @@ class HostTier:
         # Each step may be interrupted and is then done again: what is dropped or forgotten comes last.
         while self._dead:
             slot = self._dead[0]
-            if slot.ahead is not None:  # the target's memory goes back to a stream that must not run before the copy
-                self.stall(slot.ahead.compute, slot.ahead.done)
-                slot.ahead = None
-            buffer, slot.buffer = slot.buffer, None
-            if buffer is not None:
-                self._buffers.give(buffer)
+            self._drop_ahead(slot)
+            if slot.place is not None:
+                self._arena.give(slot.place)
+                slot.place = None
             self._dead.popleft()
 
     def _harvest(self) -> None:

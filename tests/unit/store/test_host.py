@@ -53,30 +53,31 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert device.live_bytes == 0
 
 
-def test_buffers_are_used_again_by_exact_size() -> None:
+def test_places_are_used_again_and_nothing_new_is_asked_for() -> None:
     device = FakeDevice(100, 100)
-    tier = HostTier(device, budget_bytes=1000)
+    tier = HostTier(device, budget_bytes=1024)
     for _ in range(5):
         slots = [tier.park(produce(device, n)) for n in (100, 200, 300)]
-        sources = [slot.wait_parked() for slot in slots]
-        assert len(sources) == 3
         for slot in slots:
+            slot.wait_parked()
             slot.take()
             slot.free()
-    assert device.host_bytes == 600 and tier.used_bytes == 0 and tier.free_bytes == 1000
-    tier.trim()
+        tier.trim()
+        assert device.host_calls == 1 and device.host_bytes == tier.arena.held_bytes == 1024
+    assert tier.used_bytes == 0 and tier.free_bytes == 1024
+    tier.close()
     assert device.host_bytes == 0
 
 
-def test_cap_gives_spare_buffers_back_before_it_fails() -> None:
+def test_cap_waits_for_copies_before_it_fails() -> None:
     device = FakeDevice(100, 100)
-    tier = HostTier(device, budget_bytes=500)
+    tier = HostTier(device, budget_bytes=512)
     source = produce(device, 400)
     tier.park(source).free()  # its copy-out still runs
     kept = produce(device, 300)
-    slot = tier.park(kept)  # had to wait for it
-    assert device.host_bytes == 300
-    with pytest.raises(CapError, match="host budget of 500 B") as caught:
+    slot = tier.park(kept)  # behind it, in the same memory
+    assert device.host_bytes == 512
+    with pytest.raises(CapError, match="host budget of 512 B") as caught:
         tier.park(produce(device, 201))
     assert "hint: raise host_budget" in str(caught.value)
     slot.wait_parked()
@@ -84,7 +85,7 @@ def test_cap_gives_spare_buffers_back_before_it_fails() -> None:
 
 
 def test_a_machine_without_host_memory_is_a_cap_error() -> None:
-    device = FakeDevice(100, 100, host_limit_bytes=100)
+    device = FakeDevice(100, 100, host_limit_bytes=64)
     with pytest.raises(CapError, match="the machine gives no further"):
         HostTier(device).park(produce(device, 101))
 
@@ -116,7 +117,7 @@ def test_freed_at_any_moment() -> None:
     last = tier.park(source)
     last.wait_parked()
     assert torch.equal(last.take()[0], source)
-    assert device.host_bytes == 100 and device.violations == []
+    assert last.place is not None and last.place.spans == ((0, 128),) and device.violations == []
     del last
     gc.collect()
     assert tier.used_bytes == 0 and device.live_bytes == 0
@@ -188,16 +189,16 @@ def test_a_missing_wait_is_found(waiting: str, awaited: str, busy: float) -> Non
 
 
 def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Give a buffer back while a copy-in still reads it, as another compute stream's ``free`` may."""
+    """Give a place back while a copy-in still reads it, as another compute stream's ``free`` may."""
     first, second = produce(device, 100), produce(device, 100)
     slot = tier.park(first)
     slot.prefetch()
-    assert slot.buffer is not None
-    tier._buffers.give(slot.buffer)
-    slot.buffer = None
+    place, slot.place = slot.place, None
+    assert place is not None
+    tier._arena.give(place)
     device.compute(busy)
     again = tier.park(second)
-    assert device.host_bytes == 100  # the same buffer
+    assert again.place is not None and again.place.spans == place.spans
     return [(first, slot.take()[0]), (second, again.take()[0])]
 
 
@@ -230,8 +231,8 @@ def test_a_host_buffer_freed_early_is_found() -> None:
     slot = tier.park(source)
     slot.wait_parked()
     slot.prefetch()
-    assert slot.buffer is not None
-    device.free_host(slot.buffer.memory)
+    assert slot.place is not None
+    device.free_host(slot.place.parts[0])
     assert bool((slot.take()[0] == POISON).all()) and "freed before its end" in device.violations[0]
 
 

@@ -1,0 +1,300 @@
+"""Host memory in large chunks, packed exactly.
+
+[Note: the arena]
+Pinning costs milliseconds a call, and torch's own allocator of pinned memory rounds every request up to a power of
+two. So the arena asks the device for few, large chunks, and lays places into them end to end, as the disk tier lays
+them into its file: one space of offsets, of which chunks are consecutive pieces. A place may lie in several pieces, and
+is then copied piece by piece; so any free byte serves, and nothing is lost between places but their alignment. A
+chunk is as large as what is missing, or as a thirty-second of what there is: what is held is never more than about
+3 % above the most that was ever parked at once, and a step like the one before it needs nothing new.
+
+An interrupt may tear the bookkeeping anywhere. ``_torn`` says so, and who comes next counts anew from the places that
+are alive: a place that was lost on the way is free, and its guard holds for its bytes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import weakref
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.base.errors import CapError
+from ebbtide.base.units import format_size
+from ebbtide.store.device import Device
+from ebbtide.store.extents import Extents, round_up
+from ebbtide.store.guards import Cooling, Guard, Span
+
+_LOG = logging.getLogger("ebbtide.store")
+PLACE_ALIGN_BYTES = 64
+_LEAST_CHUNK_BYTES = 2 << 20
+_SLACK = 32
+_REMEMBERED = 32
+"""How many backwards in which bytes were not needed before they go back to the system."""
+
+
+class Place:
+    """Host memory for one storage; whoever drops it gives it back.
+
+    Attributes:
+        nbytes: Its size.
+        spans: Where it lies in the arena.
+        parts: Its memory, piece by piece, one-dimensional ``uint8``.
+        guard: Who last copied from it or into it.
+    """
+
+    __slots__ = ("__weakref__", "guard", "nbytes", "parts", "spans")
+
+    def __init__(self, nbytes: int, spans: tuple[Span, ...], parts: tuple[torch.Tensor, ...], guard: Guard) -> None:
+        self.nbytes, self.spans, self.parts, self.guard = nbytes, spans, parts, guard
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArenaState:
+    """What an arena holds.
+
+    Attributes:
+        held_bytes: Host memory it has.
+        pageable_bytes: How much of that is not pinned, though the device could use pinned memory.
+        used_bytes: Bytes parked now.
+        peak_used_bytes: The most that were ever parked at once.
+        chunks: Chunks it has ever asked the device for; each costs milliseconds.
+    """
+
+    held_bytes: int
+    pageable_bytes: int
+    used_bytes: int
+    peak_used_bytes: int
+    chunks: int
+
+    @property
+    def waste(self) -> float:
+        """How much more is held than was ever parked, as a share of the latter; 0 before anything was."""
+        return self.held_bytes / self.peak_used_bytes - 1.0 if self.peak_used_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    begin: int
+    memory: torch.Tensor
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Record:
+    place: weakref.ref[Place]
+    nbytes: int
+    spans: tuple[Span, ...]
+    guard: Guard
+
+
+class Arena:
+    """Places in host memory. See [Note: the arena]. Not thread-safe: whoever shares it holds a lock.
+
+    Args:
+        device: Which copies from and into it.
+        budget_bytes: Most bytes to hold; ``None``: what the machine gives.
+    """
+
+    def __init__(self, device: Device, budget_bytes: int | None) -> None:
+        self._device, self._budget_bytes = device, budget_bytes
+        self._extents = Extents(PLACE_ALIGN_BYTES)
+        self._chunks: list[_Chunk] = []
+        self._records: dict[int, _Record] = {}
+        self._cooling = Cooling()
+        self._torn = False
+        self._pins = device.capabilities.pinned_host
+        self._top_bytes = 0
+        self._tops: deque[int] = deque(maxlen=_REMEMBERED)
+        self._count = self._used_bytes = self._peak_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the places that somebody has."""
+        self._audit()
+        return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that the budget still allows; ``None`` without a budget."""
+        self._audit()
+        return None if self._budget_bytes is None else self._growth_bytes(self._budget_bytes) + self._extents.free_bytes
+
+    @property
+    def state(self) -> ArenaState:
+        """What there is now."""
+        self._audit()
+        return ArenaState(
+            held_bytes=self._extents.size_bytes,
+            pageable_bytes=sum(c.memory.numel() for c in self._chunks if not c.pinned)
+            if self._device.capabilities.pinned_host
+            else 0,
+            used_bytes=self._used_bytes,
+            peak_used_bytes=self._peak_bytes,
+            chunks=self._count,
+        )
+
+    def take(self, nbytes: int, *, spare_bytes: int = 0) -> Place:
+        """Return a place; copies into it must wait for ``place.guard.events``.
+
+        Args:
+            nbytes: Its size.
+            spare_bytes: How much of the budget must be left then.
+
+        Raises:
+            CapError: The budget, or the machine, does not give it.
+        """
+        if self._torn:
+            self._audit()
+        need = round_up(nbytes, PLACE_ALIGN_BYTES)
+        if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
+            self._audit()  # it may only look full: places that were lost on the way count as used until then
+            if self._budget_left() < need + spare_bytes:
+                raise self._full(nbytes)
+        self._torn = True
+        spans = self._find(need)
+        if spans is None:
+            self._audit()
+            self._torn = True
+            spans = self._find(need)
+        if spans is None:
+            self._grow(nbytes, need)
+            spans = self._find(need) or []
+        guard = Guard(self._cooling.over(spans))
+        place = Place(nbytes, tuple(spans), self._parts(spans, nbytes), guard)
+        self._records[spans[0][0]] = _Record(weakref.ref(place), nbytes, place.spans, guard)
+        self._used_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
+        self._top_bytes = max(self._top_bytes, *(first + length for first, length in spans))
+        self._torn = False
+        return place
+
+    def give(self, place: Place) -> None:
+        """Take a place back, in which a copy may still run. Harmless when repeated."""
+        record = self._records.get(place.spans[0][0])
+        if record is None or record.place() is not place:
+            return
+        self._torn = True
+        self._cool(record)
+        for first, length in record.spans:
+            self._extents.release(first, length)
+        self._used_bytes -= record.nbytes
+        self._torn = False
+
+    def trim(self) -> None:
+        """Give back chunks that none of the last backwards needed, and in which no copy runs."""
+        self._audit()
+        self._cooling.prune(self._device)
+        self._tops.append(self._top_bytes)
+        self._top_bytes = self._extents.size_bytes - self._extents.tail_bytes
+        self._shrink(max(self._tops), wait=False)
+
+    def clear(self) -> None:
+        """Give back every chunk behind the last place, once its copies are done."""
+        self._audit()
+        self._shrink(0, wait=True)
+
+    def _find(self, need: int) -> list[Span] | None:
+        first = self._extents.reserve(need)
+        return self._extents.gather(need) if first is None else [(first, need)]
+
+    def _parts(self, spans: list[Span], nbytes: int) -> tuple[torch.Tensor, ...]:
+        parts: list[torch.Tensor] = []
+        for first, length in spans:
+            end = first + min(length, nbytes)
+            nbytes -= end - first
+            index = bisect.bisect_right(self._chunks, first, key=lambda chunk: chunk.begin) - 1
+            while first < end:
+                chunk = self._chunks[index]
+                part = chunk.memory[first - chunk.begin : end - chunk.begin]
+                parts.append(part)
+                first, index = first + part.numel(), index + 1
+        return tuple(parts)
+
+    def _cool(self, record: _Record) -> None:
+        # The guard first: an interrupt must find it, or the record, or both.
+        for span in record.spans:
+            self._cooling.add(span, record.guard)
+        self._records.pop(record.spans[0][0], None)
+
+    def _audit(self) -> None:
+        """Count anew from what is alive."""
+        self._torn = True
+        for record in list(self._records.values()):
+            if record.place() is None:
+                self._cool(record)
+        records = self._records.values()
+        self._extents.size_bytes = sum(chunk.memory.numel() for chunk in self._chunks)
+        self._extents.keep(span for record in records for span in record.spans)
+        self._used_bytes = sum(record.nbytes for record in records)
+        self._torn = False
+
+    def _growth_bytes(self, budget_bytes: int) -> int:
+        return max(0, budget_bytes - self._extents.size_bytes) // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
+
+    def _budget_left(self) -> int:
+        return (self._budget_bytes or 0) - self._extents.used_bytes
+
+    def _grow(self, nbytes: int, need: int) -> None:
+        pinned_first = (True, False) if self._pins else (False,)
+        cause: RuntimeError | None = None
+        for pinned, generous in itertools.product(pinned_first, (True, False)):
+            missing = need - self._extents.free_bytes
+            step = max(round_up(self._extents.size_bytes // _SLACK), _LEAST_CHUNK_BYTES) if generous else missing
+            step = round_up(max(step, missing))
+            if self._budget_bytes is not None:
+                step = min(step, self._growth_bytes(self._budget_bytes))
+            if step < missing:
+                raise self._full(nbytes)
+            try:
+                self._add_chunks(step, missing, pinned=pinned)
+            except RuntimeError as error:
+                cause = cause or error
+                continue
+            if self._pins and not pinned:
+                self._pins = False
+                _LOG.warning("pinned memory is refused (%s): pageable instead, whose copies halt compute", cause)
+            return
+        raise CapError(
+            f"the machine gives no further {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "
+            f"use): {cause}",
+            hint="set host_budget below the memory that is there, offload less, or use target='disk'",
+        ) from cause
+
+    def _add_chunks(self, nbytes: int, least_bytes: int, *, pinned: bool) -> None:
+        while least_bytes > 0:
+            memory = self._device.allocate_host(nbytes, pinned=pinned)
+            self._count += 1
+            self._chunks.append(_Chunk(self._extents.size_bytes, memory, pinned))
+            self._extents.grow(memory.numel())
+            least_bytes -= memory.numel()
+            nbytes -= memory.numel()
+        _LOG.debug("host memory: %s now", format_size(self._extents.size_bytes))
+
+    def _shrink(self, keep_bytes: int, *, wait: bool) -> None:
+        self._torn = True
+        while self._chunks and keep_bytes <= self._chunks[-1].begin:
+            chunk, size = self._chunks[-1], self._extents.size_bytes
+            if size - self._extents.tail_bytes > chunk.begin:
+                break
+            for guard in self._cooling.over([(chunk.begin, size - chunk.begin)]):
+                if wait:
+                    self._device.synchronize(guard.done(self._device))
+                elif not guard.quiet(self._device):
+                    self._torn = False
+                    return
+            self._extents.cut(chunk.begin)
+            self._chunks.pop()
+            self._device.free_host(chunk.memory)
+        self._torn = False
+
+    def _full(self, nbytes: int) -> CapError:
+        return CapError(
+            f"{format_size(nbytes)} of host memory needed, {format_size(self._used_bytes)} in use",
+            expected=f"no more than the host budget of {format_size(self._budget_bytes or 0)}",
+            hint="raise host_budget, offload less, or use target='disk'",
+        )

@@ -1,0 +1,103 @@
+"""Who last touched host memory: what its next user must wait for.
+
+[Note: guards]
+Host memory is used again while a copy may still run in it. Its next user waits, on its own stream, for the event of
+the copy before. A copy is *claimed* before it is asked for: if an interrupt strikes between asking and recording its
+event, an event recorded later, on the stream that was claimed, stands for it. So no interrupt can lose a copy.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+
+from ebbtide.store.device import Device, EventHandle, StreamHandle
+
+Span = tuple[int, int]
+"""Offset and length of some bytes."""
+
+
+class Guard:
+    """The last copy in a place; before there is one, the copies of those who had its bytes. See [Note: guards].
+
+    Args:
+        earlier: Guards of whom the first copy must wait for.
+    """
+
+    __slots__ = ("_earlier", "_event", "_stream")
+
+    def __init__(self, earlier: Iterable[Guard] = ()) -> None:
+        self._earlier = tuple(earlier)
+        self._stream: StreamHandle = None
+        self._event: EventHandle | None = None
+
+    def claim(self, stream: StreamHandle) -> None:
+        """Note that ``stream``, which waits for ``events``, is about to be asked for a copy."""
+        self._event = None
+        self._stream = stream
+        self._earlier = ()
+
+    def leaves(self) -> Iterator[Guard]:
+        """Return the guards that have had a copy: this one, or those before it."""
+        if self._stream is not None:
+            yield self
+        else:
+            for guard in self._earlier:
+                yield from guard.leaves()
+
+    def events(self, device: Device) -> list[EventHandle]:
+        """Return what must have happened before the bytes are used by another stream."""
+        return [leaf.done(device) for leaf in self.leaves()]
+
+    def done(self, device: Device) -> EventHandle:
+        """Return the event of the copy that was claimed, recording it if that was not done yet."""
+        if self._event is None:
+            self._event = device.record(self._stream)
+        return self._event
+
+    def quiet(self, device: Device) -> bool:
+        """Whether no copy runs."""
+        return all(device.query(event) for event in self.events(device))
+
+
+class Cooling:
+    """Which guard holds for which bytes that were given back: disjoint spans in order of offset.
+
+    Each change is one assignment, so that an interrupt leaves the spans before it or after it.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[int, int, Guard]] = []  # first byte, end, guard
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, span: Span, guard: Guard) -> None:
+        """Let ``guard`` hold for these bytes; whatever held for them before is covered by it."""
+        first, end = span[0], span[0] + span[1]
+        low, high = self._range(first, end)
+        between: list[tuple[int, int, Guard]] = [(first, end, guard)]
+        if low < high:
+            left, right = self._spans[low], self._spans[high - 1]
+            if left[0] < first:
+                between.insert(0, (left[0], first, left[2]))
+            if right[1] > end:
+                between.append((end, right[1], right[2]))
+        self._spans[low:high] = between
+
+    def over(self, spans: Iterable[Span]) -> list[Guard]:
+        """Return the guards that hold for any of these bytes, each once."""
+        found: dict[int, Guard] = {}
+        for first, length in spans:
+            low, high = self._range(first, first + length)
+            for _, _, guard in self._spans[low:high]:
+                found.update((id(leaf), leaf) for leaf in guard.leaves())
+        return list(found.values())
+
+    def prune(self, device: Device) -> None:
+        """Forget the guards whose copies are done."""
+        self._spans = [span for span in self._spans if not span[2].quiet(device)]
+
+    def _range(self, first: int, end: int) -> tuple[int, int]:
+        low = bisect.bisect_right(self._spans, first, key=lambda span: span[1])
+        return low, bisect.bisect_left(self._spans, end, lo=low, key=lambda span: span[0])

@@ -1,0 +1,110 @@
+"""Pageable memory that is pinned after it was mapped, exactly as large as it was asked for.
+
+The registering thread faults the pages in, so they lie on the memory node on which it runs. A forked child gets none of
+it: a fork would copy every pinned page at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.store.extents import round_up
+
+_PORTABLE = 1
+"""Pinned for every device of the process, not for the current one alone."""
+
+
+class Registrar(Protocol):
+    """What pins memory and lets go of it: both return 0, or the number of an error."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin memory."""
+        ...
+
+    def unregister(self, address: int) -> int:
+        """Let go of what was pinned there, once no copy uses it."""
+        ...
+
+
+class RuntimeRegistrar:
+    """Pins through a runtime's own calls, as torch passes them on (CUDA and ROCm).
+
+    Args:
+        runtime: A module with ``cudaHostRegister`` and ``cudaHostUnregister``.
+        settle: Waits for all copies of the process.
+        forget_error: Makes the runtime forget its last error, which would else be raised by an innocent kernel.
+    """
+
+    def __init__(self, runtime: Any, settle: Callable[[], None], forget_error: Callable[[], None]) -> None:
+        self._runtime, self._settle, self._forget_error = runtime, settle, forget_error
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Pin memory; returns 0, or the number of the runtime's error."""
+        code = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
+        if code:
+            self._forget_error()
+        return code
+
+    def unregister(self, address: int) -> int:
+        """Wait for the copies that may use it and let go of it; returns 0, or the number of the runtime's error."""
+        self._settle()
+        code = int(self._runtime.cudaHostUnregister(address))
+        if code:
+            self._forget_error()
+        return code
+
+
+class _Mapping:
+    """A mapped piece of memory and what is known of its registration."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            with contextlib.suppress(OSError):
+                self.memory.madvise(mmap.MADV_DONTFORK)
+        self.asked = False
+        self.owner = os.getpid()
+
+
+def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
+    """Return pinned memory; it is let go of when the last tensor on its storage dies, at the latest at exit.
+
+    Args:
+        nbytes: Its size.
+        registrar: Who pins it.
+
+    Raises:
+        RuntimeError: It cannot be mapped or pinned.
+    """
+    try:
+        mapping = _Mapping(nbytes)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RuntimeError(f"cannot map memory: {error}") from error
+    loan = (ctypes.c_ubyte * len(mapping.memory)).from_buffer(mapping.memory)
+    address = ctypes.addressof(loan)
+    # Before it is registered: an interrupt must not leave memory that is unmapped while it is still pinned.
+    weakref.finalize(loan, _let_go, mapping, address, registrar)
+    mapping.asked = True
+    code = registrar.register(address, len(mapping.memory))
+    if code:
+        mapping.asked = False
+        raise RuntimeError(f"error {code} of the runtime")
+    return torch.frombuffer(loan, dtype=torch.uint8, count=nbytes)
+
+
+def _let_go(mapping: _Mapping, address: int, registrar: Registrar) -> None:
+    if os.getpid() == mapping.owner:
+        if mapping.asked:
+            mapping.asked = False
+            registrar.unregister(address)
+    else:
+        # There is nothing at this address here, or something of somebody else's: it must never be unmapped.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping.memory))
