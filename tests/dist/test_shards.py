@@ -43,6 +43,5 @@ def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResul
 
 def _unknowable(setup: Setup, weight: str) -> bool:
     # Autocast's copy of ``weight.data.t()`` has another shape and no graph, that of a frozen weight from outside the
-    # block has no module, that of another unit's flat parameter no attribute: nothing ties them to a weight.
-    outside = (setup.lora or setup.wrapper == "fsdp") and "shared." in weight
-    return setup.mixed == "autocast" and (".up " in weight or outside)
+    # block has no module: nothing ties them to a weight.
+    return setup.mixed == "autocast" and (".up " in weight or (setup.lora and "shared." in weight))

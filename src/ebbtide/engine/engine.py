@@ -83,7 +83,8 @@ class Engine:
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._model_weights = model_weights
         self._weight_keys: set[int] = set()
-        self._lasting_keys: set[int] = set()
+        self._ask_lasting: Callable[[], Iterable[torch.Tensor]] = tuple
+        self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(self._window)
@@ -100,11 +101,12 @@ class Engine:
 
     # Passes and blocks
 
-    def begin_pass(self, lasting: Iterable[torch.Tensor] = ()) -> None:
+    def begin_pass(self, lasting: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """A forward of the model begins: a new graph.
 
         Args:
-            lasting: Where weights move: those that have their bytes through the whole forward and backward.
+            lasting: Returns, where weights move, those that have their bytes through the whole forward and backward.
+                Asked when the first block begins: the root unit may be unsharded only then.
         """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
@@ -114,12 +116,14 @@ class Engine:
                 self.end_pass()
             self._pass = Pass()
             self._weight_keys = self.storage_keys(self._model_weights())
-            self._lasting_keys = self.storage_keys(lasting)
+            self._ask_lasting, self._lasting = lasting, None
 
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
         done = self._pass
         done.latest = None
+        if self._lasting is not None:  # unsharded weights are views, which hold a graph
+            self._lasting = [], self._lasting[1]
         self.last_tally, self.last_pass = done.tally, done
         self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
 
@@ -170,11 +174,22 @@ class Engine:
 
     def is_weight(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is one of the model's parameters or buffers."""
-        return self.storage_key(storage) in self._weight_keys
+        key = self.storage_key(storage)
+        return key in self._weight_keys or (self.weights_move and key in self._lasting_weights()[1])
 
     def lasts(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes in every block's backward."""
-        return not self.weights_move or self.storage_key(weight.untyped_storage()) in self._lasting_keys
+        return not self.weights_move or self.storage_key(weight.untyped_storage()) in self._lasting_weights()[1]
+
+    def lasting_weights(self) -> list[torch.Tensor]:
+        """Return, where weights move, those that have their bytes in every block's forward and backward."""
+        return self._lasting_weights()[0] if self.weights_move else []
+
+    def _lasting_weights(self) -> tuple[list[torch.Tensor], set[int]]:
+        if self._lasting is None:
+            weights = list(self._ask_lasting())
+            self._lasting = weights, self.storage_keys(weights)
+        return self._lasting
 
     # What a block asks while it packs
 

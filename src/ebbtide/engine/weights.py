@@ -28,7 +28,7 @@ class Weights:
         self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
         if engine.weights_move:
-            self._note_nodes(own)
+            self._note_nodes([*own, *engine.lasting_weights()])
 
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""

@@ -27,7 +27,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.blocks import under_fsdp1, weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
 from ebbtide.wrap.rerun import Reruns, run_again
@@ -117,7 +117,7 @@ class Attachment:
         self._before = None
         moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
         self.engine.weights_move = moves
-        self.engine.begin_pass(weights_of(self._model) if moves else ())
+        self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
 
     def _block_call(
         self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -52,7 +52,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
     blocks: list[tuple[nn.Module, Block]] = []
     indices: Counter[str] = Counter()
     for name, module in found:
-        inner = _under_fsdp1(module)
+        inner = under_fsdp1(module)
         _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]
         block = Block(
@@ -138,7 +138,7 @@ def _tensors(module: nn.Module) -> int:
     return sum(1 for _ in module.parameters()) + sum(1 for m in module.modules() for _ in _flattened(m))
 
 
-def _under_fsdp1(module: nn.Module) -> nn.Module:
+def under_fsdp1(module: nn.Module) -> nn.Module:
     """Return the module that an FSDP1 wrapper holds: its forward runs after the unshard."""
     while is_fsdp1(module):
         module = module._fsdp_wrapped_module  # pyright: ignore[reportAssignmentType]
@@ -147,7 +147,7 @@ def _under_fsdp1(module: nn.Module) -> nn.Module:
 
 def _behind(module: nn.Module) -> nn.Module:
     """Return the module behind an FSDP1 wrapper and behind ``torch.compile(module)``."""
-    module = _under_fsdp1(module)
+    module = under_fsdp1(module)
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
 
