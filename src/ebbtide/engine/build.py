@@ -3,7 +3,7 @@
 [Note: operand sources]
 The pack hook is handed a tensor with its ``grad_fn``, and that node names what the tensor was made from. An operand is
 looked for, in this order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the
-node's own saved slot, whose packed object is a ticket and is read without unpacking; a weight (the node behind is
+node's own saved slot, whose packed object is a ticket ([Note: saved slots]); a weight (the node behind is
 ``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. A value counts as
 saved when a view of it was: a linear layer over three dimensions saves its input flattened. What came into the block
 from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its later
@@ -21,6 +21,7 @@ import torch
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
+from ebbtide.engine.slots import Slots
 from ebbtide.engine.tickets import LightTicket, Ticket
 from ebbtide.engine.weights import Weights
 
@@ -73,16 +74,24 @@ class NodeView:
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
-        return self._builder.slot(getattr(self.node, "_raw_saved_" + name, None))
+        return self._builder.packed_operand(self._builder.slots.read(self.node, name))
 
-    def slots(self, name: str) -> list[Operand | None]:
-        """Return the node's saved list of tensors ``name`` as operands, None for each that cannot be had."""
-        return [self._builder.slot(saved) for saved in getattr(self.node, "_raw_saved_" + name)]
+    def slots(self, name: str) -> tuple[list[Operand | None], list[bool]] | None:
+        """Return the node's saved list of tensors ``name``; None if it cannot be told.
+
+        Returns:
+            The operands of those that are there, None for each that cannot be had; and of each place in the list
+            whether a tensor is there.
+        """
+        packed = self._builder.slots.read_list(self.node, name)
+        if packed is None:
+            return None
+        there = [p is not None for p in packed]
+        return [self._builder.packed_operand(p) for p in packed if p is not None], there
 
     def saved(self, name: str) -> bool:
         """Whether the node saved a tensor ``name``."""
-        slot = getattr(self.node, "_raw_saved_" + name, None)
-        return slot is not None and slot.data is not None
+        return self._builder.slots.read(self.node, name) is not None
 
     def input_shape(self, index: int) -> tuple[int, ...] | None:
         """Return the shape of the operator's input ``index``; None if it needs no gradient."""
@@ -114,6 +123,7 @@ class Builder:
     Args:
         rules: Node name to rule.
         weights: The block's weights.
+        slots: Reads what nodes saved.
         inputs: What came into the block.
         saved_input: Returns the ticket of an input, if it was saved.
         checks_weights: Whether reading a weight checks that it was not changed in place.
@@ -123,13 +133,14 @@ class Builder:
         self,
         rules: dict[str, Rule],
         weights: Weights,
+        slots: Slots,
         inputs: Inputs,
         saved_input: Callable[[torch.Tensor], Ticket | None],
         *,
         checks_weights: bool = True,
     ) -> None:
         self.rules, self._weights, self._checks_weights = rules, weights, checks_weights
-        self._inputs, self._saved_input = inputs, saved_input
+        self.slots, self._inputs, self._saved_input = slots, inputs, saved_input
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
         self.records: dict[tuple[int, int], torch.nn.Module] = {}
@@ -215,11 +226,8 @@ class Builder:
         whole = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
         return whole
 
-    def slot(self, saved: Any) -> Operand | None:
-        """Return what a node saved, a ``SavedTensor``, as an operand, without unpacking it."""
-        if saved is None:
-            return None
-        packed = saved.data
+    def packed_operand(self, packed: Any) -> Operand | None:
+        """Return what a slot holds as an operand."""
         if isinstance(packed, (Ticket, LightTicket)):
             return self._usable(packed)
         if isinstance(packed, torch.Tensor) and packed.ndim == 0:  # a Python number: hooks do not see it

@@ -17,6 +17,7 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Running
 from ebbtide.engine.recipe import Expr
+from ebbtide.engine.slots import Slots
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, version_probe
 from ebbtide.engine.weights import Weights, is_parameter
@@ -92,6 +93,7 @@ class BlockRun:
         self.builder: Builder | None = Builder(
             engine.rules,
             self.weights,
+            Slots(engine.peek),
             self._inputs,
             self._saved_input,
             checks_weights=engine.checks_weights,
@@ -107,6 +109,8 @@ class BlockRun:
             outer: The saved tensor that it is inside of. See [Note: wrapper subclasses].
         """
         engine = self.engine
+        if self.builder is not None:
+            self.builder.slots.note_saver()
         light = self._light(tensor, outer)
         if light is not None:
             if isinstance(light, LightTicket):

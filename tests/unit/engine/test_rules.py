@@ -161,7 +161,7 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
     weights = [] if module is None else list(module.to(dtype).parameters())
 
     def program(leaves: dict[str, Tensor]) -> list[Tensor]:
-        base = leaves["x"].cos() * 1.5
+        base = (leaves["x"].cos() + leaves["x"]).tanh()
         other = base.sigmoid() + base  # base is saved: what the recipe begins from
         y = make(base)
         reached = y.grad_fn

@@ -47,15 +47,17 @@ def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
 
 def _index(n: NodeView) -> Expr | None:
     """Rule for ``x[i, :, j]``: the indices were saved, None where a whole dimension is taken."""
-    whole = [slot.data is None for slot in n.node._raw_saved_indices]  # pyright: ignore
-    indices = [i for i, taken in zip(n.slots("indices"), whole, strict=True) if not taken]
+    found = n.slots("indices")
+    if found is None:
+        return None
+    indices, there = found
 
     def pick(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         left = iter(tensors)
-        chosen: list[torch.Tensor | None] = [None if taken else next(left) for taken in whole]
+        chosen: list[torch.Tensor | None] = [next(left) if given else None for given in there]
         return torch.ops.aten.index(x, chosen)
 
-    return expression(n, pick, [n.input(0), *indices], tuple(whole))
+    return expression(n, pick, [n.input(0), *indices], tuple(there))
 
 
 def _index_select(n: NodeView) -> Expr | None:
