@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer
 
@@ -21,7 +22,7 @@ from ebbtide_recipes.sft.callback import StepRecorder
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
 
@@ -101,6 +102,18 @@ class RecipeTrainer(SFTTrainer):
             checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's weights as ``from_pretrained`` does.
+
+        Of models whose files name weights otherwise than their modules do (fused experts, vision-language models)
+        transformers would here pass over what it does not find, and go on from the weights the run began with.
+        """
+        if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
 
     def _send_telemetry(self) -> None:
         """Send nothing: a training run tells nobody about itself."""

@@ -1,0 +1,173 @@
+"""The recipe on models beside a plain decoder in float: experts, images, weights in 4 bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.main import main
+from tests.integrations.conftest import make_tiny_model
+from tests.integrations.families import make_llava, make_moe, make_pictures, make_qwen_vl
+
+pytestmark = [
+    # transformers and bitsandbytes, of their own doings.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:bitsandbytes"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:bitsandbytes"),
+]
+
+
+@pytest.fixture(scope="module")
+def text_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-256"), positions=256)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+def train(model: Path, folder: Path, /, **changes: object) -> dict[str, Any]:
+    values = {
+        "model": str(model),
+        "dataset": ("builtin:pydoc#40",),
+        "max_steps": 3,
+        "max_length": 256,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save": False,
+        "output_dir": str(folder),
+    }
+    main(SftConfig(**{**values, **changes}))
+    events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
+    return {"losses": losses, "summary": json.loads((folder / "summary.json").read_text())}
+
+
+def both(model: Path, folder: Path, **changes: object) -> dict[str, Any]:
+    """Train plainly and with ebbtide; the losses are the same, and bytes were saved."""
+    plain = train(model, folder / "plain", **changes)
+    ours = train(model, folder / "ours", activation_cpu_offload=True, **changes)
+    assert ours["losses"] == plain["losses"]
+    assert len(set(ours["losses"].values())) == len(ours["losses"]) > 1
+    assert ours["summary"]["memory_saved_bytes"] > 0
+    return ours
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_trains_two_epochs_is_saved_and_goes_on(text_model: Path, tmp_path: Path) -> None:
+    model = make_moe(tmp_path / "moe", text_model)
+    changes = {
+        "dataset": ("builtin:pydoc#12",), "max_steps": -1, "num_train_epochs": 2.0, "per_device_train_batch_size": 3
+    }  # fmt: skip
+    ours = both(model, tmp_path, **changes)
+    assert len(ours["losses"]) == 8
+    whole = train(model, tmp_path / "whole", **changes, save_steps=3, activation_cpu_offload=True)
+    checkpoint = tmp_path / "whole" / "checkpoint-6"
+    rest = train(
+        model, tmp_path / "rest", **changes, activation_cpu_offload=True, resume_from_checkpoint=str(checkpoint)
+    )
+    assert rest["losses"] == {step: whole["losses"][step] for step in (7, 8)}
+
+
+def test_qlora_trains_adapters_on_weights_in_four_bits(text_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    both(text_model, tmp_path, train_type="qlora", packing=True)
+    from safetensors import safe_open
+
+    train(text_model, tmp_path / "saved", train_type="qlora", max_steps=1, save=True)
+    with safe_open(tmp_path / "saved" / "adapter_model.safetensors", "pt") as file:
+        assert all("lora_" in name for name in file.keys())  # noqa: SIM118 - no mapping
+
+
+def test_qlora_loads_the_weights_in_four_bits(text_model: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    from ebbtide_recipes.sft import models
+
+    model, _ = models.load(SftConfig(model=str(text_model), train_type="qlora", max_length=64))
+    kinds = [type(module) for name, module in model.named_modules() if name.endswith("_proj")]
+    assert kinds and set(kinds) == {bitsandbytes.nn.Linear4bit}
+
+
+@pytest.mark.parametrize("train_type", ["full", "qlora"])
+def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_path: Path, train_type: str) -> None:
+    model = make_tiny_model(tmp_path / "quantised", positions=256)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    with pytest.raises(ConfigError, match="are quantised already, and train_type is"):
+        train(model, tmp_path / "out", train_type=train_type)
+
+
+def test_a_vision_language_model_learns_from_images_and_goes_on(
+    text_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    model = make_llava(tmp_path / "llava", text_model)
+    changes = {
+        "dataset": (str(pictures),), "max_steps": -1, "num_train_epochs": 2.0, "per_device_train_batch_size": 6,
+        "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    both(model, tmp_path, **changes)
+    whole = train(model, tmp_path / "whole", **changes, save_steps=1, save=True)
+    first = str(tmp_path / "whole" / "checkpoint-1")
+    assert train(model, tmp_path / "rest", **changes, resume_from_checkpoint=first)["losses"] == {2: whole["losses"][2]}
+    before, after = (load_file(place / "model.safetensors") for place in (model, tmp_path / "whole"))
+    same = {name for name in before if before[name].equal(after[name])}
+    assert same == {name for name in before if "vision_tower" in name}  # --freeze_vit is the default
+    assert (tmp_path / "whole" / "processor_config.json").exists()
+
+
+@pytest.mark.slow
+def test_the_vision_part_trains_when_asked_and_adapters_stay_out_of_it_when_not(
+    text_model: Path, pictures: Path, tmp_path: Path
+) -> None:
+    from safetensors import safe_open
+
+    model = make_llava(tmp_path / "llava", text_model)
+    changes = {"dataset": (str(pictures),), "train_type": "lora", "max_steps": 1, "save": True}
+    for frozen in (True, False):
+        train(model, tmp_path / str(frozen), **changes, freeze_vit=frozen)
+        with safe_open(tmp_path / str(frozen) / "adapter_model.safetensors", "pt") as file:
+            assert any("vision_tower" in name for name in file.keys()) is not frozen  # noqa: SIM118 - no mapping
+
+
+@pytest.mark.slow
+def test_qwen_vl_sees_through_its_own_processor(
+    text_model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    model, processor = make_qwen_vl(tmp_path / "qwen", text_model)
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", lambda *args, **kwargs: processor)
+    both(model, tmp_path, dataset=(str(pictures),), per_device_train_batch_size=6, max_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"images": ["nowhere.png"]}, "row 1 of .* names the image 'nowhere.png', which is not there"),
+        ({"images": [3]}, "has the image 3; expected a path"),
+        ({"images": ["0.png", "1.png"]}, "has 2 images and 1 <image> tags; expected one tag an image"),
+    ],
+)
+def test_bad_images_are_refused_before_the_weights_are_loaded(
+    text_model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict, said: str
+) -> None:
+    from ebbtide_recipes.sft import models
+
+    monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the weights were loaded"))
+    first = json.loads(pictures.read_text().splitlines()[0])
+    bad = pictures.with_name("bad.jsonl")
+    bad.write_text(json.dumps({**first, **row}) + "\n")
+    with pytest.raises(DataError, match=said):
+        train(make_llava(tmp_path / "llava", text_model), tmp_path / "out", dataset=(str(bad),))
+
+
+def test_images_for_a_model_that_sees_none_are_refused(text_model: Path, pictures: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has images, and the model takes none"):
+        train(text_model, tmp_path, dataset=(str(pictures),))

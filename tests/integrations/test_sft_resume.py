@@ -1,0 +1,185 @@
+"""Saving, going on, evaluating, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import DataError, DiskFullError, TrainingError
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.trainer import RecipeTrainer
+
+
+def train(model: Path, folder: Path, /, **changes: object) -> dict[int, float]:
+    values = {
+        "model": str(model),
+        "dataset": ("builtin:pydoc#40",),
+        "max_steps": 4,
+        "max_length": 64,
+        "packing": True,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save": False,
+        "output_dir": str(folder),
+    }
+    main(SftConfig(**{**values, **changes}))
+    return {event["step"]: event["loss"] for event in events(folder) if event["event"] == "step"}
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, pytest.param({"train_type": "lora"}, marks=pytest.mark.slow)], ids=["full", "lora"]
+)
+def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(tiny_model: Path, tmp_path: Path, changes: dict) -> None:
+    whole = train(tiny_model, tmp_path / "whole", save_steps=2, activation_cpu_offload=True, **changes)
+    half = tmp_path / "half"
+    train(tiny_model, half, max_steps=2, save_steps=2, activation_cpu_offload=True, **changes)
+    rest = train(tiny_model, half, resume_from_checkpoint="latest", activation_cpu_offload=True, **changes)
+    assert rest == {step: whole[step] for step in (3, 4)}
+    before = [json.loads(line) for line in (half / "run-1.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in before if event["event"] == "step"] == [1, 2]
+    assert (half / "training.log").read_text().count(" steps done") == 2
+
+
+@pytest.mark.slow
+def test_old_checkpoints_go_when_newer_ones_are_whole(tiny_model: Path, tmp_path: Path) -> None:
+    train(tiny_model, tmp_path, save_steps=1, save_total_limit=2)
+    assert sorted(p.name for p in tmp_path.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert all((p / "ebbtide.json").exists() for p in tmp_path.glob("checkpoint-*"))
+
+
+@pytest.mark.slow
+def test_an_overwritten_run_leaves_no_checkpoint_to_go_on_from(tiny_model: Path, tmp_path: Path) -> None:
+    train(tiny_model, tmp_path, save_steps=2)
+    train(tiny_model, tmp_path, max_steps=1, overwrite_output_dir=True)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ebbtide_recipes.sft import models
+
+    train(tiny_model, tmp_path, save_steps=2)
+    half = tmp_path / "checkpoint-4"
+    (half / "optimizer.pt").write_bytes(b"half")
+    monkeypatch.setattr(models, "look_up", lambda config: pytest.fail("a model was looked up"))
+    with pytest.raises(DataError, match=f"holds 4 bytes of optimizer.pt.*\nhint: .*{tmp_path / 'checkpoint-2'}"):
+        train(tiny_model, tmp_path, resume_from_checkpoint=str(half))
+
+
+def test_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train(tiny_model, tmp_path / "whole")
+    real = torch.save
+
+    def full(thing: object, path: Any, *args: Any, **kwargs: Any) -> None:
+        if "checkpoint-4" in str(path) and "optimizer" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(thing, path, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(DiskFullError, match="checkpoint-4 could not be written.*\nhint: .*checkpoint-2"):
+        train(tiny_model, tmp_path / "run", save_steps=2, save_total_limit=1)
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    rest = train(tiny_model, tmp_path / "run", resume_from_checkpoint="latest")
+    assert rest == {step: whole[step] for step in (3, 4)}
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    real = RecipeTrainer.compute_loss
+
+    def spoiled(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = real(self, *args, **kwargs)
+        return loss * float("nan") if self.state.global_step + 1 == step else loss
+
+    monkeypatch.setattr(RecipeTrainer, "compute_loss", spoiled)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 2)
+    with pytest.raises(
+        TrainingError, match="the loss of step 2 is nan; expected a finite number\nhint: .*nan_loss skip"
+    ):
+        train(tiny_model, tmp_path)
+    assert [event["step"] for event in events(tmp_path) if event["event"] == "step"] == [1]
+    assert events(tmp_path)[-1]["status"] == "error"
+
+
+def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny_model, tmp_path / "one", max_steps=1, save=True, weight_decay=0.1)
+    spoil(monkeypatch, 2)
+    losses = train(tiny_model, tmp_path / "two", max_steps=2, save=True, weight_decay=0.1, nan_loss="skip")
+    assert losses[2] == "nan"  # strict JSON writes it so
+    assert weights(tmp_path / "two") == weights(tmp_path / "one")
+    assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
+
+
+@pytest.mark.parametrize("changes", [{"eval_steps": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=["every second step", "at the end"])
+def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: Path, changes: dict) -> None:
+    plain = train(tiny_model, tmp_path / "plain", split_dataset_ratio=0.1, **changes)
+    ours = train(tiny_model, tmp_path / "ours", split_dataset_ratio=0.1, activation_cpu_offload=True, **changes)
+    assert ours == plain
+    found = [[e for e in events(tmp_path / name) if e["event"] == "evaluation"] for name in ("plain", "ours")]
+    assert [event["step"] for event in found[0]] == ([2, 4] if changes else [4])
+    values = [[(e["step"], e["loss"], e["token_accuracy"]) for e in run] for run in found]
+    assert values[0] == values[1]
+    log = (tmp_path / "ours" / "training.log").read_text()
+    assert f'evaluation after step 4 {{"eval_loss": {found[1][-1]["loss"]}' in log
+
+
+def test_another_data_set_is_evaluated_on(tiny_model: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "It returns the value of the argument. " * 20}) + "\n")
+    train(tiny_model, tmp_path / "out", dataset=(str(rows),), eval_dataset=(str(rows),), max_steps=1)
+    assert [e["step"] for e in events(tmp_path / "out") if e["event"] == "evaluation"] == [1]
+
+
+def test_a_tracker_sees_the_step_fields(tiny_model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    train(tiny_model, tmp_path, max_steps=2, report_to=("tensorboard",), activation_cpu_offload=True)
+    written = b"".join(p.read_bytes() for p in tmp_path.rglob("events.out*"))
+    print([p.name for p in tmp_path.rglob("*")], written[:3000])
+    assert all(
+        name in written for name in (b"train/loss", b"train/memory(GiB)", b"train/train_speed(s/it)", b"train/stall(s)")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ten_kills_at_random_instants_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.integrations.killed", str(tiny_model), str(tmp_path)]
+    root = Path(__file__).parents[2]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=550, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = json.loads(result.stdout.splitlines()[-1])
+    assert said["kills"] == 10
+    assert said["whole"] == {str(step): said["whole"][str(step)] for step in range(1, said["steps"] + 1)}
+    for losses in said["parts"]:
+        assert losses == {step: said["whole"][step] for step in losses}
+    assert {step for losses in said["parts"] for step in losses} == set(said["whole"])
+    assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
