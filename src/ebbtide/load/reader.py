@@ -82,10 +82,11 @@ class CheckpointFile:
                     self._leave_direct()
                     continue
                 raise
+            if self.direct and begin + done + count < end:
+                count -= count % ALIGN_BYTES  # what is left must begin aligned
             if count <= 0:
-                raise OSError(errno.EIO, f"the file ends at byte {begin + done}; {end} were there before")
-            # Direct reads go on aligned; only at the end of the file is one odd.
-            done += count - count % ALIGN_BYTES if self.direct and begin + done + count < end else count
+                raise OSError(errno.EIO, "the file ends before the tensor does")
+            done += count
         return offset_bytes - begin
 
     def _leave_direct(self) -> None:

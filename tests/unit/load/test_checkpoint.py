@@ -1,0 +1,139 @@
+"""Finding a checkpoint's files, and refusing those that do not belong together."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.load.checkpoint import checkpoint_of, open_checkpoint
+
+
+def write(folder: Path, stem: str = "model") -> dict[str, torch.Tensor]:
+    """Write two files and their index."""
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4)}
+    for number, name in enumerate(tensors, 1):
+        save_file({name: tensors[name]}, folder / f"{stem}-{number}.safetensors")
+    weights = {"a": f"{stem}-1.safetensors", "b": f"{stem}-2.safetensors"}
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weights}))
+    return tensors
+
+
+@pytest.mark.parametrize("stem", ["model", "diffusion_pytorch_model", "of_my_own"])
+def test_a_folder_is_entered_by_its_index(tmp_path: Path, stem: str) -> None:
+    tensors = write(tmp_path, stem)
+    for path in (tmp_path, tmp_path / f"{stem}.safetensors.index.json"):
+        found = open_checkpoint(path)
+        assert {k: (e.shape, e.dtype) for k, e in found.entries.items()} == {
+            k: (tuple(t.shape), t.dtype) for k, t in tensors.items()
+        }
+        assert found.total_bytes == 6 * 4 + 4 * 8
+
+
+def test_one_file_needs_no_index(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "whatever.safetensors")
+    assert list(open_checkpoint(tmp_path).entries) == ["a"]
+    assert list(open_checkpoint(tmp_path / "whatever.safetensors").entries) == ["a"]
+
+
+def test_a_copy_elsewhere_is_the_same_checkpoint_and_another_dtype_is_not(tmp_path: Path) -> None:
+    for name in ("one", "two", "three"):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    save_file({"b": torch.arange(4, dtype=torch.int32)}, tmp_path / "three/model-2.safetensors")
+    one, two, three = (open_checkpoint(tmp_path / name).digest() for name in ("one", "two", "three"))
+    assert one == two != three
+
+
+def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model-2.safetensors").unlink()
+    with pytest.raises(DataError, match=r"1 of 2 files of .* are missing: model-2\.safetensors"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_that_the_index_names_and_no_file_has_is_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["aa"] = "model-1.safetensors"
+    index.write_text(json.dumps(told))
+    with pytest.raises(DataError, match="names 1 tensors that are not in their files: aa") as caught:
+        open_checkpoint(tmp_path)
+    assert caught.value.hint == "did you mean 'a'?"
+
+
+@pytest.mark.parametrize("file", ["../model-1.safetensors", "/etc/passwd", "", "."])
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> None:
+    write(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(DataError, match="expected names of files beside it"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "\x00", "[" * 100_000])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(DataError, match="is no index"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    save_file({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "model-2.safetensors")
+    with pytest.raises(DataError, match="'a' is in .*model-1.* and in .*model-2"):
+        open_checkpoint(tmp_path)
+
+
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(DataError, match="no index that is named after a model"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()], ids=["nothing", "an empty folder"])
+def test_where_there_is_no_checkpoint_that_is_said(tmp_path: Path, make: object) -> None:
+    make(tmp_path / "here")  # type: ignore[operator]
+    with pytest.raises(DataError, match="hint: see that this rank sees the file system"):
+        open_checkpoint(tmp_path / "here")
+
+
+def test_a_pickled_checkpoint_is_read_only_on_request(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, 2)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="is a pickled checkpoint"):
+        open_checkpoint(tmp_path)
+    found = open_checkpoint(tmp_path, allow_pickle=True)
+    assert torch.equal(found.values["a"], torch.ones(2, 2))
+
+
+class _Evil:
+    """Runs something where it is unpickled."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit",)
+
+
+def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": _Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(DataError, match="cannot be read"):
+        open_checkpoint(tmp_path, allow_pickle=True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no values for 'a': it is on meta")],
+)
+def test_values_that_are_none_are_refused(values: dict[str, object], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        checkpoint_of(values, "the given state dict")
