@@ -163,10 +163,8 @@ def test_a_tracker_sees_the_step_fields(tiny_model: Path, tmp_path: Path) -> Non
     pytest.importorskip("tensorboardX")
     train(tiny_model, tmp_path, max_steps=2, report_to=("tensorboard",), activation_cpu_offload=True)
     written = b"".join(p.read_bytes() for p in tmp_path.rglob("events.out*"))
-    print([p.name for p in tmp_path.rglob("*")], written[:3000])
-    assert all(
-        name in written for name in (b"train/loss", b"train/memory(GiB)", b"train/train_speed(s/it)", b"train/stall(s)")
-    )
+    # It writes names without brackets.
+    assert all(name in written for name in (b"train/loss", b"train/memory", b"train/train_speed", b"train/stall"))
 
 
 @pytest.mark.slow

@@ -54,8 +54,8 @@ class SftConfig:
         eval_dataset: Data set to evaluate on, named as --dataset is.
         split_dataset_ratio: Share of the rows that is kept back for evaluation; 0.01 is 1 %.
         system: System message put before every chat that has none.
-        train_type: Train all weights (full), low-rank adapters (lora), low-rank adapters on 4-bit weights (qlora), or
-            a bottleneck after each block's MLP (adapter).
+        train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora);
+            adapter, a bottleneck in each block, is not part of this release.
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
         gradient_checkpointing: Alone: the trainer's checkpointing. Beside --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
@@ -93,7 +93,7 @@ class SftConfig:
         bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
         fp16: The same in float16, with loss scaling; needs an accelerator.
         freeze_vit: Leave the vision part of a vision-language model as it is.
-        lora_rank: Rank of the adapters; their width for the training type adapter.
+        lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters.
         lora_dropout: Dropout before the adapters.
         target_modules: Module names that get adapters; all-linear takes every linear module but the head.
@@ -221,10 +221,8 @@ class SftConfig:
     def without_effect(self) -> list[str]:
         """Return the flags that were given but do nothing in this mode."""
         ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify")
-        lora = ("lora_alpha", "lora_dropout", "target_modules")
-        idle = (*(ours if self.mode != "ebbtide" else ()), *(lora if self.train_type in ("full", "adapter") else ()))
-        if self.train_type == "full":
-            idle = (*idle, "lora_rank")
+        lora = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
+        idle = (*(ours if self.mode != "ebbtide" else ()), *(lora if not self.trains_adapters else ()))
         if self.mode == "ebbtide" and self.gradient_checkpointing:
             idle = (*idle, "max_slowdown", "memory_budget")
         if not self.evaluates:

@@ -1,0 +1,44 @@
+"""The commands of examples/: every flag is known, every value can be had, and they mean what the page says."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ebbtide.cli.arguments import read_arguments
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.sharding import resolved
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))
+VARIABLES = {"$offload": "true", "$checkpointing": "false", "${MODE:-ebbtide}": "ebbtide", "${ROWS:-rows.jsonl}": "r"}
+
+
+def config_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> SftConfig:
+    text = script.read_text().replace("\\\n", " ")
+    command = next(line for line in text.splitlines() if re.search(r"\bebbtide sft ", line))
+    for name, value in VARIABLES.items():
+        command = command.replace(name, value)
+    monkeypatch.chdir(ROOT)
+    config = read_arguments(SftConfig, shlex.split(command.split("ebbtide sft ", 1)[1]), prog="ebbtide sft")
+    assert config is not None
+    return resolved(config)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_script_asks_for_fsdp2_and_ebbtide(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(script, monkeypatch)
+    assert config.mode == "ebbtide"
+    assert (config.fsdp_strategy != "none", config.fsdp_version) == (True, 2)
+    assert config.without_effect() == []
+
+
+def test_every_script_is_on_the_page() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert SCRIPTS
+    assert {str(path.relative_to(ROOT / "examples")) for path in SCRIPTS} == set(
+        re.findall(r"\]\(([\w/.-]+\.sh)\)", page)
+    )
