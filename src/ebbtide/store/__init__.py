@@ -12,7 +12,10 @@ from ebbtide.store.allocator import return_freed_memory
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.location import check_directory
 from ebbtide.store.protocol import Slot, Tier
+from ebbtide.store.share import fair_share_bytes
+from ebbtide.store.spill import SpillSlot, SpillTier
 
 __all__ = [
     "DiskSlot",
@@ -20,6 +23,8 @@ __all__ = [
     "HostSlot",
     "HostTier",
     "Slot",
+    "SpillSlot",
+    "SpillTier",
     "Tier",
     "TierCounters",
     "open_tier",
@@ -38,14 +43,14 @@ def open_tier(
     host_budget_bytes: int | None = None,
     in_flight_bytes: int | None = None,
     synchronous: bool = False,
-) -> DiskTier | HostTier:
+) -> DiskTier | SpillTier:
     """Open the place where offloaded bytes will wait.
 
     Args:
         target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.
-        disk_path: Directory for the disk target; ``None``: a usual one.
+        disk_path: Directory for the disk target, and for what the host target cannot hold; ``None``: a usual one.
         disk_budget_bytes: Most bytes on disk.
-        host_budget_bytes: Most bytes of host memory.
+        host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
         in_flight_bytes: Window of the disk target; ``None``: its default.
         synchronous: Host target: copy in order with compute.
 
@@ -64,7 +69,11 @@ def open_tier(
     if target == "host":
         from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
 
-        return HostTier(AcceleratorDevice(), budget_bytes=host_budget_bytes, synchronous=synchronous)
+        if disk_path is not None:
+            check_directory(disk_path)
+        budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
+        host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
+        return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
     if accelerated:
         _LOG.warning("disk target on a machine with an accelerator: only tensors in RAM are moved; see target='host'")
     return_freed_memory()

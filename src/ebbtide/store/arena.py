@@ -257,7 +257,8 @@ class Arena:
                 continue
             if self._pins and not pinned:
                 self._pins = False
-                _LOG.warning("pinned memory is refused (%s): pageable instead, whose copies halt compute", cause)
+                # As text: a log record may be kept, and an error holds the frames it came through.
+                _LOG.warning("pinned memory is refused (%s): pageable instead, whose copies halt compute", str(cause))
             return
         raise CapError(
             f"the machine gives no further {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "

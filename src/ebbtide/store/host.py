@@ -62,6 +62,15 @@ class HostSlot:
         """Make compute wait for the copy-out; returns the stall in seconds where the device knows it at once."""
         return 0.0 if self.done is None else self._tier.stall(self.compute, self.done)
 
+    def content(self) -> torch.Tensor:
+        """Return the bytes in host memory, once they are parked: its own memory, or a copy if that is in pieces.
+
+        Raises:
+            TargetError: The slot was freed.
+        """
+        parts = self._tier.place_of(self).parts
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def cancel(self) -> bool:
         """Return False: what was asked of a stream cannot be withdrawn."""
         return False
@@ -218,7 +227,7 @@ class HostTier:
             self._settle()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
-            parts = self._place_of(slot).parts
+            parts = self.place_of(slot).parts
             for part, piece in zip(parts, target.split([part.numel() for part in parts]), strict=True):
                 self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
@@ -230,6 +239,21 @@ class HostTier:
         stall = self.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
         return ahead.target, stall
+
+    def place_of(self, slot: HostSlot) -> Place:
+        """Return where the bytes of ``slot`` lie.
+
+        Raises:
+            TargetError: It was freed.
+        """
+        if slot.place is None:
+            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+        return slot.place
+
+    def wait_copied(self, slot: HostSlot) -> None:
+        """Make the host wait for the copy-out of ``slot``. Only where the alternative is an error."""
+        if slot.done is not None:
+            self.device.synchronize(slot.done)
 
     def stall(self, stream: StreamHandle, event: EventHandle) -> float:
         """Make ``stream`` wait for ``event`` and count the stall."""
@@ -277,7 +301,7 @@ class HostTier:
     def _copy_in(self, slot: HostSlot) -> _CopyIn:
         """Begin a copy-in. See [Note: an unfinished copy-in]."""
         self._drop_ahead(slot)
-        device, place = self.device, self._place_of(slot)
+        device, place = self.device, self.place_of(slot)
         compute = device.compute_stream(slot.where)
         _, into = self._side_streams(slot.where)
         target = device.allocate(slot.nbytes, slot.where)
@@ -307,11 +331,6 @@ class HostTier:
             if where not in self._sides:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
-
-    def _place_of(self, slot: HostSlot) -> Place:
-        if slot.place is None:
-            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
-        return slot.place
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:

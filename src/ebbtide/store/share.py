@@ -1,0 +1,95 @@
+"""How much host memory a rank may take when nobody says so.
+
+A fair share of what this node's ranks have together: of the smallest limit among the machine's memory and the control
+groups around the process. And never more than a fair share of what is free, less a margin: a group that runs over its
+limit is killed, not refused.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+_MARGIN_DIVISOR = 16
+_LEAST_MARGIN_BYTES, _MOST_MARGIN_BYTES = 256 << 20, 8 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory that processes share: how much there may be, and how much of that is still to be had."""
+
+    limit_bytes: int
+    free_bytes: int
+
+
+def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int:
+    """Return the most bytes of host memory for this rank's offloaded tensors.
+
+    Args:
+        root: Where ``proc`` and ``sys`` lie.
+        ranks: Ranks on this node; ``None``: what ``LOCAL_WORLD_SIZE`` says, or one.
+    """
+    if ranks is None:
+        said = os.environ.get("LOCAL_WORLD_SIZE", "")
+        ranks = int(said) if said.isdecimal() else 1
+    found = [_machine(root), *_groups(root)]
+    limit, free = min(x.limit_bytes for x in found), min(x.free_bytes for x in found)
+    margin = min(max(limit // _MARGIN_DIVISOR, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
+    return max(0, min(limit, free) - margin) // max(1, ranks)
+
+
+def _machine(root: Path) -> Memory:
+    fields = _fields(root / "proc/meminfo", unit=1024)
+    total = fields.get("MemTotal:")
+    if total is None:  # no Linux: what is free is not known, so half of it all
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return Memory(limit_bytes=total, free_bytes=total // 2)
+    return Memory(limit_bytes=total, free_bytes=fields.get("MemAvailable:", total // 2))
+
+
+def _groups(root: Path) -> list[Memory]:
+    """Return the limits of the control groups (version 2, or version 1's memory controller) that hold this process."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Memory] = []
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # A container may see its own group as the top, whatever path it is told: then only the top is there.
+        inner = (top / path.lstrip("/")).resolve()
+        for folder in dict.fromkeys((top, inner, *inner.parents)):
+            if folder == top or top in folder.parents:
+                found += _group(folder, *names)
+    return found
+
+
+def _group(folder: Path, limit_name: str, used_name: str, cache_name: str) -> list[Memory]:
+    limit, used = _number(folder / limit_name), _number(folder / used_name)
+    if limit is None or used is None:
+        return []
+    reclaimable = _fields(folder / "memory.stat").get(cache_name, 0)
+    return [Memory(limit_bytes=limit, free_bytes=limit - used + min(reclaimable, used))]
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # "max" is no limit
+        return None
+
+
+def _fields(path: Path, *, unit: int = 1) -> dict[str, int]:
+    try:
+        rows = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return {}
+    return {row[0]: int(row[1]) * unit for row in rows if len(row) > 1 and row[1].isdecimal()}

@@ -1,0 +1,322 @@
+"""Host memory first, and disk for what does not fit into it.
+
+[Note: spilling]
+When the host budget is reached, a storage still crosses the link once, into a part of the budget that is left free for
+this, the *stage*. When it has arrived there, a writer takes it to disk; when it is on disk, its stage is free for the
+next. Nobody waits for that: what is ready is passed on whenever the tier is asked for something, and only a full
+stage makes the host wait. What is wanted back while it is staged comes from there; else it is read from disk, copied to
+a place in host memory, and crosses the link as anything else does. If the disk fails, what it was to hold stays staged.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.base.errors import CapError, DiskError, TargetError
+from ebbtide.store.arena import ArenaState
+from ebbtide.store.counters import TierCounters
+from ebbtide.store.disk import DiskSlot, DiskTier
+from ebbtide.store.host import HostSlot, HostTier
+
+_LOG = logging.getLogger("ebbtide.store")
+_MOST_STAGE_BYTES = 512 << 20
+_STAGE_DIVISOR = 8
+
+
+class SpillSlot:
+    """One storage on its way to disk. See [Note: spilling]; made by ``SpillTier.park``, who owns its fields."""
+
+    __slots__ = ("__weakref__", "freed", "_nbytes", "on_disk", "stage", "_tier", "wanted", "where")
+
+    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
+        self._tier, self._nbytes, self.where = tier, stage.nbytes, stage.where
+        self.stage: HostSlot | None = stage
+        self.on_disk: DiskSlot | None = None
+        self.wanted = self.freed = False
+
+    def __del__(self) -> None:
+        self.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes parked."""
+        return self._nbytes
+
+    @property
+    def parked(self) -> bool:
+        """Whether the source is needed no more: the bytes have arrived in host memory."""
+        stage = self.stage
+        return stage is None or stage.parked
+
+    def wait_parked(self) -> float:
+        """Make compute wait for the copy-out to host memory; returns the stall in seconds where it is known at once."""
+        stage = self.stage
+        return 0.0 if stage is None else stage.wait_parked()
+
+    def cancel(self) -> bool:
+        """Return False: what was asked of a stream cannot be withdrawn."""
+        return False
+
+    def prefetch(self) -> None:
+        """Begin the copy-in from the stage, or the read from disk.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            DiskError: The disk tier cannot be used.
+        """
+        self._tier.prefetch(self)
+
+    def take(self) -> tuple[torch.Tensor, float]:
+        """Return the bytes on the device they came from, and the stall in seconds.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            DiskError: They cannot be read.
+        """
+        return self._tier.take(self)
+
+    def free(self) -> None:
+        """Give its places back; at any moment, in any thread, again and again."""
+        self.freed = True
+        for slot in (self.stage, self.on_disk):
+            if slot is not None:
+                slot.free()
+
+
+_Entry = tuple[weakref.ref[SpillSlot], HostSlot]
+"""A slot and its stage, which a dying slot may not have come to free yet."""
+
+
+class SpillTier:
+    """A host tier that goes on to disk when its budget is reached. See [Note: spilling].
+
+    Args:
+        host: Host memory with a budget.
+        open_disk: Opens the disk tier; called when it is needed first.
+        budget_bytes: The budget of ``host``.
+    """
+
+    def __init__(self, host: HostTier, open_disk: Callable[[], DiskTier], *, budget_bytes: int) -> None:
+        self.host = host
+        self._open_disk = open_disk
+        self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
+        self._disk: DiskTier | None = None
+        self._refused: str | None = None
+        # Who takes a stage away holds the lock; slots die without it.
+        self._lock = threading.Lock()
+        self._staged: deque[_Entry] = deque()
+        self._written: deque[_Entry] = deque()
+
+    @property
+    def name(self) -> str:
+        """``"host"``."""
+        return "host"
+
+    @property
+    def counters(self) -> TierCounters:
+        """What crossed the link to the device; what went on to disk is in ``disk_counters``."""
+        return self.host.counters
+
+    @property
+    def disk_counters(self) -> TierCounters | None:
+        """What was written to disk and read from it; ``None``: nothing was spilled yet."""
+        return None if self._disk is None else self._disk.counters
+
+    @property
+    def arena(self) -> ArenaState:
+        """What host memory is held."""
+        return self.host.arena
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of places in use now, in host memory and on disk."""
+        return self.host.used_bytes + (0 if self._disk is None else self._disk.used_bytes)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """Bytes that could still be parked; ``None``, not known, before anything was spilled."""
+        host = self.host.free_bytes
+        return None if self._disk is None or host is None else host + self._disk.free_bytes
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies on the device."""
+        return self.host.owns(tensor)
+
+    def park(self, source: torch.Tensor) -> HostSlot | SpillSlot:
+        """Begin to copy out ``source``; its memory must stay until the slot is parked.
+
+        Args:
+            source: One-dimensional contiguous ``uint8`` view on the device; not empty.
+
+        Raises:
+            CapError: Neither host memory nor disk holds it.
+            ConfigError: The source is not such a tensor.
+            TargetError: The tier is closed.
+        """
+        if self._disk is not None:
+            with self._lock:
+                self._pass_on(self._disk)
+        try:
+            return self.host.park(source, spare_bytes=self._stage_bytes)
+        except CapError as full:
+            disk = self._usable_disk(full)
+        with self._lock:
+            stage = self._stage(source, disk)
+            slot = SpillSlot(self, stage)
+            self._staged.append((weakref.ref(slot), stage))
+        return slot
+
+    def prefetch(self, slot: SpillSlot) -> None:
+        """Begin to bring the bytes of ``slot`` back."""
+        self._check(slot)
+        slot.wanted = True
+        with self._lock:
+            stage = slot.stage
+            if stage is not None:
+                stage.prefetch()
+        if stage is None and slot.on_disk is not None:
+            slot.on_disk.prefetch()
+
+    def take(self, slot: SpillSlot) -> tuple[torch.Tensor, float]:
+        """Return the bytes of ``slot`` and the stall in seconds."""
+        self._check(slot)
+        with self._lock:
+            if self._disk is not None:
+                self._pass_on(self._disk)
+            if slot.stage is not None:
+                return slot.stage.take()
+        if slot.on_disk is None:
+            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+        content, stall = slot.on_disk.take()
+        try:
+            place = self.host.fill(content, slot.where)
+        except CapError:  # the stage is full: straight from pageable memory, in order with compute
+            target = self.host.device.allocate(slot.nbytes, slot.where)
+            self.host.device.copy_now(target, content)
+            self.host.counters.in_bytes += slot.nbytes
+            return target, stall
+        target, more = place.take()
+        place.free()
+        return target, stall + more
+
+    def trim(self) -> None:
+        """Give back what the last backwards did not need."""
+        if self._disk is not None:
+            with self._lock:
+                self._pass_on(self._disk)
+            self._disk.trim()
+        self.host.trim()
+
+    def close(self) -> None:
+        """Stop threads and give everything back. Harmless when repeated."""
+        if self._disk is not None:
+            self._disk.close()
+        self.host.close()
+
+    def _check(self, slot: SpillSlot) -> None:
+        if slot.freed:
+            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+
+    def _usable_disk(self, full: CapError) -> DiskTier:
+        with self._lock:
+            if self._disk is None and self._refused is None:
+                try:
+                    self._disk = self._open_disk()
+                except DiskError as error:
+                    self._refused = str(error)
+                    _LOG.warning("the host budget is reached and no disk can take the rest: %s", self._refused)
+                else:
+                    _LOG.warning(
+                        "the host budget is reached (%s): the rest goes to disk, which is slower than the link; "
+                        "raise host_budget or offload less",
+                        full.found,
+                    )
+            if self._disk is None:
+                raise full
+            return self._disk
+
+    def _stage(self, source: torch.Tensor, disk: DiskTier) -> HostSlot:
+        """Park ``source`` in the stage, waiting for room there if need be."""
+        while True:
+            try:
+                return self.host.park(source)
+            except CapError as full:
+                begun = time.perf_counter()
+                found = self._pass_on(disk, wait=True)
+                self.host.counters.stall_seconds += time.perf_counter() - begun
+                if not found:
+                    if self._refused is not None:
+                        raise CapError(
+                            full.found, expected=full.expected, hint=f"{full.hint}; {self._refused}"
+                        ) from full
+                    raise
+
+    def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
+        """Take to disk what has arrived in the stage, and free the stages of what is on disk.
+
+        Args:
+            disk: The disk tier.
+            wait: Until one stage was freed, if there is any to wait for.
+
+        Returns:
+            Whether there may be more room than before.
+        """
+        freed = False
+        # An entry is forgotten when its step is done: an interrupt in between does the step again. Meanwhile slots may
+        # be freed in other threads: then their places fail to serve, which is no fault of the disk's.
+        while self._staged:
+            reference, stage = self._staged[0]
+            slot = reference()
+            if slot is None or slot.freed:
+                stage.free()
+                freed = True
+            else:
+                if not stage.parked:
+                    if not wait or self._written or freed:
+                        break
+                    self.host.wait_copied(stage)
+                try:
+                    slot.on_disk = disk.park(stage.content())
+                    self._written.append(self._staged[0])
+                except TargetError as error:
+                    freed = self._fail(slot, error) or freed
+            self._staged.popleft()
+        while self._written:
+            reference, stage = self._written[0]
+            slot = reference()
+            if slot is None or slot.freed:
+                stage.free()
+                freed = True
+            elif slot.on_disk is not None:
+                try:
+                    if not slot.on_disk.parked:
+                        if not wait or freed:
+                            break
+                        slot.on_disk.wait_parked()
+                    if wait or not slot.wanted:
+                        slot.stage = None
+                        stage.free()
+                        freed = True
+                except TargetError as error:
+                    freed = self._fail(slot, error) or freed
+            self._written.popleft()
+        return freed
+
+    def _fail(self, slot: SpillSlot, error: TargetError) -> bool:
+        """Leave a slot's bytes where they are; returns whether it had merely been freed meanwhile."""
+        on_disk, slot.on_disk = slot.on_disk, None
+        if on_disk is not None:
+            on_disk.free()
+        if slot.freed:
+            slot.free()
+        elif self._refused is None:
+            self._refused = str(error)
+            _LOG.warning("offloaded bytes stay in host memory, the disk takes no more: %s", self._refused)
+        return slot.freed

@@ -1,0 +1,192 @@
+"""The arena: chunks, places in pieces, memory that goes back, pinning that is refused."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+
+import pytest
+import torch
+
+from ebbtide.base.errors import CapError
+from ebbtide.store.arena import Arena
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.guards import Cooling, Guard
+from ebbtide.store.host import HostTier
+from tests.unit.store.test_host import produce
+
+MIB = 1 << 20
+TRACE = [3 * MIB + 7, 100_001, 65_536, 9 * MIB, 65_537, 70_000, 5 * MIB + 1]
+
+
+class PowersOfTwo(FakeDevice):
+    """Gives the largest power of two in what is asked for, as torch's allocator of pinned memory would hold it."""
+
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
+        return super().allocate_host(1 << (nbytes.bit_length() - 1), pinned=pinned)
+
+
+def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
+    """One step: everything is parked, then taken in reverse order and compared."""
+    parked = [(tier.park(source := produce(device, n, 0.001)), source) for n in sizes]
+    for slot, _ in parked:
+        slot.wait_parked()
+    for slot, source in reversed(parked):
+        assert torch.equal(slot.take()[0], source)
+        slot.free()
+    tier.trim()
+
+
+@pytest.mark.parametrize("kind", [FakeDevice, PowersOfTwo])
+def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[FakeDevice]) -> None:
+    device = kind(1e9, 1e9)
+    tier = HostTier(device)
+    sizes = TRACE * 8
+    park_all(device, tier, sizes)
+    after_first = tier.arena
+    for _ in range(5):
+        park_all(device, tier, sizes)
+    assert tier.arena == after_first and device.host_calls == after_first.chunks
+    assert after_first.peak_used_bytes == sum(sizes)
+    assert 0 <= after_first.waste <= 0.03
+    assert device.host_bytes == after_first.held_bytes and device.violations == []
+
+
+def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
+    device = FakeDevice(1e9, 1e9)
+    tier = HostTier(device, budget_bytes=1024)
+    slots = [(tier.park(source := produce(device, 128)), source) for _ in range(8)]
+    for slot, _ in slots[::2]:
+        slot.free()
+    large = produce(device, 400)
+    slot = tier.park(large)
+    assert slot.place is not None and len(slot.place.parts) == 4
+    assert [part.numel() for part in slot.place.parts] == [128, 128, 128, 16]
+    for parked, source in [*slots[1::2], (slot, large)]:
+        parked.wait_parked()
+        assert torch.equal(parked.take()[0], source)
+    assert torch.equal(slot.content(), large)
+    assert device.violations == [] and device.host_bytes == 1024
+
+
+def test_what_the_last_backwards_did_not_need_goes_back() -> None:
+    device = FakeDevice(1e9, 1e9)
+    tier = HostTier(device)
+    park_all(device, tier, [4 * MIB, 40 * MIB])
+    most = device.host_bytes
+    for _ in range(32):
+        assert device.host_bytes == most
+        park_all(device, tier, [4 * MIB])
+    assert 4 * MIB <= device.host_bytes < most and device.violations == []
+    calls = device.host_calls
+    park_all(device, tier, [4 * MIB])
+    assert device.host_calls == calls
+
+
+def test_memory_that_a_copy_uses_stays_until_it_is_done() -> None:
+    device = FakeDevice(1e3, 1e3)
+    tier = HostTier(device)
+    source = produce(device, 4000)
+    tier.park(source).free()
+    for _ in range(40):
+        tier.trim()
+    assert device.host_bytes > 0  # nobody needs it, but the copy-out still runs
+    device.compute(5.0)
+    tier.trim()
+    assert device.host_bytes == 0 and device.violations == []
+
+
+def test_closing_waits_for_copies() -> None:
+    device = FakeDevice(1e3, 1e3)
+    tier = HostTier(device)
+    source = produce(device, 4000)
+    tier.park(source).free()
+    tier.close()
+    assert device.host_bytes == 0 and device.violations == [] and source.numel() == 4000
+
+
+def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    device = FakeDevice(1e9, 1e9, pinned_limit_bytes=3 * MIB)
+    tier = HostTier(device)
+    with caplog.at_level(logging.WARNING, "ebbtide.store"):
+        for _ in range(2):
+            park_all(device, tier, [MIB] * 30)
+    assert [record.message for record in caplog.records] == [
+        "pinned memory is refused (fake host: no more can be pinned): pageable instead, whose copies halt compute"
+    ]
+    state = tier.arena
+    assert state.pageable_bytes + 3 * MIB == state.held_bytes == device.host_bytes and device.violations == []
+
+
+def test_less_is_asked_for_where_more_is_refused() -> None:
+    device = FakeDevice(1e9, 1e9, host_limit_bytes=8192)
+    tier = HostTier(device)
+    source = produce(device, 8000)
+    slot = tier.park(source)
+    slot.wait_parked()
+    assert torch.equal(slot.take()[0], source) and device.host_bytes == 8192
+    with pytest.raises(CapError, match="the machine gives no further 201 B .*7.8 KiB in use.*out of memory"):
+        tier.park(produce(device, 201))
+
+
+@pytest.mark.parametrize("budget", [64, 1000, 4096, MIB + 1])
+def test_a_budget_is_never_exceeded(budget: int) -> None:
+    device = FakeDevice(1e9, 1e9)
+    arena = Arena(device, budget)
+    places = []
+    with pytest.raises(CapError, match="no more than the host budget"):
+        while True:
+            places.append(arena.take(max(1, budget // 9)))
+    assert device.host_bytes <= budget and arena.used_bytes == sum(place.nbytes for place in places)
+    assert len(places) >= budget // (64 * math.ceil(max(1, budget // 9) / 64)) - 1
+    places.clear()
+    arena.clear()
+    assert device.host_bytes == 0
+
+
+def test_room_that_must_be_left_is_left() -> None:
+    arena = Arena(FakeDevice(1e9, 1e9), 1024)
+    kept = arena.take(512, spare_bytes=512)
+    with pytest.raises(CapError):
+        arena.take(1, spare_bytes=512)
+    assert arena.take(512).nbytes == kept.nbytes
+
+
+def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
+    device = FakeDevice(1.0, 1.0)
+    arena = Arena(device, 64)
+    out = device.side_stream(torch.device("cpu"), "out")
+    place = arena.take(64)
+    place.guard.claim(out)  # and an interrupt strikes: the copy was asked for, its event never recorded
+    source = produce(device, 64)
+    device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
+    device.copy(place.parts[0], source, out)
+    del place
+    gc.collect()
+    again = arena.take(64)
+    (event,) = again.guard.events(device)
+    assert not device.query(event) and event.seconds == pytest.approx(65.0)
+    arena.give(again)
+    arena.give(again)
+    del again  # never used: what was before it still holds
+    (event,) = arena.take(64).guard.events(device)
+    assert event.seconds == pytest.approx(65.0)
+
+
+def test_who_had_bytes_first_is_remembered_for_each_of_them() -> None:
+    device = FakeDevice(1e9, 1e9)
+    guards = [Guard() for _ in range(4)]
+    for number, guard in enumerate(guards):
+        guard.claim(device.side_stream(torch.device("cpu"), f"s{number}"))
+    a, b, c, d = guards
+    cooling = Cooling()
+    cooling.add((0, 100), a)
+    cooling.add((100, 100), b)
+    cooling.add((50, 100), c)
+    assert cooling.over([(0, 50)]) == [a] and cooling.over([(150, 1)]) == [b] and cooling.over([(50, 100)]) == [c]
+    assert cooling.over([(49, 102)]) == [a, c, b] and cooling.over([(200, 50)]) == []
+    cooling.add((60, 10), d)
+    assert cooling.over([(0, 200)]) == [a, c, d, b] and len(cooling) == 5
+    cooling.prune(device)
+    assert len(cooling) == 0

@@ -1,0 +1,214 @@
+"""Host memory first, disk for the rest: on the fake device and a real disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import CapError, DiskError, TargetError
+from ebbtide.store.disk import DiskTier
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.protocol import Tier
+from ebbtide.store.spill import SpillSlot, SpillTier
+from tests.helpers.handles import enable_over
+from tests.helpers.interrupts import Fuse
+from tests.helpers.models import build
+from tests.helpers.oracle import same_bits
+from tests.unit.store.test_host import produce
+
+KIB = 1 << 10
+BUDGET = 64 * KIB  # 8 KiB of it are the stage
+
+
+@contextlib.contextmanager
+def spilling(folder: Path, *, budget: int = BUDGET, rate: float = 1e6, **given: Any) -> Iterator[tuple[Any, SpillTier]]:
+    device = FakeDevice(rate, rate, **given)
+    tier = SpillTier(HostTier(device, budget_bytes=budget), lambda: DiskTier(folder), budget_bytes=budget)
+    yield device, tier
+    tier.close()
+    gc.collect()
+    assert device.host_bytes == 0 and device.violations == []
+
+
+def test_what_does_not_fit_goes_to_disk_and_all_comes_back(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with spilling(disk) as (device, place):
+        tier: Tier = place
+        for _ in range(3):
+            sources = [produce(device, n) for n in [4 * KIB, 3001, 5000, 2 * KIB] * 12]
+            slots = [tier.park(source) for source in sources]
+            kinds = [type(slot) for slot in slots]
+            assert kinds.count(HostSlot) >= 12 and kinds.count(SpillSlot) >= 20
+            for slot in slots:
+                slot.wait_parked()
+                assert slot.parked and not slot.cancel()
+            assert device.host_bytes <= BUDGET
+            for slot, source in zip(reversed(slots), reversed(sources), strict=True):
+                slot.prefetch()
+                taken, stall = slot.take()
+                assert torch.equal(taken, source) and stall >= 0 and taken.untyped_storage().nbytes() == slot.nbytes
+                slot.free()
+                slot.free()
+            tier.trim()
+        assert tier.used_bytes == 0 and place.disk_counters is not None and tier.free_bytes is not None
+        spilled = place.disk_counters.out_bytes
+        assert 0 < spilled < place.counters.out_bytes == device.out_bytes
+        assert place.counters.in_bytes == device.in_bytes
+        told = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(told) == 1 and told[0].startswith("the host budget is reached (") and "goes to disk" in told[0]
+
+
+def test_nothing_of_the_disk_is_touched_below_the_budget(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        for _ in range(3):
+            sources = [produce(device, 8 * KIB) for _ in range(7)]
+            slots = [tier.park(source) for source in sources]
+            assert all(isinstance(slot, HostSlot) for slot in slots)
+            assert sum(slot.wait_parked() for slot in slots) > 0
+            del slots
+        assert tier.disk_counters is None and tier.free_bytes is None
+
+
+def test_from_the_stage_while_it_is_there(disk: Path) -> None:
+    with spilling(disk, rate=1.0) as (device, tier):
+        sources = [produce(device, 8 * KIB) for _ in range(7)]
+        kept = [tier.park(each) for each in sources]
+        source = produce(device, 8 * KIB)
+        slot = tier.park(source)
+        assert isinstance(slot, SpillSlot) and not slot.parked
+        slot.prefetch()
+        assert torch.equal(slot.take()[0], source)
+        assert tier.disk_counters is not None and tier.disk_counters.in_bytes == 0
+        for each in (*kept, slot):
+            each.free()
+
+
+@pytest.mark.parametrize("reason", ["no directory", "disk full"])
+def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
+    reason: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    folder = disk / "missing" if reason == "no directory" else disk
+    with spilling(folder) as (device, tier):
+        if reason == "disk full":
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        slots: list[tuple[Any, torch.Tensor]] = []
+        with pytest.raises(CapError, match=r"no more than the host budget of 64\.0 KiB\nhint: raise host_budget"):
+            while True:
+                source = produce(device, 4 * KIB)
+                slots.append((tier.park(source), source))
+        assert len(slots) == (14 if reason == "no directory" else 16)  # what cannot go to disk stays staged
+        for slot, source in slots:
+            slot.wait_parked()
+            assert torch.equal(slot.take()[0], source)
+            slot.free()
+        assert tier.used_bytes == 0
+        assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == (1 if reason[0] == "n" else 2)
+
+
+def test_a_read_that_fails_is_an_error(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with spilling(disk) as (device, tier):
+        sources = [produce(device, 8 * KIB) for _ in range(12)]
+        slots = [tier.park(source) for source in sources]
+        spilled = next(slot for slot in slots if isinstance(slot, SpillSlot) and slot.stage is None)
+
+        def fail(*args: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", fail)
+            with pytest.raises(DiskError, match="reading"):
+                spilled.take()
+        for slot in slots:
+            slot.wait_parked()
+            slot.free()
+        for ask in (spilled.take, spilled.prefetch):
+            with pytest.raises(TargetError, match="freed"):
+                ask()
+
+
+def test_slots_die_in_any_thread_while_others_are_parked(disk: Path) -> None:
+    with spilling(disk) as (device, tier):
+        dying: list[Any] = []
+        done = threading.Event()
+
+        def bury() -> None:
+            while not done.is_set() or dying:
+                with contextlib.suppress(IndexError):
+                    dying.pop().free()
+                os.sched_yield()
+
+        thread = threading.Thread(target=bury)
+        thread.start()
+        try:
+            for number in range(300):
+                source = produce(device, 1 + (number * 977) % (7 * KIB))
+                slot = tier.park(source)
+                slot.wait_parked()
+                if number % 3 == 0:
+                    assert torch.equal(slot.take()[0], source)
+                dying.append(slot)
+        finally:
+            done.set()
+            thread.join()
+        assert tier.host.used_bytes == 0
+
+
+def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) -> None:
+    tiny = build("mlp")
+    weights = list(tiny.model.parameters())
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(tiny.loss()[0], weights))
+
+    expected = step()
+    with (
+        spilling(disk, budget=40 * KIB) as (_, tier),
+        enable_over(tier, tiny.model, policy="offload", min_bytes=0, window=1) as handle,
+    ):
+        for _ in range(4):
+            assert all(map(same_bits, step(), expected))
+        assert handle.stats().live_tickets == handle.stats().store_bytes == 0
+        assert tier.disk_counters is not None and tier.disk_counters.out_bytes > 40 * KIB
+
+
+def test_an_interrupt_anywhere_loses_nothing(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)  # a destructor was struck
+    with spilling(disk) as (device, tier):
+
+        def work() -> None:
+            parked = [(tier.park(source := produce(device, 4 * KIB)), source) for _ in range(22)]
+            for slot, source in reversed(parked):
+                slot.wait_parked()
+                slot.prefetch()
+                assert torch.equal(slot.take()[0], source)
+                slot.free()
+            tier.trim()
+
+        work()
+        counting = Fuse(KeyboardInterrupt)
+        counting.burn(work)
+        assert counting.count > 1000
+        for when in random.sample(range(1, counting.count + 1), 60):
+            fuse = Fuse(KeyboardInterrupt, when)
+            with contextlib.suppress(KeyboardInterrupt):
+                fuse.burn(work)
+            gc.collect()
+            device.compute(1e6)
+            device.violations.clear()  # the sources of an interrupted step are dropped while their copies run
+            work()
+            assert tier.host.used_bytes == 0, fuse.where
+            assert device.violations == [] and device.host_bytes <= BUDGET, fuse.where
