@@ -1,0 +1,236 @@
+"""``load_sharded`` in one process: what it fills, what it refuses, and that a refusal leaves the model on meta."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ebbtide
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError
+from ebbtide.base.events import BUS
+
+
+class Rotary(nn.Module):
+    """A buffer that no checkpoint has, computed where the module is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.arange(4.0) * 2, persistent=False)
+
+
+class RotaryThatResets(Rotary):
+    def reset_parameters(self) -> None:
+        self.inv_freq.copy_(torch.arange(4.0) * 2)
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False, rotary: str = "") -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(10, 4), nn.BatchNorm1d(4), nn.Linear(4, 10, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+        if rotary:
+            self.rotary = RotaryThatResets() if rotary == "resets" else Rotary()
+
+
+def meta(**options: Any) -> Model:
+    with torch.device("meta"):
+        return Model(**options)
+
+
+@pytest.fixture
+def values() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {k: torch.randn(v.shape).to(v.dtype) for k, v in Model().state_dict().items()}
+
+
+@pytest.fixture
+def path(tmp_path: Path, values: dict[str, torch.Tensor]) -> Path:
+    save_file(values, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_parameters_and_persistent_buffers_are_those_of_the_file(path: Path, values: dict[str, torch.Tensor]) -> None:
+    model = ebbtide.load_sharded(meta(), path)
+    assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    assert model.state_dict().keys() == values.keys()
+
+
+def test_tied_weights_stay_one_and_may_have_either_name(path: Path, values: dict[str, torch.Tensor]) -> None:
+    for key in ("embed.weight", "head.weight"):
+        kept = {k: v for k, v in values.items() if k == key or not k.startswith(("embed", "head"))}
+        model = ebbtide.load_sharded(meta(tied=True), kept)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.head.weight, values[key])
+
+
+def test_a_computed_buffer_is_computed_again_or_named(path: Path) -> None:
+    model = ebbtide.load_sharded(meta(rotary="resets"), path)
+    assert torch.equal(model.rotary.inv_freq, torch.arange(4.0) * 2)
+    with pytest.raises(DataError, match="nothing gives first values to rotary.inv_freq") as caught:
+        ebbtide.load_sharded(meta(rotary="silent"), path)
+    assert "init=" in caught.value.hint
+
+    def init(module: nn.Module) -> None:
+        if isinstance(module, Rotary):
+            module.inv_freq.fill_(3)
+
+    assert ebbtide.load_sharded(meta(rotary="silent"), path, init=init).rotary.inv_freq.eq(3).all()
+
+
+def test_a_buffer_that_is_there_is_kept(path: Path) -> None:
+    model = meta(rotary="silent")
+    model.rotary.inv_freq = torch.full((4,), 5.0)
+    assert ebbtide.load_sharded(model, path).rotary.inv_freq.eq(5).all()
+
+
+def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) -> None:
+    del values["embed.weight"]
+    values |= {"spare": torch.ones(1), "head.weight": torch.ones(10, 5), "norm.bias": torch.ones(4, dtype=torch.int8)}
+    model = meta()
+    with pytest.raises(DataError) as caught:
+        ebbtide.load_sharded(model, values)
+    text = str(caught.value)
+    assert "1 missing: embed.weight" in text
+    assert "1 unexpected: spare" in text
+    assert "1 of another shape: head.weight is (10, 5) there and (10, 4) here" in text
+    assert "1 of a dtype that cannot be converted: norm.bias is int8 there and float32 here" in text
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_what_is_missing_or_unexpected_can_be_allowed(values: dict[str, torch.Tensor]) -> None:
+    del values["embed.weight"]
+    values["spare"] = torch.ones(1)
+    first = [
+        ebbtide.load_sharded(meta(), values, missing="initialise", unexpected="ignore").embed.weight for _ in range(2)
+    ]
+    assert first[0].std() > 0.5
+    assert torch.equal(*first)
+
+
+def test_numbers_in_eight_bits_are_not_taken_for_values(values: dict[str, torch.Tensor]) -> None:
+    values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(DataError, match="head.weight is float8_e4m3fn there"):
+        ebbtide.load_sharded(meta(), values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_another_dtype_is_that_of_parameters(path: Path, values: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    model = ebbtide.load_sharded(meta(), path, dtype=dtype)
+    assert torch.equal(model.head.weight, values["head.weight"].to(dtype))
+    assert torch.equal(model.norm.running_mean, values["norm.running_mean"])
+
+
+def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path) -> None:
+    model = meta(tied=True)
+    groups = [{"params": list(model.norm.parameters()), "lr": 0.5}, {"params": [model.head.weight]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    ebbtide.load_sharded(model, path, optimizer=optimizer)
+    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
+    assert optimizer.param_groups[1]["params"][0] is model.embed.weight
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    before = model.embed.weight.detach().clone()
+    model.embed(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.embed.weight)
+
+
+def _stepped(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[next(model.parameters())]["step"] = 1
+    return optimizer
+
+
+REFUSALS: dict[str, tuple[Callable[[nn.Module, Path], dict[str, Any]], str]] = {
+    "a started optimizer": (lambda m, p: {"optimizer": _stepped(m)}, "the optimizer has state already"),
+    "an optimizer of others": (
+        lambda m, p: {"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1)},
+        "holds a parameter that is not the model's",
+    ),
+    "no optimizer": (lambda m, p: {"optimizer": 3}, "optimizer is a int"),
+    "no source": (lambda m, p: {"source": "slice"}, "source is 'slice'"),
+    "no dtype": (lambda m, p: {"dtype": torch.int8}, "dtype is torch.int8"),
+    "no function": (lambda m, p: {"shard": 3}, "shard is 3"),
+    "no path": (lambda m, p: {"weights": 3}, "weights is a int"),
+    "a word for missing": (lambda m, p: {"missing": "ok"}, "missing is 'ok'"),
+    "nothing there": (lambda m, p: {"weights": p / "not-here"}, "not-here' does not exist"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_used_is_refused_and_the_model_stays_on_meta(path: Path, name: str) -> None:
+    change, message = REFUSALS[name]
+    model = meta()
+    arguments = {"weights": path, **change(model, path)}
+    with pytest.raises(EbbtideError) as caught:
+        ebbtide.load_sharded(model, arguments.pop("weights"), **arguments)
+    assert message in str(caught.value)
+    assert caught.value.expected and caught.value.hint
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_models_that_weights_cannot_be_loaded_into_are_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="the model has its parameters already"):
+        ebbtide.load_sharded(Model(), path)
+    with pytest.raises(ConfigError, match="model is a type"):
+        ebbtide.load_sharded(Model, path)  # type: ignore[arg-type]
+    quantised = meta()
+    quantised.head.weight = type("Params4bit", (nn.Parameter,), {})(quantised.head.weight)
+    with pytest.raises(ConfigError, match=r"'head.weight' is quantised \(Params4bit\)"):
+        ebbtide.load_sharded(quantised, path)
+
+
+def test_a_function_that_wraps_may_fail(path: Path) -> None:
+    def shard(model: nn.Module) -> None:
+        raise ValueError("no mesh")
+
+    model = meta()
+    with pytest.raises(ValueError, match="no mesh"):
+        ebbtide.load_sharded(model, path, shard=shard)
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_progress_and_events_tell_the_way(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    remove = BUS.subscribe(lambda kind, fields: heard.append((kind, dict(fields))))
+    told: list[tuple[int, int]] = []
+    try:
+        with caplog.at_level(logging.INFO, "ebbtide.load"):
+            ebbtide.load_sharded(meta(), path, progress=lambda done, total: told.append((done, total)))
+    finally:
+        remove()
+    total = sum(v.numel() * v.element_size() for v in load_file(path / "model.safetensors").values())
+    assert told[-1] == (total, total)
+    assert [f["edge"] for k, f in heard if k == "load"][0] == "begin"
+    assert heard[-1][1] | {"seconds": 0} == {
+        "edge": "end", "source": "slices", "rank": 0, "bytes": total, "seconds": 0,
+    }  # fmt: skip
+    assert "loading by slices: every rank sees the checkpoint" in caplog.text
+
+
+def test_saving_and_loading_gives_the_same_and_replaces_what_was_there(path: Path, tmp_path: Path) -> None:
+    model = ebbtide.load_sharded(meta(tied=True), path)
+    out = tmp_path / "out"
+    ebbtide.save_sharded(model, out, max_file_bytes=100)
+    assert len(list(out.glob("model-*-of-*.safetensors"))) == 2
+    again = ebbtide.load_sharded(meta(tied=True), out)
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in model.state_dict().items())
+    ebbtide.save_sharded(again, out)
+    assert [f.name for f in out.iterdir()] == ["model.safetensors"]
+    saved = load_file(out / "model.safetensors")
+    assert "head.weight" not in saved and torch.equal(saved["embed.weight"], model.embed.weight)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'embed.weight' is on meta"):
+        ebbtide.save_sharded(meta(), tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot be written"):
+        ebbtide.save_sharded(Model(), tmp_path / "file")
