@@ -71,8 +71,8 @@ def run(model: str, folder: Path) -> dict[str, Any]:
     chance = random.Random(20)
     forked(settings(model, folder / "whole"), None)
     config = settings(model, folder / "killed", resume_from_checkpoint="latest")
-    # About 40 events a step: up to four steps a run, so that ten runs do not come to the end.
-    kills = sum(forked(config, chance.randint(1, 140)) for _ in range(KILLS))
+    # About 20 events a step: up to four steps a run, so that ten runs do not come to the end.
+    kills = sum(forked(config, chance.randint(1, 80)) for _ in range(KILLS))
     forked(config, None)
     parts = sorted((folder / "killed").glob("run*.jsonl"), key=lambda path: path.stat().st_mtime)
     return {

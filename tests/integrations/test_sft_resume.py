@@ -139,7 +139,9 @@ def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
     assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
 
 
-@pytest.mark.parametrize("changes", [{"eval_steps": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=["every second step", "at the end"])
+@pytest.mark.parametrize(
+    "changes", [{"eval_steps": 2}, pytest.param({}, marks=pytest.mark.slow)], ids=["every second step", "at the end"]
+)
 def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: Path, changes: dict) -> None:
     plain = train(tiny_model, tmp_path / "plain", split_dataset_ratio=0.1, **changes)
     ours = train(tiny_model, tmp_path / "ours", split_dataset_ratio=0.1, activation_cpu_offload=True, **changes)

@@ -48,7 +48,7 @@ class Verb:
 
 
 VERBS: dict[str, Verb] = {
-    "sft": Verb(function="ebbtide.cli.sft:run", does="supervised fine-tuning of a language model (full or LoRA)"),
+    "sft": Verb(function="ebbtide.cli.sft:run", does="supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),

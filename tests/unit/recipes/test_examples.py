@@ -36,6 +36,12 @@ def test_a_script_asks_for_fsdp2_and_ebbtide(script: Path, monkeypatch: pytest.M
     assert config.without_effect() == []
 
 
+@pytest.mark.parametrize("preset", sorted((ROOT / "examples" / "presets").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_preset_makes_a_run_with_ebbtide(preset: Path) -> None:
+    config = read_arguments(SftConfig, [str(preset), "--model", "m"], prog="ebbtide sft")
+    assert config is not None and config.mode == "ebbtide" and config.without_effect() == []
+
+
 def test_every_script_is_on_the_page() -> None:
     page = (ROOT / "examples" / "README.md").read_text()
     assert SCRIPTS

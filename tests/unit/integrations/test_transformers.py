@@ -1,0 +1,120 @@
+"""OffloadCallback in a trainer of transformers: on, off, twice, after an error, beside another offloader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import ebbtide
+from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.integrations.transformers import (
+    OffloadCallback,
+    OffloadMixin,
+    add_offloading,
+    refuse_other_offloaders,
+    wanted,
+)
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    values = {
+        "output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True, "seed": 1,
+        "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return TrainingArguments(**{**values, **changes})
+
+
+def parts() -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, 64, (8, 128)).tolist()]
+    return {"model": LlamaForCausalLM(config), "train_dataset": rows}
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in trainer.model.parameters()]
+
+
+def test_a_callback_offloads_while_training_and_changes_nothing_else(tmp_path: Path) -> None:
+    callback = OffloadCallback(target="disk", disk_path=tmp_path)
+    plain, ours = (
+        Trainer(args=arguments(tmp_path), **parts()),
+        Trainer(args=arguments(tmp_path), callbacks=[callback], **parts()),
+    )
+    plain.train()
+    ours.train()
+    assert all(a.equal(b) for a, b in zip(weights(plain), weights(ours), strict=True))
+    handle = callback.handle
+    assert handle is not None and not handle.enabled
+    assert handle.stats().memory_saved_bytes > 0
+    ours.train()  # again: a new handle
+    assert callback.handle is not handle
+
+
+def test_an_error_in_training_leaves_a_handle_that_close_closes(tmp_path: Path) -> None:
+    class Failing(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("the disk is gone")
+
+    callback = OffloadCallback()
+    trainer = Trainer(args=arguments(tmp_path), callbacks=[callback, Failing()], **parts())
+    with pytest.raises(OSError, match="the disk is gone"):
+        trainer.train()
+    handle = callback.handle
+    assert handle is not None and handle.enabled
+    trainer.remove_callback(Failing)
+    trainer.train()  # not refused as a second offloader: the old handle is closed first
+    assert not handle.enabled
+    callback.close()
+    callback.close()
+    assert callback.handle is None
+
+
+@pytest.mark.parametrize(("switch", "count"), [(True, 1), ("true", 1), (False, 0), (None, 0)])
+def test_the_switch_in_the_fsdp_config_adds_the_callback_once(tmp_path: Path, switch: object, count: int) -> None:
+    class OffloadingTrainer(OffloadMixin, Trainer): ...
+
+    settings = {} if switch is None else {"activation_cpu_offload": switch}
+    trainer = OffloadingTrainer(args=arguments(tmp_path, fsdp_config=settings), **parts())
+    again = add_offloading(trainer)
+    found = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+    assert len(found) == count
+    assert again is (found[0] if found else None)
+
+
+def test_a_switch_that_is_neither_is_refused() -> None:
+    assert wanted(None) is False
+    with pytest.raises(ConfigError, match="says activation_cpu_offload 'maybe'; expected true or false\nhint: "):
+        wanted({"activation_cpu_offload": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"activation_offloading": True}, "activation_offloading"),
+        ({"gradient_checkpointing_kwargs": {"offload": True}}, r"gradient_checkpointing_kwargs\['offload'\]"),
+        ({"fsdp_config": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload"),
+        ({"fsdp_plugin_args": {"activation_checkpointing_offload": True}}, "activation_checkpointing_offload"),
+    ],
+)
+def test_a_trainer_that_offloads_itself_is_refused_and_the_flag_named(changes: dict, named: str) -> None:
+    values = {"fsdp_config": None, "fsdp_plugin_args": None, "gradient_checkpointing_kwargs": None}
+    refuse_other_offloaders(SimpleNamespace(**values))
+    with pytest.raises(
+        ConflictError, match=rf"the trainer's own .*{named}.* is on beside ebbtide.*\nhint: unset .*{named}"
+    ):
+        refuse_other_offloaders(SimpleNamespace(**{**values, **changes}))
+
+
+def test_the_callback_takes_what_the_public_function_takes(tmp_path: Path) -> None:
+    trainer = Trainer(args=arguments(tmp_path), callbacks=[OffloadCallback(policy="minmal")], **parts())
+    with pytest.raises(ebbtide.EbbtideError, match="did you mean 'minimal'"):
+        trainer.train()
