@@ -20,6 +20,7 @@ import torch
 
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
+from ebbtide.engine.modules import Record, record_of
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
 from ebbtide.engine.slots import Slots
 from ebbtide.engine.tickets import LightTicket, Ticket
@@ -68,8 +69,8 @@ class NodeView:
         return self.node._input_metadata[self.output_nr].dtype
 
     @property
-    def module(self) -> torch.nn.Module | None:
-        """The leaf module whose output this value is, if it left a record in this block's forward."""
+    def record(self) -> Record | None:
+        """What the leaf module was whose output this value is, if it left a record in this block's forward."""
         return self._builder.records.get((id(self.node), self.output_nr))
 
     def slot(self, name: str) -> Operand | None:
@@ -107,6 +108,11 @@ class NodeView:
         functions = self.node.next_functions
         return self._builder.value(*functions[index]) if index < len(functions) else None
 
+    def needs_no_gradient(self, index: int) -> bool:
+        """Whether the operator's input ``index`` takes no gradient: the graph does not say where it came from."""
+        functions = self.node.next_functions
+        return index >= len(functions) or functions[index][0] is None
+
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
         found = self.slot(name) if name else None
@@ -143,30 +149,33 @@ class Builder:
         self.slots, self._inputs, self._saved_input = slots, inputs, saved_input
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
-        self.records: dict[tuple[int, int], torch.nn.Module] = {}
+        self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
         self._alive: list[Node] = []  # an id names a node only while the node lives
 
     def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
         """Remember the ticket of a value."""
         self._alive.append(node)
-        self.tickets.setdefault((id(node), output_nr), ticket)
+        known = self.tickets.get((id(node), output_nr))
+        if known is None or known.changed:  # under no_grad: the node stays, the value does not
+            self.tickets[id(node), output_nr] = ticket
 
     def note_view(self, base: torch.Tensor, ticket: Ticket) -> None:
         """Remember the ticket of a view of a value."""
         node = base.grad_fn
-        if node is not None and (id(node), base.output_nr) not in self._of_views:
+        known = self._of_views.get((id(node), base.output_nr))
+        if node is not None and (known is None or known[0].changed):
             self._alive.append(node)
             self._of_views[id(node), base.output_nr] = ticket, Layout.of(base)
 
     def note_module(self, module: torch.nn.Module, output: torch.Tensor) -> None:
-        """Remember which leaf module made a value."""
-        node = output.grad_fn
-        if node is not None:
+        """Remember which leaf module has just made a value."""
+        node, record = output.grad_fn, record_of(module)
+        if node is not None and record is not None:
             number = output.output_nr
             while node is not None:
                 self._alive.append(node)
-                self.records.setdefault((id(node), number), module)  # later ones only pass it on
+                self.records.setdefault((id(node), number), record)  # later ones only pass it on
                 if node.name() not in _PASSED_ON:
                     break
                 node, number = node.next_functions[0]
@@ -208,10 +217,10 @@ class Builder:
         variable = getattr(node, "variable", None)
         if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
             return self.weight(variable) if self._weights.include(variable) else None
-        given = self._inputs.value((id(node), output_nr))
-        if given is None:
+        if not self._inputs.include((id(node), output_nr)):
             return self.recipe(node, output_nr)
-        ticket = self._saved_input(given)
+        given = self._inputs.value((id(node), output_nr))
+        ticket = None if given is None else self._saved_input(given)
         return None if ticket is None else self._usable(ticket)
 
     def _by_view(self, key: tuple[int, int]) -> Ticket | None:
@@ -242,6 +251,8 @@ class Builder:
         return LightTicket(tensor, weight=True, checked=self._checks_weights)
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
+        if ticket.changed:
+            return None
         if isinstance(ticket, Ticket):
             return None if ticket.entry.part_only else ticket
         return None if ticket.weight and not self._weights.usable(ticket.alias) else ticket

@@ -297,7 +297,9 @@ class Engine:
             else:
                 return entry.source
         if entry.restored is not None:
-            return entry.restored
+            if not entry.changed:
+                return entry.restored
+            entry.restored = None  # a backward changed in place what it was given
         storage = entry.storage_ref() if entry.storage_ref is not None else None
         if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
             return byte_view(storage, entry.first, entry.last)

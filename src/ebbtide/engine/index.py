@@ -35,14 +35,20 @@ class StorageIndex:
         whole = storage.nbytes()
         return sum(e.nbytes for e in self._entries(storage) if e.version == version and e.nbytes < whole)
 
-    def remember(self, storage: torch.UntypedStorage, entry: Entry) -> None:
-        """Let ``find`` find an entry while its storage lives."""
+    def remember(self, storage: torch.UntypedStorage, entry: Entry, *, same_bytes: bool = True) -> None:
+        """Let ``find`` find an entry while its storage lives.
+
+        Args:
+            storage: The storage.
+            entry: Stands for it.
+            same_bytes: The storage, while it lives, is where the entry's bytes are.
+        """
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
             known = self._known[id(storage)] = (self._reference(storage), [])
         known[1][:] = [r for r in known[1] if r() is not None]
         known[1].append(weakref.ref(entry))
-        if entry.storage_ref is None:
+        if same_bytes and entry.storage_ref is None:
             entry.storage_ref = known[0]
 
     def _entries(self, storage: torch.UntypedStorage) -> list[Entry]:

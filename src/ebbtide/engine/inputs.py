@@ -23,16 +23,20 @@ class Inputs:
         self.device_type = tensors[0].device.type if tensors else "cpu"
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
-        self._values = {(id(n), t.output_nr): (n, t) for t in tensors if (n := _node(t)) is not None}
+        self._values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := _node(t)) is not None}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is an input's."""
         return id(storage) in self._storages
 
     def value(self, key: tuple[int, int]) -> torch.Tensor | None:
-        """Return the input that is the value of ``(id(node), output_nr)``."""
-        found = self._values.get(key)
-        return None if found is None else found[1]
+        """Return the input that is the value of ``(id(node), output_nr)``; None once it was changed in place."""
+        _, tensor, version = self._values.get(key, (None, None, 0))
+        return tensor if tensor is not None and tensor._version == version else None
+
+    def include(self, key: tuple[int, int]) -> bool:
+        """Whether the value of ``(id(node), output_nr)`` came into the block."""
+        return key in self._values
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an input in another type."""

@@ -30,15 +30,36 @@ class Running(NamedTuple):
         return Running(name, module, torch.get_autocast_dtype(device_type) if on else None)
 
 
-_FUNCTIONS = {
-    "addmm", "batch_norm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
-    "convolution", "group_norm", "instance_norm", "layer_norm", "linear", "matmul", "mm", "native_batch_norm",
-    "native_group_norm", "native_layer_norm", "rms_norm", "_conv_forward",
+_LEADS = {
+    "super", "forward", "to", "float", "type_as", "type", "dtype", "contiguous", "permute", "transpose", "reshape",
+    "view", "shape", "size", "flatten", "unflatten", "data_format", "torch", "float32",
 }  # fmt: skip
-"""What a layer of torch calls with its own attributes, and a subclass may call with others."""
+"""Names that the forward of a subclass may use and still only lead to torch's own."""
 
 _READ = {"diffusers.models.normalization.FP32LayerNorm"}
 """Classes with a forward of their own that was read: it hands on the attributes as torch's does."""
+
+
+class Record(NamedTuple):
+    """What a layer was when it ran: attributes may be others when its output is saved.
+
+    Attributes:
+        kind: Its class.
+        eps: Of a norm.
+        bias: Its bias.
+    """
+
+    kind: type[nn.Module]
+    eps: float | None
+    bias: torch.Tensor | None
+
+
+def record_of(module: nn.Module) -> Record | None:
+    """Return the record of a layer that has just run; None if its attributes do not tell what it computed."""
+    if not computes_as_told(module):
+        return None
+    bias = getattr(module, "bias", None)
+    return Record(type(module), getattr(module, "eps", None), bias if isinstance(bias, torch.Tensor) else None)
 
 
 def computes_as_told(module: nn.Module | None) -> bool:
@@ -61,6 +82,6 @@ def _class_computes_as_told(kind: type[nn.Module]) -> bool:
         if forward is None:
             continue
         code = getattr(forward, "__code__", None)
-        if not isinstance(code, CodeType) or "super" not in code.co_names or _FUNCTIONS & set(code.co_names):
+        if not isinstance(code, CodeType) or "super" not in code.co_names or not set(code.co_names) <= _LEADS:
             return False
     return False

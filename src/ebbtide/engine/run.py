@@ -77,6 +77,7 @@ class BlockRun:
         self.engine, self.block, self.pass_ = engine, block, pass_
         self.previous, pass_.latest = pass_.latest, self
         self.tally = Tally()
+        self.whole = False  # the block is run again in backward
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
@@ -124,8 +125,9 @@ class BlockRun:
             with engine.lock:
                 entry = engine.index.find(storage, version, first, last)
                 if entry is None:
-                    entry = self._known_value(tensor) or self._admit(tensor, layout, storage, version, outer)
-                    engine.index.remember(storage, entry)
+                    known = self._known_value(tensor)
+                    entry = known or self._admit(tensor, layout, storage, version, outer)
+                    engine.index.remember(storage, entry, same_bytes=known is None)
                 probe = version_probe(tensor, engine.empty(tensor)) if outer is None else outer.probe
                 ticket = Ticket(entry, layout, self, probe, version)
                 self._list(entry)

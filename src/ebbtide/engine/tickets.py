@@ -156,12 +156,17 @@ class Ticket:
         tensor.data = view
         return tensor
 
+    @property
+    def changed(self) -> bool:
+        """Whether the saved tensor was changed in place since it was saved."""
+        return self.probe._version != self.version
+
     def check(self) -> None:
         """Raise ModifiedInPlaceError when the saved tensor was changed in place since it was saved."""
-        if self.probe._version != self.version:
-            raise modified_error(
-                self.layout.dtype, self.layout.size, self.probe._version, self.version, str(self.entry.site)
-            )
+        if self.changed:
+            site, layout = str(self.entry.site), self.layout
+            hint = AGAIN_HINT if self.run.whole else PLAIN_HINT
+            raise modified_error(layout.dtype, layout.size, self.probe._version, self.version, site, hint)
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
@@ -180,8 +185,15 @@ def operand_error(what: str) -> ModifiedInPlaceError:
     )
 
 
+PLAIN_HINT = "the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation"
+AGAIN_HINT = (
+    "a block that is re-run whole needs what it was given until its backward, with activation checkpointing too; do not "
+    "change that in place, or pass policy='offload', which re-runs nothing"
+)
+
+
 def modified_error(
-    dtype: torch.dtype, size: tuple[int, ...], found: int, expected: int, where: str
+    dtype: torch.dtype, size: tuple[int, ...], found: int, expected: int, where: str, hint: str = PLAIN_HINT
 ) -> ModifiedInPlaceError:
     """Return the error that plain autograd's in-place check would have raised, in its words."""
     kind = str(dtype).removeprefix("torch.")
@@ -189,5 +201,5 @@ def modified_error(
     return ModifiedInPlaceError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{kind} {list(size)}]{saved_at} is at version {found}; expected version {expected} instead",
-        hint="the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation",
+        hint=hint,
     )

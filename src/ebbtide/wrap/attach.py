@@ -30,7 +30,8 @@ from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import under_fsdp1, weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
-from ebbtide.wrap.rerun import Reruns, run_again
+from ebbtide.wrap.rerun import Reruns
+from ebbtide.wrap.second import Moment, run_again
 from ebbtide.wrap.strategy import weights_move
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -149,10 +150,10 @@ class Attachment:
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run, self._reruns.watched(block, scope.module):
+            with hooks as run, self._reruns.watched(block, scope.module, args, kwargs):
                 if whole:
                     try:
-                        return run_again(forward, args, kwargs)
+                        return run_again(forward, args, kwargs, functools.partial(self._moment, scope))
                     finally:
                         run.tally.add_rerun(seen.unique)
                 scope.run = run
@@ -164,6 +165,11 @@ class Attachment:
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
+
+    def _moment(self, scope: _Scope) -> Moment:
+        module = scope.module
+        weights = () if self.engine.weights_move else (*module.parameters(), *module.buffers())
+        return Moment(module, scope.block.name, weights)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
@@ -297,6 +303,7 @@ class offloading:
 
     def __enter__(self) -> BlockRun:
         run = self._run = self._engine.begin_block(self._block, self._inputs)
+        run.whole = self._checkpointed
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
 

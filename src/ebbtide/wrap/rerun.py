@@ -1,25 +1,24 @@
-"""Running a block again, whole: CHECKPOINT.
+"""Which blocks may be run again, whole: CHECKPOINT.
 
 [Note: what may be run again]
-A second run must compute what the first did and leave nothing behind. A block that is given something that it may
-change, such as a key-value cache, or that changes its own buffers (batch norm's running statistics, spectral norm's
-vectors), or that draws random numbers from a generator of its own, is treated tensor by tensor instead. Which buffers
-change is seen while blocks of the kind run: the first one always runs tensor by tensor. What a forward changes in plain
-Python objects is not seen.
+A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
+something that it may change, such as a key-value cache, or that changes its own buffers (batch norm's running
+statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, or that draws random numbers from
+a generator of its own, is treated tensor by tensor instead. What changes is seen while blocks of the kind run: the
+first one always runs tensor by tensor. What a forward changes in other Python objects is not seen.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.base.actions import Action, Plan
 from ebbtide.engine import Block
@@ -72,8 +71,10 @@ class Reruns:
         return again and (allowed or self._allowed(block.kind, args, kwargs))
 
     @contextmanager
-    def watched(self, block: Block, module: nn.Module) -> Generator[None]:
-        """See whether a forward of the block changes its buffers, or may draw from a generator of its own."""
+    def watched(
+        self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[None]:
+        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own."""
         if not self._possible(block):
             yield
             return
@@ -82,13 +83,15 @@ class Reruns:
             self._looked.add(kind)
             if any(isinstance(value, torch.Generator) for m in module.modules() for value in vars(m).values()):
                 self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
-        before = _versions(module)
+        before, given = _versions(module), _contents(args, kwargs)
         try:
             yield
         finally:
             changed = [name for name, version in _versions(module).items() if before.get(name) != version]
             if changed:
                 self._refuse(kind, f"change their own buffers ({changed[0]}), which a second run would change again")
+            if _contents(args, kwargs) != given:
+                self._refuse(kind, "change what they are given, which a second run would find changed")
 
     def _possible(self, block: Block) -> bool:
         return self._plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT
@@ -99,6 +102,8 @@ class Reruns:
         if changeable is not None:
             given = type(changeable).__name__
             self._refuse(kind, f"are given a {given}, which a second run would find changed", "use_cache=False")
+        if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
+            return False  # autograd does not save them
         return kind not in self._refused
 
     def _refuse(self, kind: str, why: str, switch: str = "") -> None:
@@ -110,19 +115,12 @@ class Reruns:
             )
 
 
-def run_again(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a block whose backward runs it again. What it is given is saved, and offloaded by the hooks that are open.
-
-    Tensors are handed over one by one: what a checkpoint is given by name, or inside a list, it would hold itself.
-    """
-    leaves, spec = tree_flatten((args, kwargs))
-
-    def flat(*given: Any) -> Any:
-        again_args, again_kwargs = tree_unflatten(list(given), spec)
-        return forward(*again_args, **again_kwargs)
-
-    return checkpoint(flat, *leaves, use_reentrant=False)
-
-
 def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(b), b._version) for name, b in block.named_buffers() if not b.is_inference()}
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a block is given, so that a change of it shows: its structure, its leaves, their versions."""
+    leaves, spec = tree_flatten((args, kwargs))
+    versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
+    return str(spec), [(id(x), version) for x, version in zip(leaves, versions, strict=True)]

@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.modules import computes_as_told
 from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
 
 
-def _norm(kind: type[torch.nn.Module], fn: Fn, *constants: str) -> Rule:
-    """Rule for a norm whose node does not tell all: the record of its leaf module gives eps and the weights."""
+def _norm(kind: type[torch.nn.Module], fn: Fn) -> Rule:
+    """Rule for a norm whose node does not tell its eps: the record of its leaf module does."""
 
     def rule(n: NodeView) -> Expr | None:
-        module = n.module
-        if n.output_nr or not isinstance(module, kind) or not computes_as_told(module):
+        record = n.record
+        if n.output_nr or record is None or not issubclass(record.kind, kind):
             return None
-        given = [getattr(module, name) for name in constants]
-        weights = [w for w in (module.weight, getattr(module, "bias", None)) if isinstance(w, torch.Tensor)]
-        return _normed(n, fn, given, [n.operand("input", 0), *map(n.weight, weights)])
+        weights = [n.operand(name, i) for i, name in ((1, "weight"), (2, "bias")) if n.saved(name)]
+        given = [n.constant("normalized_shape"), record.eps]
+        return _normed(n, fn, given, [n.operand("input", 0), *weights])
 
     return rule
 
 
-def _normed(n: NodeView, fn: Fn, given: list[object], operands: list[Operand | None]) -> Expr | None:
+def _normed(n: NodeView, fn: Fn, given: list[Any], operands: list[Operand | None]) -> Expr | None:
     def again(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         return fn(x, given[0], *weights, *[None] * (2 - len(weights)), *given[1:])
 
@@ -73,14 +73,11 @@ def _bias(n: NodeView, index: int) -> Operand | None:
 
     Under autocast the operator took a copy of the module's in its own type.
     """
-    found = n.input(index)
-    if found is not None or not computes_as_told(n.module):
+    found, record = n.input(index), n.record
+    if found is not None or record is None or record.bias is None or not n.needs_no_gradient(index):
         return found
-    bias, dtype = getattr(n.module, "bias", None), n.dtype
-    if not isinstance(bias, torch.Tensor):
-        return None
-    weight = n.weight(bias)
-    if weight is None or bias.dtype is dtype:
+    weight, dtype = n.weight(record.bias), n.dtype
+    if weight is None or record.bias.dtype is dtype:
         return weight
     return Expr(lambda w: w.to(dtype), (weight,), key=("cast", dtype))
 
@@ -152,11 +149,11 @@ def norms() -> dict[str, Rule]:
         "AvgPool2DBackward0": operator(F.avg_pool2d, *pool),
         "AvgPool3DBackward0": operator(F.avg_pool3d, *pool),
         "CudnnBatchNormBackward0": _batch_norm("epsilon"),
-        "FusedRmsNormBackward0": _norm(torch.nn.RMSNorm, _rms_norm, "normalized_shape", "eps"),
+        "FusedRmsNormBackward0": _norm(torch.nn.RMSNorm, _rms_norm),
         "MiopenBatchNormBackward0": _batch_norm("epsilon"),
         "NativeBatchNormBackward0": _batch_norm("eps"),
         "NativeGroupNormBackward0": _group_norm,
-        "NativeLayerNormBackward0": _norm(torch.nn.LayerNorm, F.layer_norm, "normalized_shape", "eps"),
+        "NativeLayerNormBackward0": _norm(torch.nn.LayerNorm, F.layer_norm),
     }
 
 

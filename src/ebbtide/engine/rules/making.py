@@ -28,7 +28,14 @@ def expression(
     found = tuple(o for o in operands if o is not None)
     if len(found) < len(operands):
         return None
-    return Expr(fn, found, key=(n.node.name(), *constants), flops=flops)
+    dtype = n.dtype
+
+    def rounded(*values: torch.Tensor) -> torch.Tensor:
+        made = fn(*values)
+        # An operator in place rounds to the type of what it changes: bfloat16 += float32 stays bfloat16.
+        return made if made.dtype is dtype else made.to(dtype)
+
+    return Expr(rounded, found, key=(n.node.name(), dtype, *constants), flops=flops)
 
 
 def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
