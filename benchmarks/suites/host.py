@@ -1,0 +1,185 @@
+"""How much of the raw link the host tier reaches, and how much host memory it wastes. Needs an accelerator.
+
+Raw is one copy after the other between a device tensor and pinned memory of torch's own, on one side stream, timed by
+events around them all. The tier moves tensors of that size: all parked, then all prefetched and taken, timed likewise,
+on the compute stream, which waits for the last copy. Both alternate, and swap who goes first, so that what else the
+machine does meets both. The first pair warms up (memory is pinned once) and is not counted. Waste is what the tier
+holds beyond what is parked; beside it, what torch's allocator of pinned memory would hold for the same tensors, each
+rounded up to a power of two.
+
+    python -m benchmarks.suites.host [--pairs 15] [--total-mib 1024] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.results_folder import RESULTS, hardware, result_folder, summary, write_result
+from ebbtide.store.accelerator import AcceleratorDevice
+from ebbtide.store.arena import ArenaState
+from ebbtide.store.host import HostTier
+
+MIB = 1 << 20
+SIZES_MIB = (1, 4, 16, 64)
+GOAL = 0.95
+UNEVEN = (65_536 + 1, 3 * MIB + 7, 17 * MIB + 1, 100_001, 5 * MIB + 64)
+"""Sizes of the tensors whose waste is counted: none is a power of two."""
+
+
+def timed(stream: torch.Stream, work: Callable[[], None]) -> float:
+    """Return the seconds that ``stream`` was busy with ``work``."""
+    torch.accelerator.synchronize()
+    begin, end = (torch.Event(device=stream.device, enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    work()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000.0
+
+
+def raw_rates(stream: torch.Stream, sources: list[torch.Tensor], pinned: list[torch.Tensor]) -> tuple[float, float]:
+    """Return bytes per second of raw copies out and in."""
+    total = sum(x.numel() for x in sources)
+
+    def copy(targets: list[torch.Tensor], origins: list[torch.Tensor]) -> None:
+        with stream:
+            for target, origin in zip(targets, origins, strict=True):
+                target.copy_(origin, non_blocking=True)
+
+    out = timed(stream, lambda: copy(pinned, sources))
+    return total / out, total / timed(stream, lambda: copy(sources, pinned))
+
+
+def tier_rates(tier: HostTier, sources: list[torch.Tensor]) -> tuple[float, float]:
+    """Return bytes per second of parking all sources, and of taking them back."""
+    total, compute = sum(x.numel() for x in sources), torch.accelerator.current_stream()
+    slots = []
+
+    def out() -> None:
+        slots.extend(tier.park(source) for source in sources)
+        for slot in slots:
+            slot.wait_parked()
+
+    def into() -> None:
+        for slot in slots:
+            slot.prefetch()
+        for slot in slots:
+            slot.take()
+            slot.free()
+
+    rates = total / timed(compute, out), total / timed(compute, into)
+    tier.trim()
+    return rates
+
+
+def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, list[float]], ArenaState]:
+    """Return the rates of ``pairs`` alternating runs after one that warms up, and what the tier holds at the end."""
+    where = torch.accelerator.current_accelerator()
+    if where is None:
+        raise SystemExit("torch finds no accelerator on this machine: there is nothing to measure")
+    sources = [torch.ones(size_bytes, dtype=torch.uint8, device=where) for _ in range(total_bytes // size_bytes)]
+    pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in sources]
+    stream, tier = torch.Stream(device=where), HostTier(AcceleratorDevice())
+    found: dict[str, list[float]] = {name: [] for name in ("raw_out", "raw_in", "tier_out", "tier_in")}
+    try:
+        for pair in range(pairs + 1):
+            order: list[tuple[str, Callable[[], tuple[float, float]]]] = [
+                ("raw", lambda: raw_rates(stream, sources, pinned)),
+                ("tier", lambda: tier_rates(tier, sources)),
+            ]
+            for name, run in order if pair % 2 else reversed(order):
+                out, into = run()
+                if pair:
+                    found[f"{name}_out"].append(out)
+                    found[f"{name}_in"].append(into)
+        return found, tier.arena
+    finally:
+        tier.close()
+
+
+def count_waste(total_bytes: int) -> dict[str, float]:
+    """Return bytes held ÷ bytes parked of the tier, and of an allocator that rounds up to powers of two."""
+    where = torch.accelerator.current_accelerator()
+    tier, slots, asked, rounded = HostTier(AcceleratorDevice()), [], 0, 0
+    try:
+        while asked < total_bytes:
+            size = UNEVEN[len(slots) % len(UNEVEN)]
+            slots.append(tier.park(torch.empty(size, dtype=torch.uint8, device=where)))
+            slots[-1].wait_parked()
+            asked, rounded = asked + size, rounded + (1 << (size - 1).bit_length())
+        state = tier.arena
+        torch.accelerator.synchronize()
+        return {"tier": state.held_bytes / asked, "powers_of_two": rounded / asked, "chunks": float(state.chunks)}
+    finally:
+        slots.clear()
+        tier.close()
+
+
+def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float]]], waste: dict[str, float]) -> str:
+    """Return the README of a results folder."""
+    lines = [
+        f"# Host tier against raw pinned copies: {result['device']}, {result['hardware']}",
+        "",
+        f"{result['date']}, {result['total_mib']} MiB a run, {result['pairs']} alternating pairs; GB/s as median "
+        "(quartiles). The ratio is that of each pair. Made by `python -m benchmarks.suites.host`; every run is in "
+        "`run.json`.",
+        "",
+        f"| tensor size | way | raw | tier | tier ÷ raw (goal ≥ {GOAL}) |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for size, ways in sizes.items():
+        for way in ("out", "in"):
+            raw, tier, ratio = (ways[f"{x}_{way}"] for x in ("raw", "tier", "ratio"))
+            cells = [f"{x['median'] / 1e9:.1f} ({x['q1'] / 1e9:.1f} to {x['q3'] / 1e9:.1f})" for x in (raw, tier)]
+            share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
+            lines.append(f"| {size} | {way} | {cells[0]} | {cells[1]} | {share} |")
+    lines += [
+        "",
+        f"Bytes held ÷ bytes parked, tensors of uneven sizes: **{waste['tier']:.4f}** in {waste['chunks']:.0f} chunks "
+        f"(goal ≤ 1.03); rounded up to powers of two they would take {waste['powers_of_two']:.2f}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and write ``run.json`` and ``README.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--total-mib", type=int, default=1024)
+    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
+    options = parser.parse_args()
+    sizes: dict[str, dict[str, dict[str, float]]] = {}
+    runs: dict[str, dict[str, list[float]]] = {}
+    for size_mib in SIZES_MIB:
+        found, state = measure(size_mib * MIB, options.total_mib * MIB, options.pairs)
+        if state.pageable_bytes:
+            raise SystemExit("the system refused to pin memory: pageable copies are no measure of the link")
+        for way in ("out", "in"):
+            pairs = zip(found[f"tier_{way}"], found[f"raw_{way}"], strict=True)
+            found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
+        runs[f"{size_mib} MiB"] = found
+        sizes[f"{size_mib} MiB"] = {name: summary(values) for name, values in found.items()}
+    waste = count_waste(options.total_mib * MIB)
+    result: dict[str, object] = {
+        "suite": "host",
+        "hardware": hardware(RESULTS),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "accelerator",
+        "date": datetime.date.today().isoformat(),
+        "total_mib": options.total_mib,
+        "pairs": options.pairs,
+        "summary": sizes,
+        "held_per_parked": waste,
+        "runs_bytes_per_second": runs,
+    }
+    text = report(result, sizes, waste)
+    write_result(options.out or result_folder("host"), result, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The host tier on a real device: bitwise behind late kernels, pinned once, given back, and beyond its budget.
+
+Skipped, with the reason, where there is no accelerator.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide.store import SpillSlot, SpillTier, open_tier
+from ebbtide.store.accelerator import AcceleratorDevice
+from ebbtide.store.host import HostTier
+from ebbtide.store.location import filesystem_of
+from ebbtide.store.pinned import pinned_memory
+from tests.gpu.test_first_light import _batch, _model, _same, _step
+from tests.helpers.handles import enable_over
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no accelerator on this machine"),
+]
+needs_sleep = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch.cuda._sleep to delay a stream")
+
+MIB = 1 << 20
+SIZES = [MIB + 64, 3 * MIB + 1, 100_001, 65_536, 7 * MIB, 70_000]
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    tier = HostTier(AcceleratorDevice(), budget_bytes=1 << 30)
+    yield tier
+    tier.close()
+
+
+def noise(nbytes: int) -> torch.Tensor:
+    where = torch.accelerator.current_accelerator()
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=where)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def delay() -> None:
+    torch.cuda._sleep(20_000_000)  # the host and the copy streams run ahead of compute
+
+
+def step(tier: Any, sizes: list[int], *, late: bool) -> None:
+    """Park, drop the sources as the engine does, poison what was freed, take back, compare."""
+    expected, slots = [], []
+    for size in sizes:
+        source = noise(size)
+        expected.append(source.clone())
+        if late:
+            delay()
+        slots.append(tier.park(source.add_(1)))  # written by a kernel that waits behind the delay
+        slots[-1].wait_parked()
+        del source
+        torch.full((8 * MIB,), 255, dtype=torch.uint8, device=expected[-1].device)
+    for slot in reversed(slots):
+        slot.prefetch()
+    for slot, source in zip(reversed(slots), reversed(expected), strict=True):
+        if late:
+            delay()
+        taken, _ = slot.take()
+        assert torch.equal(taken, source + 1)
+        slot.free()
+        del taken
+        torch.full((8 * MIB,), 255, dtype=torch.uint8, device=source.device)
+    tier.trim()
+
+
+@needs_sleep
+def test_bytes_are_right_when_kernels_are_late(tier: HostTier) -> None:
+    for _ in range(3):
+        step(tier, SIZES * 4, late=True)
+    assert tier.used_bytes == 0
+
+
+def test_nothing_is_pinned_after_the_first_step_and_little_is_wasted(tier: HostTier) -> None:
+    step(tier, SIZES * 8, late=False)
+    first = tier.arena
+    for _ in range(4):
+        step(tier, SIZES * 8, late=False)
+    assert tier.arena == first and first.pageable_bytes == 0
+    assert first.waste <= 0.03
+
+
+def test_training_pins_nothing_after_its_second_step() -> None:
+    model, x = _model(), _batch()
+    plain, chunks = _step(model, x), []
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0) as handle:
+        place: Any = handle._engine.tier
+        for _ in range(6):
+            assert _same(plain, _step(model, x))
+            chunks.append(place.arena.chunks)
+    assert chunks[0] > 0 and len(set(chunks[1:])) == 1
+
+
+def test_host_memory_goes_back_when_the_tier_is_closed() -> None:
+    step(tier := HostTier(AcceleratorDevice()), SIZES, late=False)
+    tier.close()
+    gc.collect()
+    before = resident_bytes()
+    tier = HostTier(AcceleratorDevice())
+    step(tier, SIZES * 20, late=False)
+    held = tier.arena.held_bytes
+    assert resident_bytes() - before > held * 0.9 > 100 * MIB
+    tier.close()
+    gc.collect()
+    assert resident_bytes() - before < held * 0.1
+
+
+def test_what_the_budget_does_not_hold_goes_to_disk(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary directory lies in RAM")
+    model, x = _model(), _batch()
+    plain = _step(model, x)
+    place = open_tier("host", host_budget_bytes=96 * MIB, disk_path=tmp_path)
+    assert isinstance(place, SpillTier)
+    with enable_over(place, model, policy="offload", min_bytes=0, window="16MiB") as handle:
+        for _ in range(3):
+            assert _same(plain, _step(model, x))
+        assert handle.stats().live_tickets == handle.stats().store_bytes == 0
+        assert place.disk_counters is not None and place.disk_counters.out_bytes > 0
+        assert place.arena.held_bytes <= 96 * MIB
+    place.close()
+
+
+def test_from_disk_to_the_device(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary directory lies in RAM")
+    place = open_tier("host", host_budget_bytes=32 * MIB, disk_path=tmp_path)
+    sources = [noise(2 * MIB + 5) for _ in range(40)]
+    slots = [place.park(source) for source in sources]
+    assert sum(isinstance(slot, SpillSlot) and slot.stage is None for slot in slots) > 10
+    for slot, source in zip(reversed(slots), reversed(sources), strict=True):
+        assert torch.equal(slot.take()[0], source)
+        slot.free()
+    assert place.used_bytes == 0
+    place.close()
+
+
+class Refused:
+    """Pins nothing."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        return 2
+
+    def unregister(self, address: int) -> int:
+        raise AssertionError("nothing was pinned")
+
+
+def test_pageable_memory_where_pinning_is_refused(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = tier.device
+    if device._registrar is None:
+        pytest.skip("this device pins through torch's own allocator")
+    monkeypatch.setattr(device, "_registrar", Refused())
+    step(tier, SIZES, late=False)
+    assert tier.arena.pageable_bytes == tier.arena.held_bytes > 0
+
+
+def test_a_refused_registration_leaves_no_error_behind(tier: HostTier) -> None:
+    registrar: Any = tier.device._registrar  # type: ignore[attr-defined]
+    if registrar is None:
+        pytest.skip("this device pins through torch's own allocator")
+    memory = pinned_memory(4 * MIB, registrar)
+    assert memory.is_pinned()
+    assert registrar.register(memory.data_ptr(), 4 * MIB) != 0  # it is pinned already
+    assert noise(1000).numel() == 1000  # a kernel of somebody else's
+    torch.accelerator.synchronize()
+    del memory
+    gc.collect()
+    step(tier, SIZES, late=False)
