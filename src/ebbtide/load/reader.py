@@ -28,7 +28,7 @@ from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
 
 ALIGN_BYTES = 4096
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 2 << 20
 READERS = 4
 RUN_BYTES = 64 << 10
 """Runs at least this long are read by themselves; shorter ones with what lies between them."""

@@ -23,7 +23,7 @@ from ebbtide.load.header import Entry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import CHUNK_BYTES, spans_of
 
-MESSAGE_BYTES = 2 * CHUNK_BYTES
+MESSAGE_BYTES = 4 * CHUNK_BYTES
 _WORD_BYTES = 16
 _GOOD, _FAILED = 1, 2
 
