@@ -308,9 +308,9 @@ def report(result: dict[str, Any]) -> str:
         f"# Loading sharded models: {result['hardware']}",
         "",
         f"{result['date']}, {result['filesystem']}, a checkpoint of {result['checkpoint_bytes'] / MIB:.0f} MiB in "
-        f"{result['files']} files that are not in the page cache, fresh processes, {result['rounds']} rounds in turn.",
+        f"{result['files']} files that the page cache lacks, fresh processes, {result['rounds']} rounds in turn.",
         "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
-        "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from the disk over",
+        "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
         "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every run is in `run.json`.",
     ]
     for case, rows in result["cases"].items():

@@ -1,0 +1,53 @@
+"""Host memory of a load, in a fresh process: the parameters, and staging buffers beside them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+MIB = 1 << 20
+STAGING_BYTES = 32 * MIB
+"""Four threads with a buffer of 2 MiB, their stacks, and what an allocator keeps."""
+
+CHILD = """
+import json, sys
+from pathlib import Path
+import torch
+from torch import nn
+import ebbtide.loading
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(x for x in lines if x.startswith(field + ":")).split()[1]) * 1024
+
+path, dtype = sys.argv[1:]
+with torch.device("meta"):
+    model = nn.Sequential(*(nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16) for _ in range(4)))
+ebbtide.loading.load_sharded(nn.Linear(2, 2, device="meta"))  # what is imported and started once
+base = status("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")
+ebbtide.loading.load_sharded(model, path, dtype=getattr(torch, dtype), device="cpu")
+held = sum(p.numel() * p.element_size() for p in model.parameters())
+print(json.dumps({"above": status("VmHWM") - base, "held": held}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not tell a process's peak")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_load_takes_the_parameters_and_staging_buffers(tmp_path: Path, dtype: str) -> None:
+    save_file(
+        {f"{i}.weight": torch.randn(4096, 4096, dtype=torch.bfloat16) for i in range(4)}, tmp_path / "x.safetensors"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path), dtype], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["held"] == 4 * 4096 * 4096 * (2 if dtype == "bfloat16" else 4)
+    assert found["held"] * 0.9 <= found["above"] <= found["held"] + STAGING_BYTES
