@@ -20,11 +20,12 @@ from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import CopyIn, CopyOut, Window
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
-from ebbtide.engine.recipe import Expr, evaluate, exactly
+from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.slots import Peek
 from ebbtide.engine.stats import Stats, Tally
+from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.wrappers import WrapperTicket, plain_tensors
@@ -230,7 +231,7 @@ class Engine:
         """Whether a recipe gives the tensor that is there, bit by bit."""
 
         def remake(expr: Expr) -> torch.Tensor:
-            return exactly(base.device.type, lambda: evaluate(expr, self._content, None))
+            return exactly(base.device.type, None, lambda: evaluate(expr, self._content, None))
 
         return self.trust.holds(entry, recipe, base, remake)
 
@@ -267,7 +268,7 @@ class Engine:
             began = time.perf_counter()
             keep = None if backward is None else functools.partial(self._keep, backward)
             read = functools.partial(self._operand, entry, backward, run)
-            content = exactly(entry.device_type, lambda: evaluate(entry, read, keep))
+            content = exactly(entry.device_type, entry.switches, lambda: evaluate(entry, read, keep))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:

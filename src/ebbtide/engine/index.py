@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from ebbtide.engine.tickets import Entry
+from ebbtide.engine.tickets import Entry, Version
 
 _Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
@@ -23,17 +23,17 @@ class StorageIndex:
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
-    def find(self, storage: torch.UntypedStorage, version: int, first: int, last: int) -> Entry | None:
+    def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry that stands for bytes ``first`` to ``last`` of a storage at this version."""
         for entry in self._entries(storage):
-            if entry.version == version and entry.first <= first and last <= entry.last and not entry.changed:
+            if entry.at == version and entry.first <= first and last <= entry.last and not entry.changed:
                 return entry
         return None
 
-    def bytes_apart(self, storage: torch.UntypedStorage, version: int) -> int:
+    def bytes_apart(self, storage: torch.UntypedStorage, version: Version) -> int:
         """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
         whole = storage.nbytes()
-        return sum(e.nbytes for e in self._entries(storage) if e.version == version and e.nbytes < whole)
+        return sum(e.nbytes for e in self._entries(storage) if e.at == version and e.nbytes < whole)
 
     def remember(self, storage: torch.UntypedStorage, entry: Entry, *, same_bytes: bool = True) -> None:
         """Let ``find`` find an entry while its storage lives.

@@ -72,25 +72,6 @@ def _signature(operand: Operand) -> Any:
     return operand.alias.dtype, tuple(operand.alias.shape), operand.alias.layout
 
 
-def exactly(device_type: str, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Run operators as they ran in forward: no graph, no autocast (its casts are steps of the recipe).
-
-    The switches are set one by one: what torch's context managers switched, an interrupt could leave switched.
-    """
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled(device_type)
-    try:
-        torch._C._set_grad_enabled(False)
-        if autocast:
-            torch.set_autocast_enabled(device_type, False)
-        return work()
-    finally:
-        try:
-            torch._C._set_grad_enabled(grad)
-        finally:
-            if autocast:
-                torch.set_autocast_enabled(device_type, True)
-
-
 def evaluate(target: Expr | Entry, read: Reader, keep: Callable[[Entry, torch.Tensor], None] | None) -> torch.Tensor:
     """Make a value again.
 

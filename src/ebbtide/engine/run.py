@@ -19,7 +19,8 @@ from ebbtide.engine.modules import Running
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.slots import Slots
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, version_probe
+from ebbtide.engine.switches import switches_now
+from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.weights import Weights, is_parameter
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
@@ -123,10 +124,11 @@ class BlockRun:
         version = tensor._version if outer is None else outer.version
         try:
             with engine.lock:
-                entry = engine.index.find(storage, version, first, last)
+                at = version if outer is None else (version, tensor._version)
+                entry = engine.index.find(storage, at, first, last)
                 if entry is None:
                     known = self._known_value(tensor)
-                    entry = known or self._admit(tensor, layout, storage, version, outer)
+                    entry = known or self._admit(tensor, layout, storage, at, outer)
                     engine.index.remember(storage, entry, same_bytes=known is None)
                 probe = version_probe(tensor, engine.empty(tensor)) if outer is None else outer.probe
                 ticket = Ticket(entry, layout, self, probe, version)
@@ -259,7 +261,7 @@ class BlockRun:
         return ticket.entry if ticket is not None and ticket.layout == Layout.of(tensor) else None
 
     def _admit(
-        self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, version: int, outer: Outer | None
+        self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
     ) -> Entry:
         """Make the entry of a storage and carry out the action chosen for it."""
         engine = self.engine
@@ -284,10 +286,15 @@ class BlockRun:
             and engine.plan.remakes
         ):
             recipe = self.builder.recipe(node, base.output_nr)
-        taken = engine.index.bytes_apart(storage, version)
+        taken = engine.index.bytes_apart(storage, at)
         region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
         entry = Entry(
-            tensor, site=site, region=region, base_layout=base_layout, version=version, living=engine.live_entries
+            tensor,
+            site=site,
+            region=region,
+            base_layout=base_layout,
+            at=at,
+            living=engine.live_entries,
         )
         candidate = Candidate(
             site=site,
@@ -312,7 +319,7 @@ class BlockRun:
         if engine.options.verify:
             engine.take_checksum(entry, tensor)
         if action is Action.RECOMPUTE and recipe is not None and engine.trusts(entry, recipe, base):
-            entry.action, entry.recipe = Action.RECOMPUTE, recipe
+            entry.action, entry.recipe, entry.switches = Action.RECOMPUTE, recipe, switches_now()
             return
         if action is not Action.KEEP and engine.may_move(tensor):
             narrow = self._narrowed(entry, base)
@@ -343,9 +350,7 @@ class BlockRun:
             small = base.detach().to(dtype)
         layout = Layout.of(small)
         region = (0, small.untyped_storage().nbytes())
-        inner = Entry(
-            small, site=entry.site, region=region, base_layout=layout, version=0, living=self.engine.live_entries
-        )
+        inner = Entry(small, site=entry.site, region=region, base_layout=layout, at=0, living=self.engine.live_entries)
         inner.action = Action.OFFLOAD
         self.engine.park(inner, small)
         self.tally.add_narrowed(inner.nbytes)

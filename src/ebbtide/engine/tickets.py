@@ -28,9 +28,13 @@ from ebbtide.store.protocol import Slot
 if TYPE_CHECKING:
     from ebbtide.engine.recipe import Expr
     from ebbtide.engine.run import BlockRun
+    from ebbtide.engine.switches import Switches
 
 Place = tuple[str, str]
 """Path of a module within its block, and the block's name."""
+
+Version = int | tuple[int, int]
+"""At which version a storage was saved; inside a wrapper: the wrapper's and its own."""
 
 UNCHECKED = -1
 """Version of a light ticket whose storage FSDP rewrites between forward and backward: no comparison."""
@@ -89,8 +93,8 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "base_layout", "checksum", "device_type", "first", "last", "life", "part_only",
-        "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted", "version",
+        "__weakref__", "action", "at", "base_layout", "checksum", "device_type", "first", "last", "life", "part_only",
+        "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "switches", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -100,7 +104,7 @@ class Entry:
         site: Site,
         region: tuple[int, int],
         base_layout: Layout,
-        version: int,
+        at: Version,
         living: set[weakref.ref[Life]],
     ) -> None:
         self.life = Life(living)
@@ -108,7 +112,7 @@ class Entry:
         self.site = site
         self.device_type = tensor.device.type
         self.first, self.last = region
-        self.version = version
+        self.at, self.version = at, at if isinstance(at, int) else at[0]
         self.base_layout = base_layout
         self.action = Action.KEEP
         self.source: torch.Tensor | None = None
@@ -116,6 +120,7 @@ class Entry:
         self.recipe: Expr | None = None
         self.restored: torch.Tensor | None = None
         self.checksum: tuple[int, int] | None = None
+        self.switches: Switches | None = None  # what its kernels ran under, if they are to run again
         self.probe: torch.Tensor | None = None
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
@@ -187,7 +192,7 @@ def operand_error(what: str) -> ModifiedInPlaceError:
 
 PLAIN_HINT = "the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation"
 AGAIN_HINT = (
-    "a block that is re-run whole needs what it was given until its backward, with activation checkpointing too; do not "
+    "a block that is re-run whole needs what it was given until its backward, as with activation checkpointing; do not "
     "change that in place, or pass policy='offload', which re-runs nothing"
 )
 

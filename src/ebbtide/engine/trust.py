@@ -11,6 +11,7 @@ import torch
 from ebbtide.base.events import Bus
 from ebbtide.engine.layout import Layout, storage_bytes
 from ebbtide.engine.recipe import Expr
+from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry
 
 logger = logging.getLogger("ebbtide.engine")
@@ -32,7 +33,7 @@ class Trust:
 
     def holds(self, entry: Entry, recipe: Expr, base: torch.Tensor, remake: Callable[[Expr], torch.Tensor]) -> bool:
         """Return whether ``recipe`` gives ``base`` exactly; compares when this key was not met before."""
-        key = (entry.site, entry.base_layout, recipe.signature, _switches())
+        key = (entry.site, entry.base_layout, recipe.signature, switches_now())
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._verdicts[key] = self._compare(entry, recipe, base, remake)
@@ -61,12 +62,3 @@ class Trust:
             self._bus.emit("message", level="info", code="demoted", text=f"not recomputed, {site}: {reason}")
         self.demoted[site] = reason
         return False
-
-
-def _switches() -> tuple[Any, ...]:
-    return (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-        torch.get_num_threads(),
-        torch.backends.mkldnn.enabled,
-    )

@@ -233,9 +233,9 @@ OTHERS: dict[str, tuple[str, Make]] = {
     ),
     "a functional batch norm": (
         "NativeBatchNormBackward0",
-        lambda x: F.batch_norm(x, None, None, None, None, True, 0.1, 1e-3),
+        lambda x: F.batch_norm(x, None, None, x[0], x[1], True, 0.1, 1e-3),
     ),
-    "a functional group norm": ("NativeGroupNormBackward0", lambda x: F.group_norm(x, 2, eps=1e-3)),
+    "a functional group norm": ("NativeGroupNormBackward0", lambda x: F.group_norm(x, 2, x[0], x[1], eps=1e-3)),
     "a group norm without weights": ("NativeGroupNormBackward0", _norm(nn.GroupNorm(3, 6, affine=False))),
     "a layer norm without bias": ("NativeLayerNormBackward0", _norm(nn.LayerNorm(6, bias=False))),
     "a layer norm without weights": ("NativeLayerNormBackward0", _norm(nn.LayerNorm(6, elementwise_affine=False))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,32 +14,25 @@ from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
 
 
-def _norm(kind: type[torch.nn.Module], fn: Fn) -> Rule:
+def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rule:
     """Rule for a norm whose node does not tell its eps: the record of its leaf module does."""
 
     def rule(n: NodeView) -> Expr | None:
         record = n.record
         if n.output_nr or record is None or not issubclass(record.kind, kind):
             return None
-        weights = [n.operand(name, i) for i, name in ((1, "weight"), (2, "bias")) if n.saved(name)]
-        given = [n.constant("normalized_shape"), record.eps]
-        return _normed(n, fn, given, [n.operand("input", 0), *weights])
+        shape, eps = n.constant("normalized_shape"), record.eps
+        weight, bias = (n.operand(name, i) if n.saved(name) else _ABSENT for i, name in ((1, "weight"), (2, "bias")))
+        return _normed(n, lambda x, w, b: call(x, shape, w, b, eps), weight, bias, shape, eps)
 
     return rule
-
-
-def _normed(n: NodeView, fn: Fn, given: list[Any], operands: list[Operand | None]) -> Expr | None:
-    def again(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        return fn(x, given[0], *weights, *[None] * (2 - len(weights)), *given[1:])
-
-    return expression(n, again, operands, str(given))
 
 
 def _group_norm(n: NodeView) -> Expr | None:
     if n.output_nr:
         return None
-    operands = [n.operand("input", 0), *_given_weights(n, 1, 2)]
-    return _normed(n, F.group_norm, [n.constant("group"), n.constant("eps")], operands)
+    groups, eps = n.constant("group"), n.constant("eps")
+    return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n), groups, eps)
 
 
 def _batch_norm(eps_name: str) -> Rule:
@@ -48,24 +42,47 @@ def _batch_norm(eps_name: str) -> Rule:
         if n.output_nr:
             return None
         eps, training = n.constant(eps_name), n.constant("training")
-        weights = _given_weights(n, 1, 2)
         running = [] if training else [n.slot("running_mean"), n.slot("running_var")]
 
-        def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-            weight, bias = given[: len(weights)] or (None, None)
-            mean, variance = given[len(weights) :] or (None, None)
-            return F.batch_norm(x, mean, variance, weight, bias, training, 0.0, eps)
+        def call(x: torch.Tensor, w: Any, b: Any, mean: Any = None, variance: Any = None) -> torch.Tensor:
+            return F.batch_norm(x, mean, variance, w, b, training, 0.0, eps)
 
-        return expression(n, again, [n.operand("input", 0), *weights, *running], eps, training)
+        return _normed(n, call, *_affine(n), eps, training, more=running)
 
     return rule
 
 
-def _given_weights(n: NodeView, *inputs: int) -> list[Operand | None]:
-    """Return the weights of a norm, which are all there or none; None for one that cannot be had."""
-    if not n.saved("weight"):
-        return []
-    return [n.operand("weight", inputs[0]), _bias(n, inputs[1])]
+class _Absent:
+    """A weight or bias that a norm does not have."""
+
+
+_ABSENT = _Absent()
+Affine = Operand | _Absent | None
+
+
+def _affine(n: NodeView) -> tuple[Affine, Affine]:
+    """Return weight and bias of a norm that saves its weight alone; None for one that cannot be had, or told."""
+    weight = n.operand("weight", 1) if n.saved("weight") else _ABSENT
+    if not n.needs_no_gradient(2):
+        return weight, n.input(2)
+    if n.record is None:  # frozen, or not there: nothing tells
+        return weight, None
+    return weight, _ABSENT if n.record.bias is None else _bias(n, 2)
+
+
+def _normed(
+    n: NodeView, call: Callable[..., torch.Tensor], weight: Affine, bias: Affine, *constants: Any,
+    more: Sequence[Operand | None] = (),
+) -> Expr | None:  # fmt: skip
+    there = [not isinstance(a, _Absent) for a in (weight, bias)]
+    affine = [a for a in (weight, bias) if not isinstance(a, _Absent)]
+
+    def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        left = iter(given)
+        w, b = (next(left) if is_there else None for is_there in there)
+        return call(x, w, b, *left)
+
+    return expression(n, again, [n.operand("input", 0), *affine, *more], str(constants), *there)
 
 
 def _bias(n: NodeView, index: int) -> Operand | None:
