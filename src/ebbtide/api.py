@@ -193,7 +193,7 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
-    _tell_idle(engine, host_budget=host_budget, disk_path=disk_path)
+    _tell_idle(engine, host_budget=host_budget)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
@@ -350,11 +350,10 @@ def _path(name: str, path: str | PathLike[str]) -> str:
     return str(path)
 
 
-def _tell_idle(engine: Engine, *, host_budget: object, disk_path: object) -> None:
-    """Say which options the chosen target leaves without effect."""
-    for name, value, target in (("host_budget", host_budget, "host"), ("disk_path", disk_path, "disk")):
-        if value is not None and engine.tier.name != target:
-            logger.warning("%s has no effect here: offloaded bytes go to %s", name, engine.tier.name)
+def _tell_idle(engine: Engine, *, host_budget: object) -> None:
+    """Say that an option has no effect with the chosen target. A disk path has: the host target falls back to it."""
+    if host_budget is not None and engine.tier.name != "host":
+        logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
 
 
 def _open_engine(
