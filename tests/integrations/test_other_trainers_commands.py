@@ -66,7 +66,7 @@ def start(command: str, model: Path, out: Path) -> subprocess.CompletedProcess[s
         ]
         environment.pop("NPROC_PER_NODE")
     argv = [sys.executable, *program, "sft", *words]
-    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.slow
