@@ -3,7 +3,7 @@
 [Note: operand sources]
 The pack hook is handed a tensor with its ``grad_fn``, and that node names what the tensor was made from. An operand is
 looked for, in this order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the
-node's own saved slot, whose packed object is a ticket ([Note: saved slots]); a weight (the node behind is
+node's own saved slot, whose packed object is a ticket and is read without unpacking; a weight (the node behind is
 ``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. A value counts as
 saved when a view of it was: a linear layer over three dimensions saves its input flattened. What came into the block
 from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its later
@@ -22,7 +22,6 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, record_of
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
-from ebbtide.engine.slots import Slots
 from ebbtide.engine.tickets import LightTicket, Ticket
 from ebbtide.engine.weights import Weights
 
@@ -75,24 +74,22 @@ class NodeView:
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
-        return self._builder.packed_operand(self._builder.slots.read(self.node, name))
+        return self._builder.packed_operand(_packed(self.node, name))
 
-    def slots(self, name: str) -> tuple[list[Operand | None], list[bool]] | None:
-        """Return the node's saved list of tensors ``name``; None if it cannot be told.
+    def slots(self, name: str) -> tuple[list[Operand | None], list[bool]]:
+        """Return the node's saved list of tensors ``name``.
 
         Returns:
             The operands of those that are there, None for each that cannot be had; and of each place in the list
             whether a tensor is there.
         """
-        packed = self._builder.slots.read_list(self.node, name)
-        if packed is None:
-            return None
+        packed = [saved.data for saved in getattr(self.node, "_raw_saved_" + name)]
         there = [p is not None for p in packed]
         return [self._builder.packed_operand(p) for p in packed if p is not None], there
 
     def saved(self, name: str) -> bool:
         """Whether the node saved a tensor ``name``."""
-        return self._builder.slots.read(self.node, name) is not None
+        return _packed(self.node, name) is not None
 
     def input_shape(self, index: int) -> tuple[int, ...] | None:
         """Return the shape of the operator's input ``index``; None if it needs no gradient."""
@@ -129,7 +126,6 @@ class Builder:
     Args:
         rules: Node name to rule.
         weights: The block's weights.
-        slots: Reads what nodes saved.
         inputs: What came into the block.
         saved_input: Returns the ticket of an input, if it was saved.
         checks_weights: Whether reading a weight checks that it was not changed in place.
@@ -139,14 +135,13 @@ class Builder:
         self,
         rules: dict[str, Rule],
         weights: Weights,
-        slots: Slots,
         inputs: Inputs,
         saved_input: Callable[[torch.Tensor], Ticket | None],
         *,
         checks_weights: bool = True,
     ) -> None:
         self.rules, self._weights, self._checks_weights = rules, weights, checks_weights
-        self.slots, self._inputs, self._saved_input = slots, inputs, saved_input
+        self._inputs, self._saved_input = inputs, saved_input
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
@@ -256,6 +251,12 @@ class Builder:
         if isinstance(ticket, Ticket):
             return None if ticket.entry.part_only else ticket
         return None if ticket.weight and not self._weights.usable(ticket.alias) else ticket
+
+
+def _packed(node: Node, name: str) -> Any:
+    """Return what was packed into a node's slot; None if it saved nothing there."""
+    saved = getattr(node, "_raw_saved_" + name, None)
+    return None if saved is None else saved.data
 
 
 def _signed(value: Any) -> Any:

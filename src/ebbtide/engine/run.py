@@ -17,7 +17,6 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Running
 from ebbtide.engine.recipe import Expr
-from ebbtide.engine.slots import Slots
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
@@ -95,7 +94,6 @@ class BlockRun:
         self.builder: Builder | None = Builder(
             engine.rules,
             self.weights,
-            Slots(engine.peek),
             self._inputs,
             self._saved_input,
             checks_weights=engine.checks_weights,
@@ -111,8 +109,6 @@ class BlockRun:
             outer: The saved tensor that it is inside of. See [Note: wrapper subclasses].
         """
         engine = self.engine
-        if self.builder is not None:
-            self.builder.slots.note_saver()
         light = self._light(tensor, outer)
         if light is not None:
             if isinstance(light, LightTicket):

@@ -43,8 +43,8 @@ class Kept:
         self._saved = saved
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that have no hooks yet; none where torch (before 2.11) does not tell."""
-        return [t for s in self._saved if isinstance(t := getattr(s, "data", None), torch.Tensor)]
+        """Return the tensors that have no hooks yet."""
+        return [t for s in self._saved if isinstance(t := s.data, torch.Tensor)]
 
     def hook(self, hooks: Hooks) -> object | None:
         """Give pack and unpack hooks to what has none.
@@ -59,7 +59,7 @@ class Kept:
             except RuntimeError as error:
                 if HAS_HOOKS not in str(error):
                     raise
-                packed = getattr(saved, "data", None)  # ours, if two blocks share a checkpoint, or another's
+                packed = saved.data  # ours, if two blocks share a checkpoint, or another's
                 if not isinstance(packed, (Ticket, LightTicket, WrapperTicket)) and not _of_checkpoint(type(packed)):
                     theirs = packed
         return theirs

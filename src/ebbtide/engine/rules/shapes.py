@@ -47,10 +47,7 @@ def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
 
 def _index(n: NodeView) -> Expr | None:
     """Rule for ``x[i, :, j]``: the indices were saved, None where a whole dimension is taken."""
-    found = n.slots("indices")
-    if found is None:
-        return None
-    indices, there = found
+    indices, there = n.slots("indices")
 
     def pick(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         left = iter(tensors)
