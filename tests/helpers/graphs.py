@@ -349,9 +349,15 @@ def leaves() -> dict[str, Tensor]:
     }
 
 
-def graphs(*, changes: bool = False, most: int = 14) -> st.SearchStrategy[Graph]:
-    """Graphs of up to ``most`` instructions; with ``changes`` some of them change a tensor in place."""
-    names = [*OPERATORS, *"|||~", *(CHANGES if changes else ())]
+def graphs(*, changes: bool = False, most: int = 14, outside: bool = True) -> st.SearchStrategy[Graph]:
+    """Graphs of up to ``most`` instructions.
+
+    Args:
+        changes: Some of them change a tensor in place.
+        most: Instructions.
+        outside: Some stand outside of blocks, where autograd itself holds what it saves.
+    """
+    names = [*OPERATORS, *("|||~" if outside else "|||"), *(CHANGES if changes else ())]
     near = st.integers(0, 5)
     step = st.tuples(st.sampled_from(names), near, near, near)
     return st.builds(

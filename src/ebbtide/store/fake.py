@@ -114,6 +114,7 @@ class FakeDevice:
         self._pending: list[tuple[float, int, _Copy]] = []
         self._arrived: list[_Copy] = []
         self._count = 0
+        self._observed: Vector = {}  # what the host has seen to be done
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
         self._pinned_bytes = self.host_calls = 0
         self.violations: list[str] = []
@@ -162,12 +163,20 @@ class FakeDevice:
         return stall
 
     def query(self, event: FakeEvent) -> bool:
-        """Whether the event lies in the past."""
-        return event.seconds <= self.now_seconds
+        """Whether the event lies in the past: whatever the host asks for after a yes is ordered after the event."""
+        past = event.seconds <= self.now_seconds
+        if past:
+            self._observe(event)
+        return past
 
     def synchronize(self, event: FakeEvent) -> None:
         """Let the host, and so what is asked later, wait for the event."""
         self._advance(max(self.now_seconds, event.seconds))
+        self._observe(event)
+
+    def _observe(self, event: FakeEvent) -> None:
+        for name, number in event.seen.items():
+            self._observed[name] = max(self._observed.get(name, 0), number)
 
     def elapsed_seconds(self, begin: FakeEvent, end: FakeEvent) -> float:
         """Return the virtual time between two events."""
@@ -247,7 +256,7 @@ class FakeDevice:
             # Nobody said when it was produced: then at the latest now.
             read.write("compute", self._compute.sequence, 0, source.nbytes())
         for name, number in (*read.before_read(*out_of), *written.before_write(*into)):
-            if seen.get(name, 0) < number:
+            if max(seen.get(name, 0), self._observed.get(name, 0)) < number:
                 copy.fault = copy.fault or f"it is not ordered after operation {number} of stream {name!r}"
         read.read(copy.stream.name, copy.number, *out_of)
         written.write(copy.stream.name, copy.number, *into)
