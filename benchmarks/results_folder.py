@@ -1,4 +1,4 @@
-"""What every suite shares: the name of its results folder, what is noted beside the numbers, medians and quartiles."""
+"""What suites share: names of results folders, what is noted beside the numbers, quartiles, rates taken in turn."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,29 @@ def summary(values: list[float]) -> dict[str, float]:
     """Return median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return {"q1": low, "median": middle, "q3": high}
+
+
+def interleaved(
+    pairs: int, raw: Callable[[], tuple[float, float]], tier: Callable[[], tuple[float, float]]
+) -> dict[str, list[float]]:
+    """Return the rates out and in of a tier and of what it is measured against, taken in turn.
+
+    Who begins changes from pair to pair, so that what else the machine does meets both; the first pair warms up.
+
+    Args:
+        pairs: Pairs that count.
+        raw: Returns the rates, out and in, of the bare device or file.
+        tier: Returns those of the tier.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ("raw_out", "raw_in", "tier_out", "tier_in")}
+    for pair in range(pairs + 1):
+        order = [("raw", raw), ("tier", tier)]
+        for name, run in order if pair % 2 else reversed(order):
+            out, into = run()
+            if pair:
+                found[f"{name}_out"].append(out)
+                found[f"{name}_in"].append(into)
+    return found
 
 
 def hardware(directory: Path) -> str:

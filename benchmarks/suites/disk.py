@@ -16,12 +16,11 @@ import ctypes
 import datetime
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.results_folder import hardware, result_folder, summary, write_result
+from benchmarks.results_folder import hardware, interleaved, result_folder, summary, write_result
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import Buffer, view_memory
 from ebbtide.store.disk import DiskTier
@@ -77,22 +76,11 @@ def measure(directory: Path, size_bytes: int, total_bytes: int, pairs: int) -> d
         raise SystemExit(f"direct I/O is refused in {directory}: there is nothing to compare with")
     file.grow(0, total_bytes)
     sources = [torch.ones(size_bytes, dtype=torch.uint8) for _ in range(total_bytes // size_bytes)]
-    found: dict[str, list[float]] = {name: [] for name in ("raw_out", "raw_in", "tier_out", "tier_in")}
     try:
-        for pair in range(pairs + 1):
-            order: list[tuple[str, Callable[[], tuple[float, float]]]] = [
-                ("raw", lambda: raw_rates(file, size_bytes, total_bytes)),
-                ("tier", lambda: tier_rates(tier, sources)),
-            ]
-            for name, run in order if pair % 2 else reversed(order):
-                out, into = run()
-                if pair:
-                    found[f"{name}_out"].append(out)
-                    found[f"{name}_in"].append(into)
+        return interleaved(pairs, lambda: raw_rates(file, size_bytes, total_bytes), lambda: tier_rates(tier, sources))
     finally:
         tier.close()
         file.close()
-    return found
 
 
 def report(result: dict[str, object], sizes: dict[str, dict[str, dict[str, float]]]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.results_folder import RESULTS, hardware, result_folder, summary, write_result
+from benchmarks.results_folder import RESULTS, hardware, interleaved, result_folder, summary, write_result
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.arena import ArenaState
 from ebbtide.store.host import HostTier
@@ -85,19 +85,10 @@ def measure(size_bytes: int, total_bytes: int, pairs: int) -> tuple[dict[str, li
     sources = [torch.ones(size_bytes, dtype=torch.uint8, device=where) for _ in range(total_bytes // size_bytes)]
     pinned = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in sources]
     stream, tier = torch.Stream(device=where), HostTier(AcceleratorDevice())
-    found: dict[str, list[float]] = {name: [] for name in ("raw_out", "raw_in", "tier_out", "tier_in")}
     try:
-        for pair in range(pairs + 1):
-            order: list[tuple[str, Callable[[], tuple[float, float]]]] = [
-                ("raw", lambda: raw_rates(stream, sources, pinned)),
-                ("tier", lambda: tier_rates(tier, sources)),
-            ]
-            for name, run in order if pair % 2 else reversed(order):
-                out, into = run()
-                if pair:
-                    found[f"{name}_out"].append(out)
-                    found[f"{name}_in"].append(into)
-        return found, tier.arena
+        return interleaved(
+            pairs, lambda: raw_rates(stream, sources, pinned), lambda: tier_rates(tier, sources)
+        ), tier.arena
     finally:
         tier.close()
 

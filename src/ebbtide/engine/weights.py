@@ -74,9 +74,9 @@ class Weights:
             weight = leaf if leaf is not None and self.include(leaf) else None
         elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
             # One that computes as told saves nothing else of its weight's shape: not its input, for a frozen weight.
-            module = running.module if computes_as_told(running.module) else torch.nn.Identity()
-            same = [w for w in module.parameters(recurse=False) if w.shape == tensor.shape]
-            if len(same) == 1 and not same[0].requires_grad and same[0].dtype != tensor.dtype:
+            same = [w for w in running.module.parameters(recurse=False) if w.shape == tensor.shape]
+            frozen = len(same) == 1 and not same[0].requires_grad and same[0].dtype != tensor.dtype
+            if frozen and computes_as_told(running.module):
                 weight = same[0]
         if weight is None or self.usable(weight):
             return weight

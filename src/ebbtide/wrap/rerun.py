@@ -119,8 +119,8 @@ def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
     return {name: (id(b), b._version) for name, b in block.named_buffers() if not b.is_inference()}
 
 
-def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:
     """Return what a block is given, so that a change of it shows: its structure, its leaves, their versions."""
     leaves, spec = tree_flatten((args, kwargs))
     versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
-    return str(spec), [(id(x), version) for x, version in zip(leaves, versions, strict=True)]
+    return spec, [(id(x), version) for x, version in zip(leaves, versions, strict=True)]

@@ -13,7 +13,16 @@ import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.engine.build import Builder
 from ebbtide.engine.rules import rule_table
-from tests.helpers.engines import REMAKE, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
+from tests.helpers.engines import (
+    REMAKE,
+    ByTable,
+    assert_nothing_left,
+    compare,
+    forward_pass,
+    leaf,
+    observe,
+    open_engine,
+)
 from tests.helpers.oracle import same_bits
 
 Make = Callable[[Tensor], Tensor]
@@ -319,3 +328,19 @@ def test_a_frozen_bias_is_taken_as_autocast_cast_it(frozen: type[nn.Module]) -> 
         sites = handle._engine.last_pass.sites
         assert handle.stats().demoted_sites == ()
         assert any(s.node == "SigmoidBackward0" and a is Action.RECOMPUTE for s, (_, _, a) in sites.items()), sites
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_the_work_of_a_convolution_does_not_depend_on_what_is_frozen(kind: type[nn.Module]) -> None:
+    found = []
+    for frozen in (False, True):
+        layer = kind(4, 6, 3, bias=False).requires_grad_(not frozen)
+        plan = ByTable(Action.KEEP)
+        with open_engine(plan) as engine:
+            x = leaf(2, 4, 8, 8)
+            with forward_pass(engine, x, weights=list(layer.parameters())):
+                y = layer(x.sigmoid()).sin()
+            y.sum().backward()
+        found += [c.recompute_flops for c in plan.asked if c.site.node == "ConvolutionBackward0"]
+    elements = 2 * 6 * 6 * 6 if kind is nn.Conv2d else 2 * 4 * 8 * 8
+    assert found == [2 * elements * (4 if kind is nn.Conv2d else 6) * 9] * 2

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from ebbtide.engine.build import NodeView, Rule
 from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
+from ebbtide.engine.tickets import LightTicket, Ticket
 
 
 def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rule:
@@ -125,6 +126,13 @@ def _inner_length(n: NodeView, first: int) -> int:
     return 1
 
 
+def _shape_of(operand: Operand | None) -> tuple[int, ...]:
+    """Return the shape of an operand of which the graph says nothing, such as a frozen weight."""
+    if isinstance(operand, Ticket):
+        return operand.layout.size
+    return tuple(operand.alias.shape) if isinstance(operand, LightTicket) else ()
+
+
 def _grouped_product(n: NodeView) -> Expr | None:
     operands = [n.operand("self", 0), n.operand("mat2", 1), n.slot("offs")]
     work = 2.0 * math.prod(n.shape) * n.constant("self_sym_sizes")[-1]
@@ -141,9 +149,9 @@ def _convolution(n: NodeView) -> Expr | None:
     def again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.convolution(x, weight, bias, *given)
 
-    shape = n.input_shape(1)
+    shape = n.input_shape(1) or _shape_of(operands[1])
     moved = n.input_shape(0) if given[3] else n.shape
-    work = 2.0 * math.prod(moved or n.shape) * math.prod(shape[1:] if shape else (1,))
+    work = 2.0 * math.prod(moved or n.shape) * math.prod(shape[1:])
     return expression(n, again, operands, str(given), flops=work)
 
 
