@@ -161,14 +161,6 @@ def test_another_data_set_is_evaluated_on(tiny_model: Path, tmp_path: Path) -> N
     assert [e["step"] for e in events(tmp_path / "out") if e["event"] == "evaluation"] == [1]
 
 
-def test_a_tracker_sees_the_step_fields(tiny_model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("tensorboardX")
-    train(tiny_model, tmp_path, max_steps=2, report_to=("tensorboard",), activation_cpu_offload=True)
-    written = b"".join(p.read_bytes() for p in tmp_path.rglob("events.out*"))
-    # It writes names without brackets.
-    assert all(name in written for name in (b"train/loss", b"train/memory", b"train/train_speed", b"train/stall"))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_kills_at_random_instants_lose_nothing(tiny_model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
+_TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
+"""Packages of trackers that are not called as transformers calls the tracker."""
+
 
 class RecipeTrainer(SFTTrainer):
     """TRL's trainer with phases and losses told to a recorder; see [Note: phases] in ``callback.py``.
@@ -219,7 +222,9 @@ def _check_trackers(names: Sequence[str]) -> None:
             raise ConfigError(f"report_to names {name!r}", expected=f"some of {', '.join(sorted(known))}", hint=hint)
         if name not in usable:
             raise ConfigError(
-                f"report_to names {name!r}", expected="a tracker that is installed", hint="install its package"
+                f"report_to names {name!r}",
+                expected="a tracker that is installed",
+                hint=f"pip install {_TRACKERS.get(name, name)}, or leave it out",
             )
 
 
