@@ -1,4 +1,4 @@
-"""What trackers are told: TensorBoard's event file is read back, Weights & Biases is a stand-in that notes its calls."""
+"""What trackers are told: TensorBoard's event file is read back, a stand-in for Weights & Biases notes its calls."""
 
 from __future__ import annotations
 
