@@ -30,6 +30,7 @@ from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import under_fsdp1, weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
+from ebbtide.wrap.others import Inside, refuse_around, refuse_taken
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.second import Moment, run_again
 from ebbtide.wrap.strategy import weights_move
@@ -141,7 +142,7 @@ class Attachment:
         if kept is not None:
             self._leave_to_checkpoint(kept, block)
             return forward(*args, **kwargs)
-        _refuse_other_hooks(block.name, pack)
+        refuse_around(block.name, pack)
         seen = self._seen.get(block.kind) or Tally()
         whole = self._reruns.decide(block, scope.module, seen, args, kwargs)
         self._check_room()
@@ -158,9 +159,12 @@ class Attachment:
                         run.tally.add_rerun(seen.unique)
                 scope.run = run
                 try:
-                    return forward(*args, **kwargs)
+                    output = forward(*args, **kwargs)
+                    scope.others.check(block.name, run)
+                    return output
                 finally:
                     scope.run = None
+                    scope.others.forget()
                     self._seen[block.kind] = run.tally
         finally:
             scope.open = False
@@ -183,7 +187,7 @@ class Attachment:
         finally:
             self.engine.end_block(run, checkpointed=True)
         if theirs is not None:
-            _refuse(block.name, f"{type(theirs).__module__}.{type(theirs).__qualname__}")
+            refuse_taken(block.name, theirs)
 
     def _leave_to_reentrant(self, scope: _Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Offload what a reentrant checkpoint around the block before this one keeps."""
@@ -248,6 +252,7 @@ class _Scope:
         self.open = False
         self.inside: list[Callable[[], None]] = []  # take away what was put on the block and its modules
         self.run: BlockRun | None = None
+        self.others = Inside()
 
     def __reduce__(self) -> tuple[type[_Scope], tuple[Block, nn.Module]]:
         """Follow nothing in a copy. See [Note: copies]."""
@@ -271,6 +276,7 @@ class _Scope:
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         run = self.run
         if run is not None:
+            self.others.look(run)
             run.enter(name, module)
             if run.engine.weights_move:
                 run.weights.see(weights_of(module))
@@ -360,23 +366,3 @@ def _transform() -> str | None:
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
         return "tracing (torch.export, make_fx)"
     return None
-
-
-def _refuse_other_hooks(block: str, pack: Any) -> None:
-    """Raise if saved-tensor hooks that are not ours are open where ours would be entered.
-
-    Raises:
-        ConflictError: Another offloader is on.
-    """
-    if pack is None or isinstance(getattr(pack, "__self__", None), BlockRun):
-        return
-    _refuse(block, f"{getattr(pack, '__module__', '?')}.{getattr(pack, '__qualname__', type(pack).__qualname__)}")
-
-
-def _refuse(block: str, where: str) -> None:
-    raise ConflictError(
-        f"block {block!r} runs under other saved-tensor hooks ({where})",
-        expected="one offloader on a model",
-        hint="leave that context, or unset its flag (TRL and torchtune: activation_offloading, enable_activation_"
-        "offloading; transformers: gradient_checkpointing_kwargs['offload'])",
-    )

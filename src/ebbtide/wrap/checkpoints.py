@@ -52,17 +52,19 @@ class Kept:
         Returns:
             What another offloader's hooks made of a tensor, where one came first; else None.
         """
-        theirs: object | None = None
         for saved in self._saved:
             try:
                 saved.register_hooks(*hooks)
             except RuntimeError as error:
                 if HAS_HOOKS not in str(error):
                     raise
-                packed = saved.data  # ours, if two blocks share a checkpoint, or another's
-                if not isinstance(packed, (Ticket, LightTicket, WrapperTicket)) and not _of_checkpoint(type(packed)):
-                    theirs = packed
-        return theirs
+        return self.taken()
+
+    def taken(self) -> object | None:
+        """Return what another offloader's hooks made of a tensor; None if there is no other."""
+        packed = [s.data for s in self._saved]  # ours, if two blocks share a checkpoint
+        ours = (torch.Tensor, Ticket, LightTicket, WrapperTicket, type(None))
+        return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
 
 
 def innermost_hooks() -> Any:

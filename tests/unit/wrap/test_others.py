@@ -1,0 +1,167 @@
+"""Other offloaders on a model: those that take all that a block saves are refused, those that take a part are said."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide.base.errors import ConflictError
+from tests.helpers.engines import assert_nothing_left, hooks_are_closed
+from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
+from tests.helpers.oracle import Oracle, differences
+
+Around = Callable[..., Any]
+
+
+def taken(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    with Oracle():
+        return function(*args)
+
+
+def taken_and_checkpointed(function: Callable[..., Tensor], *args: Tensor, reentrant: bool = False) -> Tensor:
+    """As transformers' layers do with ``offload=True``, by ``save_on_cpu``."""
+    with Oracle():
+        return checkpoint(function, *args, use_reentrant=reentrant)
+
+
+class Layer(nn.Module):
+    """A block that lets others run what it is made of."""
+
+    def __init__(self, all_of_it: Around | None = None, a_part: Around | None = None) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(), Mlp()
+        self.all_of_it, self.a_part = all_of_it, a_part
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x) if self.all_of_it is None else self.all_of_it(self.run, x)
+
+    def run(self, x: Tensor) -> Tensor:
+        x = self.attention(x)
+        return self.mlp(x) if self.a_part is None else self.a_part(self.mlp, x)
+
+
+def enable(model: nn.Module, policy: str = "offload") -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0)
+
+
+def train(model: nn.Module) -> list[Tensor]:
+    x = torch.linspace(-1, 1, 2 * 6 * WIDTH).reshape(2, 6, WIDTH).requires_grad_()
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+HINT = (
+    "; expected one offloader on a model\nhint: leave that context, or unset its flag (TRL and torchtune: "
+    "activation_offloading, enable_activation_offloading; transformers: gradient_checkpointing_kwargs['offload'])"
+)
+
+
+@pytest.mark.parametrize("policy", ["keep", "inputs", "offload", "minimal", "auto"])
+@pytest.mark.parametrize(
+    ("around", "found"),
+    [
+        (taken, "tests.helpers.oracle.Oracle._pack"),
+        (taken_and_checkpointed, "what a checkpoint keeps is a builtins.tuple"),
+        (
+            lambda *args: taken_and_checkpointed(*args, reentrant=True),
+            "tests.helpers.oracle.Oracle._pack",
+        ),
+    ],
+)
+def test_hooks_inside_a_block_that_take_all_it_saves_are_refused(around: Around, found: str, policy: str) -> None:
+    model = Stack(Layer(), Layer(around))
+    with enable(model, policy) as handle:
+        for _ in range(2):  # in every step, not in the first alone
+            with pytest.raises(ConflictError) as raised:
+                train(model)
+            expected = f"block 'layers.1' saves everything under other saved-tensor hooks, inside it ({found})"
+            assert str(raised.value) == expected + HINT
+            assert hooks_are_closed()
+        raised = None  # type: ignore[assignment]  # its traceback holds the graph
+        model.layers[1].all_of_it = None
+        train(model)
+        assert_nothing_left(handle._engine)
+
+
+@pytest.mark.parametrize("part", [taken, lambda f, x: saved_tensors_hooks_of_their_own(f, x), taken_and_checkpointed])
+def test_hooks_inside_a_block_that_take_a_part_are_said_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Stack(Layer(a_part=part), Layer())
+    expected = train(model)
+    with caplog.at_level(logging.WARNING, "ebbtide"), enable(model) as handle:
+        for _ in range(2):
+            assert all(map(torch.equal, train(model), expected))
+        assert handle.stats().offloaded_bytes > 0
+    said = [r.getMessage() for r in caplog.records if "a part under other" in r.getMessage()]
+    assert len(said) == 1 and "block 'layers.0' saves a part under other saved-tensor hooks" in said[0]
+
+
+def saved_tensors_hooks_of_their_own(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    with saved_tensors_hooks(lambda t: (t,), lambda packed: packed[0]):
+        return function(x)
+
+
+@pytest.mark.parametrize("inside", [checkpoint, None])
+def test_checkpoints_and_contexts_of_our_own_inside_a_block_are_no_others(
+    inside: Around | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def ours(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        with ebbtide.offload_saved_tensors(min_bytes=0):
+            return function(x)
+
+    def checkpointed(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        return checkpoint(function, x, use_reentrant=False)
+
+    around = ours if inside is None else checkpointed
+    model = Stack(Layer(a_part=around), Layer(around))
+    expected = train(model)
+    with caplog.at_level(logging.WARNING, "ebbtide"), enable(model):
+        assert all(map(torch.equal, train(model), expected))
+    assert not [r for r in caplog.records if "other saved-tensor hooks" in r.getMessage()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_transformers_offloads_itself_is_refused_and_its_flag_named(
+    monkeypatch: pytest.MonkeyPatch, reentrant: bool
+) -> None:
+    pin_nothing(monkeypatch)
+    tiny = build("llama")
+    tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=2, offload=True)
+    with enable(tiny.model), pytest.raises(ConflictError, match=r"(?s)block 'model\.layers\.0' saves everything") as e:
+        tiny.step()
+    assert "transformers: gradient_checkpointing_kwargs['offload']" in str(e.value)
+    tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    expected = tiny.step()
+    with enable(tiny.model) as handle:
+        assert differences(expected, tiny.step()) == []
+        assert handle.stats().offloaded_bytes > 0
+
+
+def pin_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an accelerator nothing can be pinned: transformers' ``save_on_cpu`` is told so."""
+    modeling = pytest.importorskip("transformers.modeling_utils")
+    monkeypatch.setattr(modeling, "save_on_cpu", lambda **options: save_on_cpu())
+
+
+def test_what_trl_offloads_is_refused_and_its_flag_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    trl = pytest.importorskip("trl.models.activation_offloading")
+    tiny = build("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+        theirs = trl.get_act_offloading_ctx_manager(tiny.model, use_pin_memory=False, use_streams=False)
+    with enable(tiny.model):
+        with (
+            theirs,
+            pytest.raises(ConflictError, match=r"OffloadActivations.*\nhint: .*TRL and torchtune: activation_"),
+        ):
+            tiny.step()
+        tiny.step()
