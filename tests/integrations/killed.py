@@ -1,17 +1,25 @@
-"""Trains a model while it is killed with SIGKILL at random instants, ten times, and goes on each time.
+"""Trains a model while it is killed with SIGKILL at drawn instants, and goes on each time.
 
-Packages are imported once; each training is a fork of this process, which itself computes nothing. A training writes a
-byte into a pipe at every event of its record, so that it can be killed at any of them: in a forward, between backward
-and optimizer, while a checkpoint is written.
+    python -m tests.integrations.killed MODEL FOLDER --seed 20 [--ranks 2] [--kills 10] [--steps 30]
+
+Packages are imported once; each training is a fork of this process (with ``--ranks`` several, sharded by FSDP2), which
+itself computes nothing. Two kinds of kills take turns. One comes after a drawn number of events of a rank's record: in
+a forward, between backward and optimizer, between steps. The other comes at a drawn change of a file or folder inside a
+checkpoint, by the rank that makes it: while one is written, before its seal, while an older one is removed. What lies
+on the disk then is what a real kill would leave; the other ranks are killed at once, as torchrun does.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +29,105 @@ from ebbtide.base.events import BUS
 from ebbtide_recipes.sft import adapters, callback, checkpoints, data, models, trainer  # noqa: F401 - before forks
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.main import main
+from tests.integrations.ranks import fresh_world
 
-STEPS, KILLS = 30, 10
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+LIMIT_SECONDS = 240
+"""A training that takes longer ends itself: nothing outlives the test."""
 
 
-def settings(model: str, folder: Path, **changes: Any) -> SftConfig:
+@dataclass(frozen=True, kw_only=True)
+class Kill:
+    """When a training is killed.
+
+    Attributes:
+        rank: Whose events or changes are counted.
+        events: After so many events of its record; ``None``: see ``changes``.
+        changes: At this change inside a checkpoint.
+    """
+
+    rank: int
+    events: int | None = None
+    changes: int | None = None
+
+
+def settings(model: str, folder: Path, given: argparse.Namespace, **changes: Any) -> SftConfig:
     values: dict[str, Any] = {
-        "model": model, "dataset": ("builtin:pydoc#40",), "max_steps": STEPS, "max_length": 64, "packing": True,
+        "model": model, "dataset": ("builtin:pydoc#60",), "max_steps": given.steps, "max_length": 64, "packing": True,
         "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
-        "activation_cpu_offload": True, "output_dir": str(folder), "log_level": "warning",
+        "activation_cpu_offload": True, "output_dir": str(folder),
+        "fsdp_strategy": "full_shard" if given.ranks > 1 else "none",
     }  # fmt: skip
     return SftConfig(**{**values, **changes})
 
 
-def forked(config: SftConfig, kill_after: int | None) -> bool:
-    """Train in a fork; kill it after so many events. Returns whether it was killed."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reading)
-        BUS.subscribe(lambda kind, fields: os.write(writing, b"."))
-        code = 1
-        try:
+def at_change(number: int) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return an audit hook that kills this process at its n-th change inside a checkpoint."""
+    seen = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal seen
+        writes = event == "open" and isinstance(args[1], str) and any(letter in args[1] for letter in "wax+")
+        if (writes or event in CHANGES) and "checkpoint-" in os.fsdecode(args[0] if args[0] is not None else ""):
+            seen += 1
+            if seen == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return hook
+
+
+def rank_main(config: SftConfig, rank: int, ranks: int, kill: Kill | None, writing: int, meeting: Path) -> None:
+    """Train as one rank, in a fork; never returns."""
+    code = 1
+    try:
+        signal.alarm(LIMIT_SECONDS)
+        world: Any = contextlib.nullcontext()
+        if ranks > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
+            torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+            world = fresh_world(sharded=True)
+        if kill is None or kill.rank != rank or kill.events is None:
+            os.close(writing)
+        else:
+            BUS.subscribe(lambda kind, fields: os.write(writing, b"."))
+        if kill is not None and kill.rank == rank and kill.changes is not None:
+            sys.addaudithook(at_change(kill.changes))
+        with world:
             main(config)
-            code = 0
-        finally:
-            os._exit(code)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def forked(config: SftConfig, ranks: int, kill: Kill | None, meeting: Path) -> bool:
+    """Train in forks; kill them all when ``kill`` says so. Returns whether they were killed."""
+    reading, writing = os.pipe()
+    children: list[int] = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            rank_main(config, rank, ranks, kill, writing, meeting)
+        children.append(child)
     os.close(writing)
     seen = 0
-    while os.read(reading, 1):
+    while os.read(reading, 1):  # ends with the rank that writes
         seen += 1
-        if seen == kill_after:
-            os.kill(child, signal.SIGKILL)
+        if kill is not None and seen == kill.events:
+            os.kill(children[kill.rank], signal.SIGKILL)
             break
     os.close(reading)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status not in (0, -signal.SIGKILL):
-        raise SystemExit(f"the training ended with {status}")
-    return status == -signal.SIGKILL
+    first = kill.rank if kill is not None else 0
+    ends = {first: os.waitstatus_to_exitcode(os.waitpid(children[first], 0)[1])}
+    killed = kill is not None and ends[first] == -signal.SIGKILL
+    for rank in set(range(ranks)) - {first}:
+        if killed:
+            os.kill(children[rank], signal.SIGKILL)
+        ends[rank] = os.waitstatus_to_exitcode(os.waitpid(children[rank], 0)[1])
+    meeting.unlink(missing_ok=True)
+    if not killed and any(ends.values()):
+        raise SystemExit(f"the ranks ended with {ends}")
+    return killed
 
 
 def losses(path: Path) -> dict[int, float]:
@@ -66,22 +135,50 @@ def losses(path: Path) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in found if event["event"] == "step"}
 
 
-def run(model: str, folder: Path) -> dict[str, Any]:
+def state(folder: Path) -> tuple[int, list[str]]:
+    """Return the step of the last whole checkpoint, and the checkpoints that are not whole."""
+    whole = checkpoints.whole(folder)
+    sealed = {one.folder for one in whole}
+    half = [path.name for path in folder.glob("checkpoint-*") if path not in sealed]
+    return (whole[-1].step if whole else 0), half
+
+
+def run(given: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
-    chance = random.Random(20)
-    forked(settings(model, folder / "whole"), None)
-    config = settings(model, folder / "killed", resume_from_checkpoint="latest")
-    # About 20 events a step: up to four steps a run, so that ten runs do not come to the end.
-    kills = sum(forked(config, chance.randint(1, 80)) for _ in range(KILLS))
-    forked(config, None)
-    parts = sorted((folder / "killed").glob("run*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return {
-        "steps": STEPS,
-        "kills": kills,
-        "whole": losses(folder / "whole" / "run.jsonl"),
-        "parts": [losses(path) for path in parts],
-    }
+    folder, chance = Path(given.folder), random.Random(given.seed)
+    meeting, record = folder / "meeting", folder / "killed" / "run.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    forked(settings(given.model, folder / "whole", given), given.ranks, None, meeting)
+    config = settings(given.model, folder / "killed", given, resume_from_checkpoint="latest")
+    told: list[dict[str, Any]] = []
+    for number in range(given.kills + 1):
+        rank = chance.randrange(given.ranks)
+        # Of about 20 events a step and 16 changes a checkpoint (few of them rank 1's): the last step stays far away.
+        changes = chance.randint(1, 6 if rank else 32)
+        drawn = {"changes": changes} if number % 2 else {"events": chance.randint(1, 80)}
+        kill = Kill(rank=rank, **drawn) if number < given.kills else None
+        sealed, _ = state(folder / "killed")
+        before = record.stat().st_mtime_ns if record.exists() else None
+        killed = forked(config, given.ranks, kill, meeting)
+        written = record.exists() and record.stat().st_mtime_ns != before
+        told.append(
+            {
+                "kill": None if kill is None else asdict(kill),
+                "killed": killed,
+                "from": sealed,
+                "half": state(folder / "killed")[1],
+                "losses": losses(record) if written else {},
+            }
+        )
+    return {"seed": given.seed, "whole": losses(folder / "whole" / "run.jsonl"), "runs": told}
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(sys.argv[1], Path(sys.argv[2]))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("folder")
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=40)
+    print(json.dumps(run(parser.parse_args())))

@@ -106,6 +106,14 @@ class RecipeTrainer(SFTTrainer):
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an epoch, unless the checkpoint it goes on from had done all steps: transformers would do one more."""
+        if self.state.global_step >= self.state.max_steps:
+            LOGGER.info("all %d steps were done before: nothing is left to train", self.state.max_steps)
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint's weights as ``from_pretrained`` does.
 
