@@ -1,5 +1,6 @@
 """Reads run folders and shows them; knows the files and never the process that wrote them."""
 
+from ebbtide.report.loading import loading_svg as loading_svg
 from ebbtide.report.page import html as html
 from ebbtide.report.run import Run as Run
 from ebbtide.report.run import load_run as load_run

@@ -11,6 +11,7 @@ from typing import Any, cast
 from ebbtide.base.extras import require
 from ebbtide.report import story, style
 from ebbtide.report.blocks import blocks_svg
+from ebbtide.report.loading import loading_svg
 from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import bytes_table, headline, losses_table, measured, section
 from ebbtide.report.timeline import timeline_svg
@@ -60,6 +61,8 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str
         "rounds": _rounds(comparison),
         "memory_words": _memory_words(lead),
         "timeline": timeline_svg(runs),
+        "loads": [words for run in runs if (words := story.loading(run))],
+        "loading": loading_svg([run for run in runs if run.loading() is not None]),
         "peaks": [story.peak_sentence(run) for run in runs],
         "blocks": pictures,
         "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),

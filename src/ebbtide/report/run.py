@@ -84,6 +84,17 @@ class Run:
         begins = self.events[0]["t"] if self.events else 0.0
         return [(e["t"], e[field]) for e in source if e.get(field) is not None and e["t"] >= begins]
 
+    def samples(self, field: str) -> list[tuple[float, int]]:
+        """Return the run's own samples of ``rss_bytes`` or ``device_bytes`` over time."""
+        return [(e["t"], e[field]) for e in self.all("memory") if e.get(field) is not None]
+
+    def loading(self) -> Span | None:
+        """Return the time from the begin of the first load of weights to the end of the last."""
+        loads = self.all("load")
+        if not loads:
+            return None
+        return Span(name="loading", step=None, begin=loads[0]["t"], end=loads[-1]["t"])
+
     def phases(self) -> list[Span]:
         """Return the finished phases."""
         spans: list[Span] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ebbtide.report.frame import window
 from ebbtide.report.run import Run
 from ebbtide.report.table import Table, size
 
@@ -14,7 +15,9 @@ def peak_sentence(run: Run) -> str:
     if peak is None:
         return f"{run.name}: no memory samples."
     if peak.phase is None:
-        where = "outside of any phase (loading, warm-up or between steps)"
+        loading = run.loading()
+        within = loading is not None and loading.begin <= peak.t <= loading.end
+        where = "while weights were loaded" if within else "outside of any phase (warm-up or between steps)"
     else:
         where = f"in {peak.phase} of step {peak.step}"
         if peak.block:
@@ -87,6 +90,25 @@ def ending(run: Run) -> str | None:
         "error": f"failed: {run.error}",
     }
     return f"{run.name} {words.get(str(status), f'ended with status {status}')}."
+
+
+def loading(run: Run) -> str | None:
+    """Say how weights were loaded, if they were."""
+    span = run.loading()
+    if span is None:
+        return None
+    loads = run.all("load")
+    read = sum(event.get("bytes") or 0 for event in loads if event.get("edge") == "end")
+    by = ", ".join(dict.fromkeys(str(event.get("source")) for event in loads))
+    found = [
+        f"{kind} rose by {size(max(b for _, b in points) - points[0][1])}"
+        for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
+        if (points := window(run.samples(field), span.begin, span.end))
+    ]
+    told = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
+    if not any(event.get("edge") == "end" for event in loads):
+        told += ", not finished"
+    return "; ".join([told, *found]) + "."
 
 
 def messages(run: Run) -> list[str]:

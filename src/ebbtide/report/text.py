@@ -22,6 +22,8 @@ def text(run: Run) -> str:
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
+    if (loaded := story.loading(run)) is not None:
+        lines.append(f"loading   {loaded.partition(': ')[2]}")
     for name, words in story.plans(run):
         lines.append(f"plan      {name}: {words}")
     lines += [f"happened  {sentence}" for sentence in story.happened(run)]

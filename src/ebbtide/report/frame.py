@@ -1,0 +1,111 @@
+"""The field that curves of memory over time are drawn in: its axes, its curves, and the marks at their peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.base.units import format_size
+from ebbtide.report import style
+from ebbtide.report.table import size as size_text
+
+WIDTH, LEFT, RIGHT, TOP, PLOT = 960.0, 116.0, 24.0, 62.0, 280.0
+
+
+class Frame:
+    """Where a time and a size lie in the picture.
+
+    Args:
+        seconds: The last time that has room.
+        size: The largest size that has room.
+        top: Where the field begins.
+    """
+
+    def __init__(self, seconds: float, size: float, *, top: float = TOP) -> None:
+        self.seconds, self.size = max(seconds, 1e-9), max(size, 1.0)
+        self.bottom = top + PLOT
+
+    def x(self, t: float) -> float:
+        """Return where a time lies."""
+        return LEFT + (WIDTH - LEFT - RIGHT) * t / self.seconds
+
+    def y(self, size: float) -> float:
+        """Return where a size lies."""
+        return self.bottom - PLOT * size / self.size
+
+
+def window(points: Sequence[tuple[float, int]], begin: float, end: float) -> list[tuple[float, int]]:
+    """Return the samples of a stretch of time, counted from its begin, the last one before it carried to there."""
+    before = [size for t, size in points if t < begin]
+    inside = [(t - begin, size) for t, size in points if begin <= t <= end]
+    if before:
+        inside.insert(0, (0.0, before[-1]))
+    if inside:
+        inside.append((end - begin, inside[-1][1]))
+    return inside
+
+
+def axes(frame: Frame, sizes: Sequence[float]) -> list[str]:
+    """Draw a line for every size, and the seconds below."""
+    pieces: list[str] = []
+    for size in sizes:
+        pieces.append(style.line(LEFT, frame.y(size), WIDTH - RIGHT, frame.y(size)))
+        pieces.append(style.text(LEFT - 10, frame.y(size) + 4, format_size(size), "soft", "num", "end"))
+    for second in style.ticks(frame.seconds, count=8):
+        if second <= frame.seconds * 1.0001:
+            x = frame.x(second)
+            pieces.append(style.line(x, frame.bottom, x, frame.bottom + 5))
+            pieces.append(style.text(x, frame.bottom + 19, f"{second:g} s", "soft", "num", "mid"))
+    return pieces
+
+
+def legend(labels: Sequence[str], colors: Sequence[str], y: float) -> list[str]:
+    """List what the colours stand for, in a row."""
+    pieces: list[str] = []
+    x = LEFT
+    for label, color in zip(labels, colors, strict=True):
+        pieces.append(style.rect(x, y - 6, 14, 4, color, radius=2))
+        pieces.append(style.text(x + 20, y, label, "num"))
+        x += legend_width(label)
+    return pieces
+
+
+def legend_width(label: str) -> float:
+    """Return the room that a label takes in the legend."""
+    return 44 + 6.6 * len(label)
+
+
+def curve(frame: Frame, points: Sequence[tuple[float, int]], color: str) -> str:
+    """Draw a step-wise area; samples that fall on one pixel are reduced to their lowest and highest."""
+    columns: dict[int, list[int]] = {}
+    for t, size in points:
+        columns.setdefault(round(frame.x(t)), []).append(size)
+    xy: list[str] = []
+    for x, sizes in sorted(columns.items()):
+        shown = sizes if len(sizes) < 3 else [sizes[0], min(sizes), max(sizes), sizes[-1]]
+        xy += [f"{x},{frame.y(size):.1f}" for size in shown]
+    if not xy:
+        return ""
+    first, last = xy[0].split(",")[0], xy[-1].split(",")[0]
+    area = f"{first},{frame.bottom:.1f} {' '.join(xy)} {last},{frame.bottom:.1f}"
+    return (
+        f'<polygon points="{area}" style="fill:var(--{color});opacity:.09"/>'
+        f'<polyline points="{" ".join(xy)}" style="fill:none;stroke:var(--{color});stroke-width:2;'
+        'stroke-linejoin:round"/>'
+    )
+
+
+def peaks(frame: Frame, curves: Sequence[Sequence[tuple[float, int]]], colors: Sequence[str]) -> list[str]:
+    """Mark each curve's highest point, and write its size where there is room; the legend has them all."""
+    tops = [(max(points, key=lambda p: p[1]), color) for points, color in zip(curves, colors, strict=True) if points]
+    pieces: list[str] = []
+    taken: list[tuple[float, float]] = []
+    for (t, size), color in sorted(tops, key=lambda top: -top[0][1]):
+        x, y = frame.x(t), frame.y(size)
+        label_x, label_y = min(x + 8, WIDTH - RIGHT - 70), y - 8
+        pieces.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" style="fill:var(--{color});stroke:var(--bg);stroke-width:1.5"/>'
+        )
+        if all(abs(label_y - other_y) > 24 or abs(label_x - other_x) > 90 for other_x, other_y in taken):
+            taken.append((label_x, label_y))
+            pieces.append(style.text(label_x, label_y, size_text(size), "num", "strong", "halo", color=color))
+    return pieces

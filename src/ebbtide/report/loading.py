@@ -1,0 +1,66 @@
+"""The picture of memory while weights are loaded, runs over each other, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ebbtide.report import style
+from ebbtide.report.frame import LEFT, PLOT, RIGHT, TOP, WIDTH, Frame, axes, curve, legend, peaks, window
+from ebbtide.report.run import Run, Span
+from ebbtide.report.table import size as size_text
+
+_FIELDS = {"rss_bytes": "host memory, resident", "device_bytes": "device memory, allocated"}
+_GAP = TOP + 30.0
+
+
+def loading_svg(runs: Sequence[Run]) -> str:
+    """Draw memory of the host, and of the device where there is one, while runs load their weights.
+
+    Runs are aligned where loading begins.
+
+    Args:
+        runs: In the order in which they are to be listed; those without a load are left out.
+
+    Returns:
+        A stand-alone SVG, readable on light and on dark.
+    """
+    loads = [(run, span) for run in runs if (span := run.loading()) is not None]
+    found = {
+        field: [window(run.samples(field), span.begin, span.end) for run, span in loads]
+        for field in _FIELDS
+        if any(run.samples(field) for run, _ in loads)
+    }
+    if not loads or not found:
+        words = "No load with memory samples in these runs."
+        return style.svg(WIDTH, 60, [style.text(24, 35, words, "soft")], label=words)
+    colors = style.run_classes([run.name for run, _ in loads])
+    pieces: list[str] = []
+    for number, (field, curves) in enumerate(found.items()):
+        pieces += _panel(TOP + number * (PLOT + _GAP), _FIELDS[field], loads, curves, colors)
+    height = TOP + len(found) * (PLOT + _GAP) - 40
+    return style.svg(WIDTH, height, pieces, label="Memory while loading: " + ", ".join(run.name for run, _ in loads))
+
+
+def _panel(
+    top: float,
+    kind: str,
+    loads: Sequence[tuple[Run, Span]],
+    curves: Sequence[Sequence[tuple[float, int]]],
+    colors: Sequence[str],
+) -> list[str]:
+    """Draw the curves of one kind of memory."""
+    sizes = style.ticks(max((size for points in curves for _, size in points), default=0) * 1.02, base=2)
+    frame = Frame(max(span.end - span.begin for _, span in loads), sizes[-1], top=top)
+    labels = [
+        f"{run.name}: {span.end - span.begin:.1f} s" + (f", +{size_text(_rise(points))}" if points else "")
+        for (run, span), points in zip(loads, curves, strict=True)
+    ]
+    heading = style.text(LEFT, top - 40, "Memory while weights are loaded", "strong")
+    pieces = [heading, style.text(WIDTH - RIGHT, top - 40, kind, "soft", "end"), *axes(frame, sizes)]
+    pieces += legend(labels, colors, top - 18)
+    pieces += [curve(frame, points, color) for points, color in zip(curves, colors, strict=True)]
+    return [*pieces, *peaks(frame, curves, colors)]
+
+
+def _rise(points: Sequence[tuple[float, int]]) -> int:
+    return max(size for _, size in points) - points[0][1]
