@@ -41,18 +41,22 @@ class Candidate:
 
     Attributes:
         site: Where it was saved.
+        block_name: Path of the block in the model.
         block: Index of the block in execution order of its stack.
         bytes_: Size of the storage in bytes.
         block_input: The storage came into the block from outside.
         recompute_flops: Multiply-add work of remaking it from what else is saved, in FLOP; ``None`` if it cannot be
             remade. Zero for element-wise chains.
+        kept_bytes: Bytes that graphs which are alive keep on the device by this plan.
     """
 
     site: Site
+    block_name: str = ""
     block: int
     bytes_: int
     block_input: bool
     recompute_flops: float | None
+    kept_bytes: int = 0
 
 
 class Plan(Protocol):

@@ -84,6 +84,10 @@ class CapError(EbbtideError):
     """The host or disk cap is reached."""
 
 
+class BudgetError(EbbtideError):
+    """No plan fits the memory budget."""
+
+
 class TrainingError(EbbtideError):
     """Training came to a step it cannot do, such as a loss that is no number."""
 

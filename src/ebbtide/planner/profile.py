@@ -1,0 +1,162 @@
+"""What a plan is made from: the executed blocks of one step, what each saves, and the machine's rates.
+
+A profile is measured on the machine (``ebbtide.measuring``) or written down for one that is not there. It is plain
+values: numbers, names, no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ebbtide.base.actions import Site
+from ebbtide.base.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One storage that one executed block saves: what gets an action.
+
+    Attributes:
+        site: Where it is saved.
+        nbytes: Its size in bytes.
+        block_input: It came into the block from outside.
+        movable: It may be offloaded.
+        remake_seconds: Time of making it again from what else is saved; None if it cannot be.
+    """
+
+    site: Site
+    nbytes: int
+    block_input: bool = False
+    movable: bool = True
+    remake_seconds: float | None = None
+
+    @property
+    def stubborn(self) -> bool:
+        """Whether it stays whatever the plan: it can be neither moved nor remade."""
+        return not self.movable and self.remake_seconds is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockProfile:
+    """One executed block.
+
+    Attributes:
+        name: Path of the module in the model.
+        kind: Its class.
+        forward_seconds: From the start of its forward to the start of what follows, without stalls.
+        backward_seconds: The same of its backward, without stalls and remakes.
+        units: What it saves, in that order.
+        working_bytes: Device memory that its forward or backward needs beside what is saved.
+    """
+
+    name: str
+    kind: str
+    forward_seconds: float
+    backward_seconds: float
+    units: tuple[Unit, ...]
+    working_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all that it saves."""
+        return sum(unit.nbytes for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What moving costs.
+
+    Attributes:
+        out_bytes_per_second: From the device to the store, all ranks of the machine at once.
+        in_bytes_per_second: From the store to the device.
+        handling_seconds: Compute time that each moved storage costs beside its copy.
+    """
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    handling_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check("out_bytes_per_second", self.out_bytes_per_second, above=0.0)
+        _check("in_bytes_per_second", self.in_bytes_per_second, above=0.0)
+        _check("handling_seconds", self.handling_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        blocks: In the order in which their forwards began.
+        rates: What moving costs.
+        lead_seconds: Before the first block's forward.
+        turn_seconds: From the end of the last block's forward to its backward: the head and the loss.
+        tail_seconds: After the first block's backward: what is before the blocks, the optimizer.
+        static_bytes: Device memory that is there through the whole step: weights, gradients, optimizer state.
+        turn_bytes: Device memory of the head and the loss.
+        window_bytes: Bytes allowed in flight each way; None: follows the largest block.
+    """
+
+    blocks: tuple[BlockProfile, ...]
+    rates: Rates
+    lead_seconds: float = 0.0
+    turn_seconds: float = 0.0
+    tail_seconds: float = 0.0
+    static_bytes: int = 0
+    turn_bytes: int = 0
+    window_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lead_seconds", "turn_seconds", "tail_seconds", "static_bytes", "turn_bytes"):
+            _check(name, getattr(self, name))
+        for block in self.blocks:
+            _check(f"forward_seconds of {block.name}", block.forward_seconds)
+            _check(f"backward_seconds of {block.name}", block.backward_seconds)
+            _check(f"working_bytes of {block.name}", block.working_bytes)
+            for unit in block.units:
+                _check(f"nbytes of {unit.site}", unit.nbytes)
+                _check(f"remake_seconds of {unit.site}", unit.remake_seconds or 0.0)
+
+    def units(self) -> Iterator[tuple[int, int, Unit]]:
+        """Yield every unit with the place of its block and its own place there."""
+        for place, block in enumerate(self.blocks):
+            for number, unit in enumerate(block.units):
+                yield place, number, unit
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all that the blocks save."""
+        return sum(block.saved_bytes for block in self.blocks)
+
+    @property
+    def stubborn_bytes(self) -> int:
+        """Bytes that stay whatever the plan."""
+        return sum(unit.nbytes for _, _, unit in self.units() if unit.stubborn)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Time of all blocks' forwards."""
+        return math.fsum(block.forward_seconds for block in self.blocks)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Time of all blocks' backwards."""
+        return math.fsum(block.backward_seconds for block in self.blocks)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of the step when everything stays: no copies, no remakes."""
+        beside = self.lead_seconds + self.turn_seconds + self.tail_seconds
+        return self.forward_seconds + self.backward_seconds + beside
+
+
+def _check(name: str, value: float, *, above: float | None = None) -> None:
+    enough = value >= 0 if above is None else value > above
+    if not (math.isfinite(value) and enough):
+        raise ConfigError(
+            f"{name} is {value!r}",
+            expected="a finite number, " + ("0 or more" if above is None else f"more than {above:g}"),
+            hint="measure the step again; a profile is made of what was measured",
+        )

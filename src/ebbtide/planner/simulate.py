@@ -1,0 +1,268 @@
+"""One step, event by event: compute, the copies out, the copies in, and the device memory.
+
+[Note: the simulated schedule]
+It is the engine's own (``ebbtide.engine.flow``). A storage that is offloaded is copied out in the order in which it was
+saved, one copy at a time; when more than the window is in flight, compute waits for the oldest. When backward begins,
+copies that have not begun are withdrawn and their bytes are there. From a block's backward on, what comes next is
+brought in, in the order in which it will be read, never more ahead of its reader than the window; a reader whose bytes
+are not there waits. What is remade is computed just before it is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ebbtide.base.actions import Action
+from ebbtide.planner.profile import Profile
+
+LEAST_WINDOW_BYTES = 16 * 1024**2
+"""As the engine's: a window that follows the model is never smaller."""
+
+Assignment = Sequence[Sequence[Action]]
+"""For each executed block, the action of each of its units."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """What a step would do.
+
+    Attributes:
+        step_seconds: Its time.
+        overhead_seconds: Beyond the step that keeps everything.
+        remake_seconds: Time of remakes in it.
+        stalls: Seconds that each block waited for copies, forward and backward together.
+        peak_bytes: Most device memory.
+        peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
+        kept_bytes: Bytes that stay.
+        offloaded_bytes: Bytes that leave, or would if there were time.
+        served_bytes: Of these, bytes that had not left at the turn-around: backward reads them where they were.
+        remade_bytes: Bytes that are dropped and made again.
+        handling_seconds: Compute time that moving took beside the copies.
+    """
+
+    step_seconds: float
+    overhead_seconds: float
+    remake_seconds: float
+    stalls: tuple[float, ...]
+    peak_bytes: int
+    peak_at: tuple[str, str]
+    kept_bytes: int
+    offloaded_bytes: int
+    served_bytes: int
+    remade_bytes: int
+    handling_seconds: float
+
+    @property
+    def stall_seconds(self) -> float:
+        """Time that compute waited for copies."""
+        return sum(self.stalls)
+
+
+@dataclass(slots=True)
+class _Parked:
+    """An offloaded unit on its way."""
+
+    nbytes: int
+    place: int
+    number: int
+    begins: float
+    done: float
+    resident: bool = True  # its source is on the device
+
+
+class _Step:
+    """The state of one simulated step."""
+
+    def __init__(self, profile: Profile, assignment: Assignment) -> None:
+        self.profile, self.assignment = profile, assignment
+        self.now = profile.lead_seconds
+        self.stalls = [0.0] * len(profile.blocks)
+        self.peak, self.peak_at = 0, ("forward", "")
+        self.held = 0  # kept, and parked with a source still there
+        self.in_flight: deque[_Parked] = deque()
+        self.flight_bytes = 0
+        self.parked: dict[tuple[int, int], _Parked] = {}
+        moved = [
+            sum(u.nbytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
+            for block, actions in zip(profile.blocks, assignment, strict=True)
+        ]
+        largest, given = max(moved, default=0), profile.window_bytes
+        self.window_out = given or max(2 * largest, LEAST_WINDOW_BYTES)
+        self.window_in = given or max(largest, LEAST_WINDOW_BYTES)
+        self._out_free = 0.0
+        self.served_bytes, self.handling_seconds = 0, 0.0
+
+    def see(self, extra_bytes: int, where: str, name: str) -> None:
+        """Note the device memory of this moment."""
+        total = self.profile.static_bytes + self.held + extra_bytes
+        if total > self.peak:
+            self.peak, self.peak_at = total, (where, name)
+
+    def handle(self) -> None:
+        """Spend what moving one storage costs compute."""
+        self.now += self.profile.rates.handling_seconds
+        self.handling_seconds += self.profile.rates.handling_seconds
+
+    # Forward
+
+    def forward(self, place: int) -> None:
+        block, actions = self.profile.blocks[place], self.assignment[place]
+        slice_seconds = block.forward_seconds / max(len(block.units), 1)
+        for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
+            self.now += slice_seconds
+            if action is Action.KEEP:
+                self.held += unit.nbytes
+            elif action is Action.OFFLOAD:
+                self.handle()
+                self.held += unit.nbytes
+                self._park(place, number, unit.nbytes)
+                self._retire(place)
+            self.see(block.working_bytes, "forward", block.name)
+        if not block.units:
+            self.now += block.forward_seconds
+            self.see(block.working_bytes, "forward", block.name)
+        self._retire(place)
+
+    def _park(self, place: int, number: int, nbytes: int) -> None:
+        begins = max(self.now, self._out_free)
+        self._out_free = begins + nbytes / self.profile.rates.out_bytes_per_second
+        parked = _Parked(nbytes, place, number, begins, self._out_free)
+        self.parked[place, number] = parked
+        self.in_flight.append(parked)
+        self.flight_bytes += nbytes
+
+    def _retire(self, place: int) -> None:
+        while self.in_flight:
+            oldest = self.in_flight[0]
+            if oldest.done > self.now:
+                if self.flight_bytes <= self.window_out:
+                    return
+                self.stalls[place] += oldest.done - self.now
+                self.now = oldest.done
+            oldest.resident = False
+            self.in_flight.popleft()
+            self.flight_bytes -= oldest.nbytes
+            self.held -= oldest.nbytes
+
+    # Backward
+
+    def turn(self) -> None:
+        self.see(self.profile.turn_bytes, "turn", "")
+        self.now += self.profile.turn_seconds
+        # What has begun is finished, and its source still serves; what has not is withdrawn. Either way it is there.
+        self.served_bytes = self.flight_bytes
+        self.in_flight.clear()
+
+    def backward(self) -> None:
+        order = [
+            (place, number)
+            for place in reversed(range(len(self.profile.blocks)))
+            for number in reversed(range(len(self.profile.blocks[place].units)))
+        ]
+        coming = _CopyIn(self, [key for key in order if (p := self.parked.get(key)) is not None and not p.resident])
+        for place in reversed(range(len(self.profile.blocks))):
+            self._block_backward(place, coming)
+
+    def _block_backward(self, place: int, coming: _CopyIn) -> None:
+        block, actions = self.profile.blocks[place], self.assignment[place]
+        slice_seconds = block.backward_seconds / max(len(block.units), 1)
+        back = 0  # remade or brought in, and not yet released
+        coming.advance()
+        for number in reversed(range(len(block.units))):
+            unit, action = block.units[number], actions[number]
+            if action is Action.RECOMPUTE:
+                self.now += unit.remake_seconds or 0.0
+                back += unit.nbytes
+            elif (parked := self.parked.get((place, number))) is not None and not parked.resident:
+                self.handle()
+                ready = coming.arrival(place, number)
+                if ready > self.now:
+                    self.stalls[place] += ready - self.now
+                    self.now = ready
+                coming.read(place, number)
+                back += unit.nbytes
+            self.see(coming.ahead_bytes + back + block.working_bytes, "backward", block.name)
+            self.now += slice_seconds
+        if not block.units:
+            self.now += block.backward_seconds
+        # Its graph is gone, and with it what stayed for it.
+        self.held -= sum(
+            u.nbytes
+            for number, (u, a) in enumerate(zip(block.units, actions, strict=True))
+            if a is Action.KEEP or (a is Action.OFFLOAD and self.parked[place, number].resident)
+        )
+
+
+class _CopyIn:
+    """Copies on the way in, in the order in which backward reads."""
+
+    def __init__(self, step: _Step, order: list[tuple[int, int]]) -> None:
+        self._step, self._order = step, deque(order)
+        self._free = 0.0
+        self._arrivals: dict[tuple[int, int], float] = {}
+        self.ahead_bytes = 0
+
+    def advance(self) -> None:
+        """Begin as many copies as the window allows."""
+        while self._order:
+            nbytes = self._step.parked[self._order[0]].nbytes
+            if self.ahead_bytes and self.ahead_bytes + nbytes > self._step.window_in:
+                return
+            self._begin(self._order.popleft())
+
+    def arrival(self, place: int, number: int) -> float:
+        """Return when the bytes of a unit are there; begins its copy if nobody has: then it is the next in order."""
+        if (place, number) not in self._arrivals:
+            self._begin(self._order.popleft())
+        return self._arrivals[place, number]
+
+    def read(self, place: int, number: int) -> None:
+        """A unit is read: its bytes no longer count as ahead."""
+        self.ahead_bytes -= self._step.parked[place, number].nbytes
+        self.advance()
+
+    def _begin(self, key: tuple[int, int]) -> None:
+        parked = self._step.parked[key]
+        begins = max(self._step.now, self._free, parked.done)
+        self._free = begins + parked.nbytes / self._step.profile.rates.in_bytes_per_second
+        self._arrivals[key] = self._free
+        self.ahead_bytes += parked.nbytes
+
+
+def simulate(profile: Profile, assignment: Assignment) -> Simulated:
+    """Run one step on paper. See [Note: the simulated schedule].
+
+    Args:
+        profile: The step.
+        assignment: For each block of the profile, the action of each of its units.
+
+    Returns:
+        Its time, its stalls and its memory.
+    """
+    step = _Step(profile, assignment)
+    for place in range(len(profile.blocks)):
+        step.forward(place)
+    step.turn()
+    step.backward()
+    by_action = dict.fromkeys(Action, 0)
+    remade = 0.0
+    for place, number, unit in profile.units():
+        action = assignment[place][number]
+        by_action[action] += unit.nbytes
+        remade += (unit.remake_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
+    seconds = step.now + profile.tail_seconds
+    return Simulated(
+        step_seconds=seconds,
+        overhead_seconds=seconds - profile.step_seconds,
+        remake_seconds=remade,
+        stalls=tuple(step.stalls),
+        peak_bytes=step.peak,
+        peak_at=step.peak_at,
+        kept_bytes=by_action[Action.KEEP],
+        offloaded_bytes=by_action[Action.OFFLOAD],
+        served_bytes=step.served_bytes,
+        remade_bytes=by_action[Action.RECOMPUTE],
+        handling_seconds=step.handling_seconds,
+    )

@@ -1,0 +1,251 @@
+"""Choosing: the fastest step that fits a budget, or the least memory within a slowdown.
+
+[Note: the search]
+Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that are offloaded, ``O``; the rest is remade,
+cheapest per byte first. The bound says which ``O`` is best for each ``K`` if copies hid perfectly; a few smaller ones
+are simulated beside it, because real copies come in blocks and in order. Within a candidate some of the last blocks
+keep their bytes (backward wants them first; how many is tried too), and all else is spread evenly over the blocks, so
+that copies come at an even pace. ``K`` is found by halving.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ebbtide.base.actions import Action, Site
+from ebbtide.base.errors import BudgetError
+from ebbtide.base.units import format_size
+from ebbtide.planner.bound import Bound
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.simulate import Assignment, Simulated, simulate
+
+SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.4, 0.0)
+"""Of the bytes that the bound would offload, how many are tried."""
+
+TAILS = (0, 1, 2, 4, 8)
+"""Of how many last blocks all that is not remade stays, if there is room: the numbers tried."""
+
+SAME = 1e-3
+"""Steps that differ by less than this part are alike; the one that moves fewer bytes leaves more of the link to others."""
+
+HALVINGS = 9
+"""Steps of the search for the bytes that stay: to 1/512 of what is saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """What was chosen, and what it should cost.
+
+    Attributes:
+        profile: The step that it was chosen for.
+        assignment: For each executed block, the action of each of its units.
+        predicted: The simulated step.
+        everything_kept: The simulated step that keeps everything.
+        bound_seconds: The least overhead of any schedule at the same bytes kept.
+    """
+
+    profile: Profile
+    assignment: Assignment
+    predicted: Simulated
+    everything_kept: Simulated
+    bound_seconds: float
+
+
+def fit(profile: Profile, budget_bytes: int) -> Solution:
+    """Return the fastest plan whose simulated peak is within a budget.
+
+    Args:
+        profile: The step.
+        budget_bytes: Most device memory.
+
+    Raises:
+        BudgetError: No plan fits; says what the smallest peak is and what holds it.
+    """
+
+    def fits(found: Solution) -> bool:
+        return found.predicted.peak_bytes <= budget_bytes
+
+    search = _Search(profile)
+    everything, least = search.candidate(profile.saved_bytes), search.smallest()
+    if fits(everything):
+        return everything
+    if not fits(least):
+        raise BudgetError(
+            f"memory_budget is {format_size(budget_bytes)}",
+            expected=f"at least {format_size(least.predicted.peak_bytes)}, the smallest peak of this model and batch",
+            hint=_holder(profile, least),
+        )
+    return search.border(least, everything, fits)[0]
+
+
+def shrink(profile: Profile, max_slowdown: float) -> Solution:
+    """Return the plan with the smallest peak whose simulated step is at most ``max_slowdown`` slower.
+
+    Args:
+        profile: The step.
+        max_slowdown: 0.05 allows a step that is 5 % slower than one that keeps everything.
+    """
+    slack = max_slowdown * profile.step_seconds * (1 + 1e-9)
+
+    def too_slow(found: Solution) -> bool:
+        return found.predicted.overhead_seconds > slack
+
+    search = _Search(profile)
+    least, everything = search.candidate(profile.stubborn_bytes), search.candidate(profile.saved_bytes)
+    return search.border(least, everything, too_slow)[1] if too_slow(least) else least
+
+
+class _Search:
+    """Candidates of one profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self._bound = profile, Bound(profile)
+        self._by_cost = _cheapest_first(profile)
+        keep = tuple((Action.KEEP,) * len(block.units) for block in profile.blocks)
+        self._everything = simulate(profile, keep)
+        self._known: dict[int, Solution] = {}
+
+    def candidate(self, kept_bytes: int) -> Solution:
+        """Return the fastest plan found that keeps at most ``kept_bytes``, as far as that can be."""
+        kept_bytes = max(kept_bytes, self.profile.stubborn_bytes)
+        if kept_bytes not in self._known:
+            seconds, moved = self._bound.least(kept_bytes)
+            self._known[kept_bytes] = self._best(kept_bytes, moved, seconds)
+        return self._known[kept_bytes]
+
+    def _best(self, kept_bytes: int, moved_bytes: float, bound_seconds: float) -> Solution:
+        """Return the best of a few: first how much is offloaded, then how many of the last blocks stay."""
+
+        grain = SAME * self.profile.step_seconds or 1.0
+
+        def cost(found: Solution) -> tuple[bool, int, int]:
+            p = found.predicted
+            return p.kept_bytes > kept_bytes, round(p.overhead_seconds / grain), p.offloaded_bytes
+
+        tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
+        middle = tails[len(tails) // 2]
+        by_share = {share: self._try(kept_bytes, share * moved_bytes, bound_seconds, middle) for share in SHARES}
+        share = min(by_share, key=lambda share: cost(by_share[share]))
+        others = [self._try(kept_bytes, share * moved_bytes, bound_seconds, t) for t in tails if t != middle]
+        return min([by_share[share], *others], key=cost)
+
+    def smallest(self) -> Solution:
+        """Return the plan of the smallest peak: nothing stays that can leave."""
+        kept = self.profile.stubborn_bytes
+        leave = self.profile.saved_bytes - kept
+        seconds = self._bound.least(kept)[0]
+        tried = [self._try(kept, share * leave, seconds, 0) for share in SHARES]
+        return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
+
+    def border(self, least: Solution, most: Solution, holds: Callable[[Solution], bool]) -> tuple[Solution, Solution]:
+        """Return two neighbours: the last for which a test holds, and the first for which it does not.
+
+        Args:
+            least: Keeps the least; the test holds for it.
+            most: Keeps the most; the test does not hold.
+            holds: A test that fails from some number of kept bytes on.
+        """
+        low, high = self.profile.stubborn_bytes, self.profile.saved_bytes
+        for _ in range(HALVINGS):
+            middle = (low + high) // 2
+            found = self.candidate(middle)
+            if holds(found):
+                low, least = middle, found
+            else:
+                high, most = middle, found
+        return least, most
+
+    def _try(self, kept_bytes: int, moved_bytes: float, bound_seconds: float, tail: int) -> Solution:
+        assignment = self._assign(kept_bytes, moved_bytes, tail)
+        predicted = simulate(self.profile, assignment)
+        return Solution(
+            profile=self.profile,
+            assignment=assignment,
+            predicted=predicted,
+            everything_kept=self._everything,
+            bound_seconds=bound_seconds,
+        )
+
+    def _assign(self, kept_bytes: int, moved_bytes: float, tail: int) -> Assignment:
+        """Return actions that remake the cheapest until no more than so many bytes are kept and moved.
+
+        Args:
+            kept_bytes: Bytes that may stay.
+            moved_bytes: Bytes that are to be offloaded.
+            tail: The last so many blocks come first when it is decided what stays.
+        """
+        blocks = self.profile.blocks
+        actions = [[Action.OFFLOAD] * len(block.units) for block in blocks]
+        drop = self.profile.saved_bytes - kept_bytes - moved_bytes
+        for place, number in self._by_cost:
+            if drop <= 0:
+                break
+            actions[place][number] = Action.RECOMPUTE
+            drop -= blocks[place].units[number].nbytes
+        room = float(kept_bytes)
+        for place, number, unit in self.profile.units():
+            if not unit.movable and actions[place][number] is not Action.RECOMPUTE:
+                actions[place][number] = Action.KEEP
+                room -= unit.nbytes
+        room = self._keep_last(actions, range(len(blocks) - tail, len(blocks)), room)
+        self._keep_evenly(actions, range(len(blocks) - tail), room)
+        return tuple(map(tuple, actions))
+
+    def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
+        """Keep what these blocks would offload, the last first, while there is room. Returns the room that is left."""
+        for place in reversed(places):
+            units = self.profile.blocks[place].units
+            for number in reversed(range(len(units))):
+                if actions[place][number] is Action.OFFLOAD and units[number].nbytes <= room:
+                    actions[place][number] = Action.KEEP
+                    room -= units[number].nbytes
+        return room
+
+    def _keep_evenly(self, actions: list[list[Action]], places: range, room: float) -> None:
+        """Keep in each of these blocks an equal part of the room; what does not fit in one goes to others."""
+        share, left = room / max(len(places), 1), 0.0
+        for place in places:
+            left = self._keep_last(actions, range(place, place + 1), left + share)
+        self._keep_last(actions, places, left)
+
+
+def _cheapest_first(profile: Profile) -> list[tuple[int, int]]:
+    """Return the units that can be remade, cheapest per byte first; those of one site spread over the blocks.
+
+    Times that were measured differ a little from block to block: a site has the mean of its blocks.
+    """
+    per_site: dict[tuple[Site, int], list[tuple[int, int]]] = defaultdict(list)
+    seconds: dict[tuple[Site, int], float] = defaultdict(float)
+    for place, number, unit in profile.units():
+        if unit.remake_seconds is not None and unit.nbytes:
+            key = (unit.site, unit.nbytes)
+            per_site[key].append((place, number))
+            seconds[key] += unit.remake_seconds
+    cost = {key: seconds[key] / len(where) / key[1] for key, where in per_site.items()}
+    ordered: list[tuple[int, int]] = []
+    for key in sorted(per_site, key=lambda key: (cost[key], key[0])):
+        where = per_site[key]
+        ordered += [where[i] for i in _spread(len(where))]
+    return ordered
+
+
+def _spread(count: int) -> list[int]:
+    """Return the numbers below ``count`` so that every beginning of the list is spread over all of them.
+
+    The golden section: each next one falls into one of the widest gaps (Weyl's equidistribution).
+    """
+    step = (math.sqrt(5) - 1) / 2
+    return sorted(range(count), key=lambda i: (i + 1) * step % 1.0)
+
+
+def _holder(profile: Profile, least: Solution) -> str:
+    where, block = least.predicted.peak_at
+    what = {"turn": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
+    static = format_size(profile.static_bytes)
+    return (
+        f"that peak is in {what}; {static} of it are weights, gradients and optimizer state. Shorter sequences, a "
+        "smaller batch, or sharding over more devices make it smaller"
+    )

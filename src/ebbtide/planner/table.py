@@ -1,0 +1,209 @@
+"""A plan as a table: for every block and site an action, and what it should cost."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.errors import DataError
+from ebbtide.base.units import format_size
+from ebbtide.config import Auto
+from ebbtide.planner.rules import plan_for
+from ebbtide.planner.solve import Solution
+
+SCHEMA = 1
+"""Of the plan file."""
+
+MICROSECONDS_PER_MB = 1e6 * 1e6
+"""In a second per byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a plan should cost.
+
+    Attributes:
+        step_seconds: Time of the step.
+        overhead_percent: By how much that is longer than the step that keeps everything.
+        bound_percent: The least that any schedule could add at the same bytes kept.
+        peak_bytes: Most device memory.
+        peak_everything_kept_bytes: The same when everything is kept.
+        kept_bytes: Of what the blocks save, bytes that stay.
+        offloaded_bytes: Bytes that are offloaded.
+        remade_bytes: Bytes that are dropped and made again.
+    """
+
+    step_seconds: float
+    overhead_percent: float
+    bound_percent: float
+    peak_bytes: int
+    peak_everything_kept_bytes: int
+    kept_bytes: int
+    offloaded_bytes: int
+    remade_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePlan:
+    """Looks the action of a site up; where the table does not know it, goes by rule.
+
+    A batch that saves more than the profiled one keeps no more bytes for it: what comes when the plan's bytes are kept
+    is offloaded.
+
+    Attributes:
+        name: Short name for logs and reports.
+        actions: Path of the block and site → action.
+        predicted: What it should cost.
+        reasons: One line per site kind.
+    """
+
+    name: str
+    actions: Mapping[tuple[str, Site], Action]
+    predicted: Prediction
+    reasons: tuple[str, ...] = ()
+    by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
+
+    @property
+    def remakes(self) -> bool:
+        """Whether recipes are needed."""
+        return True
+
+    def choose(self, candidate: Candidate) -> Action:
+        """Return the action of a storage."""
+        action = self.actions.get((candidate.block_name, candidate.site))
+        if action is None:
+            return self.by_rule.choose(candidate)
+        if action is Action.RECOMPUTE and candidate.recompute_flops is None:
+            return Action.OFFLOAD
+        if action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes:
+            return self.by_rule.choose(candidate)
+        return action
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        """Return KEEP: what a block saves is treated one by one."""
+        return Action.KEEP
+
+    def explain(self) -> str:
+        """Say what was chosen, what it should cost, and why, a line per site kind."""
+        p = self.predicted
+        head = (
+            f"of {format_size(p.kept_bytes + p.offloaded_bytes + p.remade_bytes)} that blocks save, "
+            f"{format_size(p.kept_bytes)} stay, {format_size(p.offloaded_bytes)} are offloaded, "
+            f"{format_size(p.remade_bytes)} are remade; predicted: peak {format_size(p.peak_bytes)} (everything kept: "
+            f"{format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, {p.overhead_percent:+.1f} % "
+            f"(no schedule: less than {p.bound_percent:+.1f} %)"
+        )
+        return "\n".join([head, *self.reasons])
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan into a file that ``load_plan`` reads.
+
+        Raises:
+            DataError: It cannot be written.
+        """
+        rows = [[name, *site, action.value] for (name, site), action in self.actions.items()]
+        document = {
+            "schema": SCHEMA,
+            "name": self.name,
+            "predicted": {slot: getattr(self.predicted, slot) for slot in Prediction.__dataclass_fields__},
+            "reasons": list(self.reasons),
+            "actions": rows,
+        }
+        try:
+            Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(
+                f"{str(path)!r} cannot be written ({error.strerror})",
+                expected="a place for a plan file",
+                hint="name a file in a folder that you may write to",
+            ) from error
+
+
+def table_plan(solution: Solution, name: str) -> TablePlan:
+    """Return the plan that a solution means.
+
+    Args:
+        solution: What was chosen.
+        name: Short name for logs and reports.
+    """
+    profile, found = solution.profile, solution.predicted
+    actions: dict[tuple[str, Site], Action] = {}
+    for place, number, unit in profile.units():
+        actions[profile.blocks[place].name, unit.site] = solution.assignment[place][number]
+    step = profile.step_seconds or 1.0
+    predicted = Prediction(
+        step_seconds=found.step_seconds,
+        overhead_percent=100 * found.overhead_seconds / step,
+        bound_percent=100 * solution.bound_seconds / step,
+        peak_bytes=found.peak_bytes,
+        peak_everything_kept_bytes=solution.everything_kept.peak_bytes,
+        kept_bytes=found.kept_bytes,
+        offloaded_bytes=found.offloaded_bytes,
+        remade_bytes=found.remade_bytes,
+    )
+    return TablePlan(name=name, actions=actions, predicted=predicted, reasons=_reasons(solution))
+
+
+def load_plan(path: str | Path) -> TablePlan:
+    """Read a plan file.
+
+    Raises:
+        DataError: There is none, or it is no plan of this release.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if document["schema"] != SCHEMA:
+            raise ValueError(f"schema {document['schema']!r}")
+        return TablePlan(
+            name=str(document["name"]),
+            actions={_key(row): Action(row[5]) for row in document["actions"]},
+            predicted=Prediction(**document["predicted"]),
+            reasons=tuple(map(str, document["reasons"])),
+        )
+    except OSError as error:
+        raise DataError(
+            f"{str(path)!r} cannot be read ({error.strerror})",
+            expected="a plan file",
+            hint="handle.plan.save(path) writes one once the plan is made",
+        ) from error
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(
+            f"{str(path)!r} is no plan file of this release ({type(error).__name__}: {error})",
+            expected=f"a file that handle.plan.save(path) wrote (schema {SCHEMA})",
+            hint="make the plan again on the machine that trains",
+        ) from error
+
+
+def _key(row: list[Any]) -> tuple[str, Site]:
+    name, kind, module, node, ordinal = row[:5]
+    return str(name), Site(str(kind), str(module), str(node), int(ordinal))
+
+
+def _reasons(solution: Solution) -> tuple[str, ...]:
+    """Say for each site kind what was done with it in how many blocks, and why; the largest first."""
+    groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
+    nbytes: dict[Site, int] = defaultdict(int)
+    remake: dict[Site, float | None] = {}
+    for place, number, unit in solution.profile.units():
+        groups[unit.site][solution.assignment[place][number]] += 1
+        nbytes[unit.site] += unit.nbytes
+        remake[unit.site] = None if unit.remake_seconds is None else unit.remake_seconds / max(unit.nbytes, 1)
+    moving = 1 / solution.profile.rates.out_bytes_per_second
+    lines: list[str] = []
+    for site in sorted(groups, key=lambda s: -nbytes[s]):
+        done = ", ".join(f"{action.value} x{count}" for action, count in groups[site].items() if count)
+        seconds = remake[site]
+        if seconds is None:
+            cost = "no rule makes it again"
+        else:
+            cost = f"again: {seconds * MICROSECONDS_PER_MB:.3g} us/MB"
+        lines.append(
+            f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
+            f"{moving * MICROSECONDS_PER_MB:.3g} us/MB)"
+        )
+    return tuple(lines)

@@ -1,0 +1,95 @@
+"""Profiles of steps: written down for a known model and machine, or drawn."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from ebbtide.base.actions import Site
+from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
+
+GEMM, ATTENTION = 790e12, 616e12
+"""FLOP a second of an H200 in bfloat16."""
+
+LIGHT = 0.42e-12
+"""Seconds per byte of an element-wise pass there."""
+
+
+def unit(name: str, nbytes: int, remake: float | None = None, *, given: bool = False, movable: bool = True) -> Unit:
+    """Return a unit at a site of that name."""
+    site = Site("Layer", name, "Node", 0)
+    return Unit(site=site, nbytes=nbytes, remake_seconds=remake, block_input=given, movable=movable)
+
+
+def alike(count: int, units: tuple[Unit, ...], rates: Rates, *, forward: float = 1.0, **step: float) -> Profile:
+    """Return a step of ``count`` blocks that are alike; a backward takes twice its forward."""
+    blocks = tuple(
+        BlockProfile(
+            name=f"layers.{i}", kind="Layer", forward_seconds=forward, backward_seconds=2 * forward, units=units
+        )
+        for i in range(count)
+    )
+    return Profile(blocks=blocks, rates=rates, **step)  # type: ignore[arg-type]
+
+
+def qwen3_8b(tokens: int, *, out: float = 52.8e9, back: float = 55e9, layers: int = 36) -> Profile:
+    """Return a step of a Qwen3-8B on one H200 at peak rates, with what fused kernels save.
+
+    Args:
+        tokens: Length of the one sequence.
+        out: Bytes a second to the host.
+        back: Bytes a second to the device.
+        layers: Blocks.
+    """
+    hidden, inner, queries, keys = 4096, 12288, 4096, 1024
+    linear = 2 * tokens * hidden * (2 * queries + 2 * keys + 3 * inner) / GEMM
+    attention = 2 * tokens * tokens * queries / ATTENTION
+
+    def made(name: str, width: int, flop_per_byte: float, rate: float = GEMM) -> Unit:
+        return unit(name, 2 * width * tokens, flop_per_byte * 2 * width * tokens / rate)
+
+    def light(name: str, width: int) -> Unit:
+        return unit(name, 2 * width * tokens, LIGHT * 2 * width * tokens)
+
+    units = (
+        unit("", 2 * hidden * tokens, given=True), light("norm1", hidden),
+        made("q", queries, hidden), made("k", keys, hidden), made("v", keys, hidden),
+        light("q_norm", queries), light("k_norm", keys), made("attention", queries, tokens, ATTENTION),
+        made("o", hidden, queries), light("norm2", hidden), made("gate", inner, hidden), made("up", inner, hidden),
+        light("act", inner),
+    )  # fmt: skip
+    blocks = tuple(
+        BlockProfile(
+            name=f"layers.{i}", kind="Layer", forward_seconds=linear + attention,
+            backward_seconds=2 * linear + 2.5 * attention, units=units,
+        )
+        for i in range(layers)
+    )  # fmt: skip
+    rates = Rates(out_bytes_per_second=out, in_bytes_per_second=back)
+    return Profile(blocks=blocks, rates=rates, turn_seconds=6 * tokens * hidden * 151_936 / GEMM)
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> Profile:
+    """Draw a small step: blocks of different size, units of every sort, slow and fast links."""
+    seconds, nbytes = st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from([1, 10, 64, 1000])
+    blocks: list[BlockProfile] = []
+    for place in range(draw(st.integers(1, 4))):
+        units = tuple(
+            unit(
+                f"m{number}", draw(nbytes), draw(st.none() | seconds), given=not number, movable=draw(st.booleans())
+            )
+            for number in range(draw(st.integers(0, 4)))
+        )  # fmt: skip
+        blocks.append(
+            BlockProfile(
+                name=f"b{place}", kind="B", forward_seconds=draw(seconds), backward_seconds=draw(seconds), units=units,
+                working_bytes=draw(nbytes),
+            )
+        )  # fmt: skip
+    rate = st.sampled_from([1.0, 20.0, 500.0])
+    return Profile(
+        blocks=tuple(blocks),
+        rates=Rates(out_bytes_per_second=draw(rate), in_bytes_per_second=draw(rate)),
+        turn_seconds=draw(seconds), static_bytes=draw(nbytes), turn_bytes=draw(nbytes),
+        window_bytes=draw(st.none() | st.sampled_from([1, 64, 10**6])),
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Choosing: budgets hold, slowdowns hold, and neither costs more than it must."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import BudgetError
+from ebbtide.planner.bound import Bound
+from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.simulate import simulate
+from ebbtide.planner.solve import _spread, fit, shrink
+from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
+
+FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
+
+
+def peak_of_everything_kept(profile: Profile) -> int:
+    return simulate(profile, [[Action.KEEP] * len(b.units) for b in profile.blocks]).peak_bytes
+
+
+@settings(max_examples=60)
+@given(profiles(), st.floats(0, 1.2))
+def test_a_budget_holds_or_is_refused(profile: Profile, share: float) -> None:
+    budget = int(share * peak_of_everything_kept(profile))
+    try:
+        found = fit(profile, budget)
+    except BudgetError as error:
+        assert "smallest peak" in str(error) and "hint:" in str(error)
+        return
+    assert found.predicted.peak_bytes <= budget
+    assert simulate(profile, found.assignment) == found.predicted
+
+
+@settings(max_examples=60)
+@given(profiles(), st.sampled_from([0.0, 0.05, 0.5, 10.0]))
+def test_a_slowdown_holds(profile: Profile, slowdown: float) -> None:
+    found = shrink(profile, slowdown)
+    assert found.predicted.overhead_seconds <= slowdown * profile.step_seconds * (1 + 1e-6) + 1e-9
+    assert found.predicted.kept_bytes <= profile.saved_bytes
+
+
+@given(profiles())
+def test_a_budget_that_holds_everything_keeps_everything(profile: Profile) -> None:
+    found = fit(profile, peak_of_everything_kept(profile))
+    assert found.predicted.kept_bytes == profile.saved_bytes
+    assert found.predicted.overhead_seconds == pytest.approx(0)
+
+
+def test_no_slowdown_at_all_still_takes_what_is_free() -> None:
+    profile = alike(8, (unit("a", 1000),), FAST)
+    found = shrink(profile, 0.0)
+    assert found.predicted.kept_bytes == 0
+    assert found.predicted.overhead_seconds == pytest.approx(0, abs=1e-6)
+
+
+def test_small_steps_whose_handling_does_not_pay_keep_everything() -> None:
+    rates = Rates(out_bytes_per_second=1e9, in_bytes_per_second=1e9, handling_seconds=1e-3)
+    found = shrink(alike(4, (unit("a", 1000), unit("b", 10)), rates, forward=1e-3), 0.05)
+    assert found.predicted.kept_bytes == 4 * 1010
+
+
+def test_what_is_nearly_free_to_remake_is_remade_and_what_is_dear_is_offloaded() -> None:
+    rates = Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e12)
+    profile = alike(8, (unit("light", 100, 1e-4), unit("dear", 100, 5.0)), rates, window_bytes=400)
+    found = shrink(profile, 0.01)
+    assert all(actions[0] is Action.RECOMPUTE for actions in found.assignment)
+    assert Action.RECOMPUTE not in {actions[1] for actions in found.assignment}
+    assert sum(actions[1] is Action.OFFLOAD for actions in found.assignment) >= 6
+
+
+def test_what_may_not_move_is_remade_or_stays() -> None:
+    units = (unit("fixed", 100, movable=False), unit("remade", 100, 0.0, movable=False), unit("free", 100))
+    found = shrink(alike(4, units, FAST), 10.0)
+    assert {actions[:2] for actions in map(tuple, found.assignment)} == {(Action.KEEP, Action.RECOMPUTE)}
+
+
+@pytest.mark.parametrize("tokens", [8192, 32768, 131072])
+@pytest.mark.parametrize("share", [0.1, 0.25])
+def test_the_chosen_schedule_is_near_the_bound(tokens: int, share: float) -> None:
+    profile = qwen3_8b(tokens)
+    found = fit(profile, int(share * profile.saved_bytes))
+    least = Bound(profile).least(found.predicted.kept_bytes)[0]
+    points = 100 * (found.predicted.overhead_seconds - least) / profile.step_seconds
+    assert 0 <= points + 1e-9 <= 2.5
+
+
+def test_tighter_budgets_cost_more() -> None:
+    profile = qwen3_8b(8192, layers=12)
+    costs = [
+        fit(profile, int(share * profile.saved_bytes)).predicted.overhead_seconds for share in (0.2, 0.4, 0.6, 0.8, 1.1)
+    ]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[-1] == pytest.approx(0)
+
+
+@given(st.integers(0, 80))
+def test_every_beginning_of_the_spread_is_spread(count: int) -> None:
+    order = _spread(count)
+    assert sorted(order) == list(range(count))
+    for taken in range(1, count):
+        chosen = sorted(order[:taken])
+        gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, count], strict=True)]
+        assert max(gaps) <= 3 * (count + 1) / (taken + 1) + 1

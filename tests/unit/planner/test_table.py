@@ -1,0 +1,105 @@
+"""Plans as tables: what is looked up, what goes by rule, and the plan file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.errors import DataError
+from ebbtide.planner.profile import Rates
+from ebbtide.planner.solve import fit, shrink
+from ebbtide.planner.table import TablePlan, load_plan, table_plan
+from tests.helpers.profiles import alike, unit
+
+PROFILE = alike(
+    4,
+    (unit("light", 100, 1e-4), unit("dear", 100, 5.0), unit("never", 100)),
+    Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e4),
+    static_bytes=50,
+    window_bytes=100,
+)
+
+
+def plan(share: float = 0.5) -> TablePlan:
+    return table_plan(fit(PROFILE, int(50 + share * PROFILE.saved_bytes)), "auto")
+
+
+def ask(found: TablePlan, module: str, block: str = "layers.1", *, flops: float | None = 1e9, kept: int = 0) -> Action:
+    site = Site("Layer", module, "Node", 0)
+    return found.choose(
+        Candidate(
+            site=site, block_name=block, block=1, bytes_=100, block_input=False, recompute_flops=flops, kept_bytes=kept
+        )
+    )  # fmt: skip
+
+
+def test_actions_are_looked_up_by_block_and_site() -> None:
+    found = plan()
+    assert set(found.actions.values()) >= {Action.KEEP, Action.RECOMPUTE}
+    for (block, site), action in found.actions.items():
+        assert ask(found, site.module, block) is action
+
+
+def test_what_the_table_does_not_know_goes_by_rule() -> None:
+    assert ask(plan(), "elsewhere", flops=0.0) is Action.RECOMPUTE
+    assert ask(plan(), "elsewhere", flops=1e9) is Action.OFFLOAD
+    assert ask(plan(), "light", "another.block", flops=None) is Action.OFFLOAD
+
+
+def test_what_can_no_longer_be_remade_is_offloaded() -> None:
+    assert ask(plan(), "light") is Action.RECOMPUTE
+    assert ask(plan(), "light", flops=None) is Action.OFFLOAD
+
+
+def test_a_larger_batch_keeps_no_more_bytes() -> None:
+    found = plan()
+    (block, site), _ = next(item for item in found.actions.items() if item[1] is Action.KEEP)
+    room = found.predicted.kept_bytes - 100
+    assert ask(found, site.module, block, kept=room) is Action.KEEP
+    assert ask(found, site.module, block, kept=room + 1, flops=None) is Action.OFFLOAD
+
+
+def test_what_it_says_has_the_figures_and_the_reasons() -> None:
+    text = table_plan(shrink(PROFILE, 0.05), "auto").explain()
+    assert "predicted: peak" in text and "everything kept: 1.2 KiB" in text
+    assert "Layer/dear/Node#0" in text and "no rule makes it again" in text and "us/MB" in text
+
+
+def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:
+    found = plan()
+    found.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == found
+
+
+def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be written.*\nhint:"):
+        plan().save(tmp_path / "no" / "such" / "folder.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "{}", '{"schema": 2}', '{"schema": 1, "name": "x", "predicted": {}, "reasons": [], "actions": []}'],
+)
+def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match="no plan file of this release"):
+        load_plan(path)
+
+
+def test_a_wrong_action_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    plan().save(path)
+    document = json.loads(path.read_text())
+    document["actions"][0][5] = "burn"
+    path.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="burn"):
+        load_plan(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.json.*cannot be read"):
+        load_plan(tmp_path / "nowhere.json")
