@@ -1,305 +1,186 @@
 """Loading a sharded model: host memory, bytes read and time, beside the other ways of doing it.
 
-A decoder with random weights is written in several safetensors files, loaded by every way on gloo ranks in fresh
-processes, in turn, and deleted. Memory is the peak that the system keeps of each process (reset before loading), above
-what the process had before and its shard; bytes are those that the system fetched from the disk for all ranks, with the
-files dropped from the page cache before (``cold``); time ends when every byte of every shard was touched, so that a
-mapping that has not been read yet counts too. Every rank's shards are compared with those of plain loading by digest:
-a way whose shards differ fails the suite.
+A decoder with random weights is written in several safetensors files and loaded by every way on gloo ranks in processes
+of their own, in turn. Memory is the peak that the system keeps of each process (reset before loading), above what the
+process had before and its shard; bytes are those that the system fetched from the disk for all ranks, with the files
+dropped from the page cache before; time ends when every byte of every shard was touched, so that a mapping that has not
+been read yet counts too. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
+shards differ fails the suite.
 
-    python -m benchmarks.suites.loading [--path DIR] [--rounds 5] [--worlds 2 4] [--dtypes bfloat16 float32] [--small]
+    python -m benchmarks.suites.loading [--work DIR] [--rounds 5] [--worlds 2 4] [--dtypes bfloat16 float32] [--small]
+
+With ``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
-import hashlib
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.loading_ways import IMPORTED, MIB, PLAIN, SMALL, TINY, WAYS, WIDE, rank_main
 from benchmarks.results_folder import hardware, result_folder, summary, write_result
 
-MIB = 1 << 20
-WAIT_SECONDS = 600
-WIDE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 12, "vocab_size": 64000}
-SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 32000}
-HEADS = {"num_attention_heads": 16, "num_key_value_heads": 8, "tie_word_embeddings": False}
+WAIT_SECONDS = 300
+SPARE_BYTES = 2 << 30
+SHOWN = ("ebbtide, slices", PLAIN, "accelerate, from rank 0")
+"""The ways whose memory over time is drawn."""
 
 
-def write_checkpoint(folder: Path, sizes: dict[str, int], file_size: str) -> None:
-    """Write a decoder with random weights in bf16."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+class Bench:
+    """The runs of the suite; each is done once.
 
-    torch.manual_seed(0)
-    config = Qwen3Config(**sizes, **HEADS, head_dim=sizes["hidden_size"] // 16)
-    torch.set_default_dtype(torch.bfloat16)
-    model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder, max_shard_size=file_size)
+    Args:
+        work: Holds the checkpoints ``big`` and ``tiny``, and ``runs.jsonl``, a line a finished run.
+    """
 
+    def __init__(self, work: Path) -> None:
+        self.work = work
+        self._log = work / "runs.jsonl"
+        lines = self._log.read_text().splitlines() if self._log.exists() else []
+        self._runs: dict[str, Any] = {run["key"]: run for run in map(json.loads, lines)}
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(IMPORTED))
+        self.total_bytes = sum(f.stat().st_size for f in self.files)
 
-# One rank's side
+    @property
+    def files(self) -> list[Path]:
+        """The files of the checkpoint."""
+        return sorted((self.work / "big").glob("*.safetensors"))
 
+    def run(self, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
+        """Return what one load came to: what its ranks told, or ``error``; a run that is done is not done again."""
+        key = f"{world} {dtype} {way} {number}"
+        if key not in self._runs:
+            started = time.monotonic()
+            self._runs[key] = {"key": key, **self._load(way, dtype, world, number)}
+            with self._log.open("a") as log:
+                log.write(json.dumps(self._runs[key]) + "\n")
+            print(f"{key}: {time.monotonic() - started:.1f} s {self._runs[key].get('error', '')}", file=sys.stderr)
+        return self._runs[key]
 
-def _on_meta(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    def record(self, way: str, dtype: str, world: int, folder: Path) -> None:
+        """Load once more with memory recorded on the first rank, and keep the run folder."""
+        if not (folder / "summary.json").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            found = self._load(way, dtype, world, 0, record=folder)
+            if "error" in found:
+                raise SystemExit(f"{way} could not be recorded: {found['error']}")
 
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+    def _load(self, way: str, dtype: str, world: int, number: int, *, record: Path | None = None) -> dict[str, Any]:
+        wide = 2 if dtype == "float32" else 1
+        # Plain loading holds a whole model on every rank, and mapped files beside it.
+        needed = int(self.total_bytes * ((world * wide if way == PLAIN else 2 * wide) + 1.5)) + SPARE_BYTES
+        if not _wait_for_memory(needed):
+            return {"error": f"the machine has no {needed / (1 << 30):.0f} GiB of memory to spare"}
+        self._drop_cache()
+        with tempfile.TemporaryDirectory(prefix="meet-", dir=self.work) as folder, _threads_of_one():
+            arguments = [(rank, world, folder, way, dtype, record is not None) for rank in range(world)]
+            ranks = [self._context.Process(target=rank_main, args=a, daemon=True) for a in arguments]
+            for one in ranks:
+                one.start()
+            error = _ended(ranks, time.monotonic() + WAIT_SECONDS)
+            if error:
+                return {"error": error}
+            if record is not None:
+                shutil.move(f"{folder}/run", record)
+            return {"ranks": [json.loads(Path(folder, f"rank-{rank}.json").read_text()) for rank in range(world)]}
 
-
-def _whole(path: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-
-
-def _shard(model: Any) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
-
-
-def ours(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``, each rank its slices."""
-    import ebbtide
-
-    return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype)
-
-
-def ours_broadcast(path: str, dtype: torch.dtype) -> Any:
-    """``load_sharded``, one rank reads."""
-    import ebbtide
-
-    return ebbtide.load_sharded(_on_meta(path, torch.bfloat16), path, shard=_shard, dtype=dtype, source="broadcast")
-
-
-def plain(path: str, dtype: torch.dtype) -> Any:
-    """``from_pretrained`` on every rank, then ``fully_shard``."""
-    return _shard(_whole(path, dtype))
-
-
-def transformers_native(path: str, dtype: torch.dtype) -> Any:
-    """``from_pretrained`` with a ``DistributedConfig``; wraps by the library's own plan."""
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    world = torch.distributed.get_world_size()
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, distributed_config=DistributedConfig(fsdp_size=world)
-    )
-
-
-def accelerate_efficient(path: str, dtype: torch.dtype) -> Any:
-    """Accelerate's loading from a full state dict on the first rank."""
-    from types import SimpleNamespace
-
-    from accelerate.utils.fsdp_utils import fsdp2_load_full_state_dict
-
-    first = torch.distributed.get_rank() == 0
-    whole = _whole(path, dtype) if first else None
-    values = whole.state_dict() if whole is not None else {}
-    model = _shard(_on_meta(path, dtype))
-    fsdp2_load_full_state_dict(SimpleNamespace(is_main_process=first), model, values)
-    return model
-
-
-def dcp_broadcast(path: str, dtype: torch.dtype) -> Any:
-    """``set_model_state_dict`` with ``broadcast_from_rank0``."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    values = _whole(path, dtype).state_dict() if torch.distributed.get_rank() == 0 else {}
-    model = _shard(_on_meta(path, dtype))
-    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return model
-
-
-def dcp_load(path: str, dtype: torch.dtype) -> Any:
-    """``dcp.load`` with the reader of Hugging Face checkpoints, into the dtype of the file; then converted."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    model = _shard(_on_meta(path, torch.bfloat16)).to_empty(device="cpu")
-    values = model.state_dict()
-    dcp.load(values, storage_reader=HuggingFaceStorageReader(path))
-    return model.to(dtype)
-
-
-WAYS: dict[str, Callable[[str, torch.dtype], Any]] = {
-    "ebbtide, slices": ours,
-    "ebbtide, broadcast": ours_broadcast,
-    "from_pretrained on each rank": plain,
-    "transformers DistributedConfig": transformers_native,
-    "accelerate, from rank 0": accelerate_efficient,
-    "DCP, from rank 0": dcp_broadcast,
-    "DCP, load": dcp_load,
-}
-
-
-def _status(field: str) -> int:
-    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field + ":"))
-    return int(line.split()[1]) * 1024
-
-
-def _disk_bytes() -> int:
-    line = next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes:"))
-    return int(line.split()[1])
-
-
-def rank_main(way: str, path: str, dtype: str) -> None:
-    """Load by one way in this rank, and print what it took as one line of JSON."""
-    import importlib
-
-    for name in ("transformers", "accelerate.utils.fsdp_utils", "ebbtide.loading", "torch.distributed.checkpoint"):
-        importlib.import_module(name)  # what a program has imported anyway is no part of loading
-    importlib.import_module("transformers.models.qwen3.modeling_qwen3")
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    torch.distributed.barrier()
-    private_peak, stop = [0], threading.Event()
-
-    def watch() -> None:
-        while not stop.wait(0.005):
-            private_peak[0] = max(private_peak[0], _status("RssAnon"))
-
-    base, base_private, disk = _status("VmRSS"), _status("RssAnon"), _disk_bytes()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    started = time.perf_counter()
-    model = WAYS[way](path, getattr(torch, dtype))
-    locals_ = {n: getattr(p, "_local_tensor", p).detach() for n, p in model.named_parameters()}
-    for tensor in locals_.values():
-        tensor.view(torch.uint8).view(-1)[::4096].sum()  # a page that nobody has touched has not been read
-    torch.distributed.barrier()
-    seconds = time.perf_counter() - started
-    stop.set()
-    watcher.join()
-    peak = _status("VmHWM")
-    found = {
-        "seconds": seconds,
-        "base_bytes": base,
-        "peak_bytes": peak - base,
-        "private_peak_bytes": private_peak[0] - base_private,
-        "shard_bytes": sum(t.numel() * t.element_size() for t in locals_.values()),
-        "disk_bytes": _disk_bytes() - disk,
-        "digests": {n: _digest(t) for n, t in locals_.items()},
-        "buffers": {n: _digest(b.detach()) for n, b in model.named_buffers()},
-    }
-    print("RESULT " + json.dumps(found), flush=True)
-    torch.distributed.destroy_process_group()
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    if tensor.is_meta:
-        return "on meta"  # some ways leave buffers there
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(data).hexdigest()}"
-
-
-# The suite's side
-
-
-def run_way(way: str, path: Path, dtype: str, world: int, *, cold: bool) -> dict[str, Any]:
-    """Run one way in fresh processes; returns what its ranks told, or ``error``."""
-    for file in path.glob("*.safetensors"):
-        with file.open("rb") as one:
-            if cold:
+    def _drop_cache(self) -> None:
+        for file in self.files:
+            with file.open("rb") as one:
                 os.posix_fadvise(one.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while one.read(8 * MIB):
-                    pass
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"}
-    common |= {"GLOO_SOCKET_IFNAME": "lo", "LOCAL_WORLD_SIZE": str(world), "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "benchmarks.suites.loading", "--rank-of", way, str(path), dtype]
-    ranks = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    told: list[dict[str, Any]] = []
+
+
+def _wait_for_memory(needed_bytes: int) -> bool:
+    """Wait until the machine has memory to spare; ``False`` where it has none for minutes."""
+    for _ in range(60):
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable"))
+        if int(line.split()[1]) * 1024 >= needed_bytes:
+            return True
+        time.sleep(5)
+    return False
+
+
+@contextlib.contextmanager
+def _threads_of_one() -> Iterator[None]:
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        for one in ranks:
-            out, err = one.communicate(timeout=WAIT_SECONDS)
-            line = next((x for x in out.splitlines() if x.startswith("RESULT ")), None)
-            if line is None:
-                return {"error": (err.strip().splitlines() or ["no result"])[-1][:300]}
-            told.append(json.loads(line.removeprefix("RESULT ")))
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {WAIT_SECONDS} s"}
+        yield
+    finally:
+        os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
+
+
+def _ended(ranks: list[Any], deadline: float) -> str:
+    """Wait for all ranks; returns what went wrong. One that fails ends the others, which would wait for it."""
+    try:
+        while any(one.is_alive() for one in ranks):
+            multiprocessing.connection.wait([one.sentinel for one in ranks if one.is_alive()], timeout=1.0)
+            failed = [one.exitcode for one in ranks if one.exitcode]
+            if failed:
+                return f"a rank ended with {failed[0]}"
+            if time.monotonic() > deadline:
+                return f"no end within {WAIT_SECONDS} s"
     finally:
         for one in ranks:
-            if one.poll() is None:
+            if one.is_alive():
                 one.kill()
-            one.wait()
-    return {"ranks": told}
+            one.join()
+    failed = [one.exitcode for one in ranks if one.exitcode]
+    return f"a rank ended with {failed[0]}" if failed else ""
 
 
-def measure(path: Path, dtype: str, world: int, rounds: int) -> dict[str, Any]:
-    """Run every way ``rounds`` times cold, in turn, beginning with another each time."""
-    total = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+def measure(bench: Bench, dtype: str, world: int, rounds: int) -> dict[str, Any]:
+    """Run every way ``rounds`` times, in turn, beginning with another each time; return the rows of a table."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    errors: dict[str, str] = {}
     names = list(WAYS)
-    reference: list[Any] = []
     for number in range(rounds):
         for way in names[number % len(names) :] + names[: number % len(names)]:
-            if way in errors:
-                continue
-            result = run_way(way, path, dtype, world, cold=True)
-            if "error" in result:
-                errors[way] = result["error"]
-                continue
-            found[way].append(result)
-    if not found["from_pretrained on each rank"]:
-        raise SystemExit(f"plain loading failed: {errors}")
-    plainly = found["from_pretrained on each rank"][0]["ranks"]
-    reference = [r["digests"] for r in plainly]
+            found[way].append(bench.run(way, dtype, world, number))
+    plainly = next((run["ranks"] for run in found[PLAIN] if "ranks" in run), None)
+    if plainly is None:
+        raise SystemExit(f"plain loading failed: {found[PLAIN][0]['error']}")
     rows: dict[str, Any] = {}
     for way, runs in found.items():
-        if not runs:
-            rows[way] = {"error": errors[way]}
-            continue
-        equal = all([r["digests"] for r in run["ranks"]] == reference for run in runs)
-        above = [max(r["peak_bytes"] - r["shard_bytes"] for r in run["ranks"]) for run in runs]
-        private = [max(r["private_peak_bytes"] - r["shard_bytes"] for r in run["ranks"]) for run in runs]
-        rows[way] = {
-            "equal": equal,
-            "buffers_equal": all(run["ranks"][0]["buffers"] == plainly[0]["buffers"] for run in runs),
-            "above_shard_bytes": summary([float(x) for x in above]),
-            "private_above_shard_bytes": summary([float(x) for x in private]),
-            "read_share": summary([sum(r["disk_bytes"] for r in run["ranks"]) / total for run in runs]),
-            "seconds": summary([max(r["seconds"] for r in run["ranks"]) for run in runs]),
-            "shard_bytes": max(r["shard_bytes"] for r in runs[0]["ranks"]),
-            "base_bytes": max(r["base_bytes"] for r in runs[0]["ranks"]),
-            "runs": [[{k: v for k, v in r.items() if k not in ("digests", "buffers")} for r in run["ranks"]]
-                     for run in runs],
-        }  # fmt: skip
+        good = [run["ranks"] for run in runs if "ranks" in run]
+        rows[way] = (
+            _row(good, plainly, bench.total_bytes)
+            if len(good) == rounds
+            else {"error": next(run["error"] for run in runs if "error" in run)}
+        )
     return rows
+
+
+def _row(runs: list[list[dict[str, Any]]], plainly: list[dict[str, Any]], total_bytes: int) -> dict[str, Any]:
+    digests, buffers = [r["digests"] for r in plainly], [r["buffers"] for r in plainly]
+    above = [max(r["peak_bytes"] - r["shard_bytes"] for r in ranks) for ranks in runs]
+    private = [max(r["private_peak_bytes"] - r["shard_bytes"] for r in ranks) for ranks in runs]
+    return {
+        "equal": all([r["digests"] for r in ranks] == digests for ranks in runs),
+        "buffers_equal": all([r["buffers"] for r in ranks] == buffers for ranks in runs),
+        "above_shard_bytes": summary([float(x) for x in above]),
+        "private_above_shard_bytes": summary([float(x) for x in private]),
+        "read_share": summary([sum(r["disk_bytes"] for r in ranks) / total_bytes for ranks in runs]),
+        "seconds": summary([max(r["seconds"] for r in ranks) for ranks in runs]),
+        "shard_bytes": max(r["shard_bytes"] for r in runs[0]),
+        "base_bytes": max(r["base_bytes"] for r in runs[0]),
+        "runs": [
+            [{k: v for k, v in r.items() if k not in ("digests", "buffers")} for r in ranks] for ranks in runs
+        ],
+    }  # fmt: skip
 
 
 def report(result: dict[str, Any]) -> str:
@@ -308,29 +189,30 @@ def report(result: dict[str, Any]) -> str:
         f"# Loading sharded models: {result['hardware']}",
         "",
         f"{result['date']}, {result['filesystem']}, a checkpoint of {result['checkpoint_bytes'] / MIB:.0f} MiB in "
-        f"{result['files']} files that the page cache lacks, fresh processes, {result['rounds']} rounds in turn.",
+        f"{result['files']} files that the page cache lacks, a process for each rank and load, {result['rounds']} "
+        "rounds in turn.",
         "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
         "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
-        "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every run is in `run.json`.",
+        "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
     ]
     for case, rows in result["cases"].items():
         lines += ["", f"## {case}", "", "| way | memory | private | read | seconds | shards |", "| --- " * 6 + "|"]
         for way, row in rows.items():
             if "error" in row:
-                lines.append(f"| {way} | | | | | does not run: {row['error'].replace('|', '/')} |")
+                lines.append(f"| {way} | | | | | {row['error'].replace('|', '/')} |")
                 continue
             cells = [_spread(row[k], MIB, 0) for k in ("above_shard_bytes", "private_above_shard_bytes")]
-            cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1)]
-            lines.append(
-                f"| {way} | {' | '.join(cells)} | {'equal' if row['equal'] else 'wrapped or read otherwise'} |"
-            )
+            cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1), _verdict(row)]
+            lines.append(f"| {way} | {' | '.join(cells)} |")
+    if result["drawn"]:
+        lines += ["", f"Memory of the first rank over time, {result['drawn']}:", "", "![Loading](loading.svg)"]
     return "\n".join(lines) + "\n"
 
 
 def _verdict(row: dict[str, Any]) -> str:
     if not row["equal"]:
-        return "cut or read otherwise"
-    return "equal" if row["buffers_equal"] else "equal; buffers not"
+        return "cut otherwise"
+    return "equal" if row["buffers_equal"] else "equal, buffers not"
 
 
 def _spread(values: dict[str, float], unit: float, digits: int) -> str:
@@ -338,51 +220,75 @@ def _spread(values: dict[str, float], unit: float, digits: int) -> str:
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
+def _prepare(work: Path, *, small: bool) -> None:
+    """Write the checkpoints that are not there yet, in a process that ends with them."""
+    for name, sizes, file_size in (
+        ("big", SMALL if small else WIDE, "20MB" if small else "450MB"),
+        ("tiny", TINY, "1MB"),
+    ):
+        if not (work / name / "config.json").exists():
+            code = (
+                "from benchmarks.loading_ways import *; "
+                f"write_checkpoint(Path({str(work / 'draft')!r}), {sizes}, {file_size!r})"
+            )
+            subprocess.run([sys.executable, "-c", code], check=True)
+            (work / "draft").rename(work / name)
+    os.sync()  # pages that are not written yet cannot be dropped
+
+
+def _draw(bench: Bench, dtype: str, world: int) -> str:
+    """Record the ways that are shown, and return the picture."""
+    from ebbtide.report import load_run, loading_svg
+
+    folders = [bench.work / f"run-{number}" for number in range(len(SHOWN))]
+    for way, folder in zip(SHOWN, folders, strict=True):
+        bench.record(way, dtype, world, folder)
+    return loading_svg([load_run(folder) for folder in folders])
+
+
 def main() -> None:
-    """Write a checkpoint, measure, and write ``run.json`` and ``README.md``."""
+    """Write a checkpoint, measure, and write ``run.json``, ``README.md`` and ``loading.svg``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--path", type=Path, help="directory on the disk to read from")
+    parser.add_argument("--work", type=Path, help="directory on the disk to read from, kept; default: a temporary one")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--small", action="store_true", help="a checkpoint of some 80 MiB, to try the suite")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
-    parser.add_argument("--rank-of", nargs=3, metavar=("WAY", "PATH", "DTYPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank_of:
-        rank_main(*options.rank_of)
-        return
     from ebbtide.store.location import check_directory, default_directory, filesystem_of
 
-    directory = check_directory(options.path) if options.path else default_directory()
-    scratch = Path(tempfile.mkdtemp(prefix="ebbtide-loading-", dir=directory))
-    try:
-        sizes, file_size = (SMALL, "20MB") if options.small else (WIDE, "450MB")
-        code = (
-            f"from benchmarks.suites.loading import *; write_checkpoint(Path({str(scratch)!r}), {sizes}, {file_size!r})"
-        )
-        subprocess.run([sys.executable, "-c", code], check=True)
-        os.sync()  # pages that are not written yet cannot be dropped
-        files = list(scratch.glob("*.safetensors"))
+    with contextlib.ExitStack() as stack:
+        if options.work:
+            options.work.mkdir(parents=True, exist_ok=True)
+            work = check_directory(options.work)
+        else:
+            scratch = tempfile.TemporaryDirectory(prefix="ebbtide-loading-", dir=default_directory())
+            work = Path(stack.enter_context(scratch))
+        _prepare(work, small=options.small)
+        bench = Bench(work)
         cases = {
-            f"{world} ranks, bfloat16 to {dtype}": measure(scratch, dtype, world, options.rounds)
+            f"{world} ranks, bfloat16 to {dtype}": measure(bench, dtype, world, options.rounds)
             for world in options.worlds
             for dtype in options.dtypes
         }
+        drawn = (options.dtypes[-1], options.worlds[0])
+        picture = _draw(bench, *drawn)
         result: dict[str, Any] = {
             "suite": "loading",
-            "hardware": hardware(directory),
+            "hardware": hardware(work),
             "date": datetime.date.today().isoformat(),
-            "filesystem": filesystem_of(directory),
-            "checkpoint_bytes": sum(f.stat().st_size for f in files),
-            "files": len(files),
+            "filesystem": filesystem_of(work),
+            "checkpoint_bytes": bench.total_bytes,
+            "files": len(bench.files),
             "rounds": options.rounds,
             "cases": cases,
+            "drawn": f"{drawn[1]} ranks, bfloat16 to {drawn[0]}",
         }
-    finally:
-        shutil.rmtree(scratch)
+        folder = options.out or result_folder("loading", work)
     text = report(result)
-    write_result(options.out or result_folder("loading", directory), result, text)
+    write_result(folder, result, text)
+    (folder / "loading.svg").write_text(picture)
     print(text)
     wrong = [
         f"{c}: {w}" for c, rows in cases.items() for w, r in rows.items() if w.startswith("ebb") and not r.get("equal")
