@@ -20,6 +20,11 @@ UNSUPPORTED: Mapping[str, str] = {
     "quant_bits": "--train_type qlora loads the weights in 4 bits",
     "quant_method": "--train_type qlora uses bitsandbytes",
     "device_map": "ebbtide sft trains one whole model, or one FSDP shard, a device: leave the flag out",
+    "strategy": "--fsdp_strategy full_shard, with --fsdp_version 2 or 1",
+    "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+    "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+    "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
+    "external_plugins": "nothing is to be plugged in: --activation_cpu_offload true",
 }
 """Flags that users of this and other trainers know, and that this release refuses."""
 
