@@ -20,14 +20,26 @@ def unit(name: str, nbytes: int, remake: float | None = None, *, given: bool = F
     return Unit(site=site, nbytes=nbytes, remake_seconds=remake, block_input=given, movable=movable)
 
 
-def alike(count: int, units: tuple[Unit, ...], rates: Rates, *, forward: float = 1.0, **step: float) -> Profile:
-    """Return a step of ``count`` blocks that are alike; a backward takes twice its forward."""
+def alike(
+    count: int, units: tuple[Unit, ...], rates: Rates, *, forward: float = 1.0, beside: int = 0, **step: float
+) -> Profile:
+    """Return a step of ``count`` blocks that are alike; a backward takes twice its forward.
+
+    Args:
+        count: Blocks.
+        units: What each saves.
+        rates: What moving costs.
+        forward: Seconds of a forward.
+        beside: Bytes that are there in each of them, beside what is saved.
+        step: Further fields of the profile.
+    """
     blocks = tuple(
         BlockProfile(
-            name=f"layers.{i}", kind="Layer", forward_seconds=forward, backward_seconds=2 * forward, units=units
+            name=f"layers.{i}", kind="Layer", forward_seconds=forward, backward_seconds=2 * forward, units=units,
+            forward_beside_bytes=beside, backward_beside_bytes=beside,
         )
         for i in range(count)
-    )
+    )  # fmt: skip
     return Profile(blocks=blocks, rates=rates, **step)  # type: ignore[arg-type]
 
 
@@ -83,13 +95,13 @@ def profiles(draw: st.DrawFn) -> Profile:
         blocks.append(
             BlockProfile(
                 name=f"b{place}", kind="B", forward_seconds=draw(seconds), backward_seconds=draw(seconds), units=units,
-                working_bytes=draw(nbytes),
+                forward_beside_bytes=draw(nbytes), backward_beside_bytes=draw(nbytes),
             )
         )  # fmt: skip
     rate = st.sampled_from([1.0, 20.0, 500.0])
     return Profile(
         blocks=tuple(blocks),
         rates=Rates(out_bytes_per_second=draw(rate), in_bytes_per_second=draw(rate)),
-        turn_seconds=draw(seconds), static_bytes=draw(nbytes), turn_bytes=draw(nbytes),
+        turn_seconds=draw(seconds), turn_beside_bytes=draw(nbytes),
         window_bytes=draw(st.none() | st.sampled_from([1, 64, 10**6])),
     )  # fmt: skip

@@ -48,7 +48,8 @@ class BlockProfile:
         forward_seconds: From the start of its forward to the start of what follows, without stalls.
         backward_seconds: The same of its backward, without stalls and remakes.
         units: What it saves, in that order.
-        working_bytes: Device memory that its forward or backward needs beside what is saved.
+        forward_beside_bytes: Most device memory while its forward runs, without what blocks have saved.
+        backward_beside_bytes: The same while its backward runs.
     """
 
     name: str
@@ -56,7 +57,8 @@ class BlockProfile:
     forward_seconds: float
     backward_seconds: float
     units: tuple[Unit, ...]
-    working_bytes: int = 0
+    forward_beside_bytes: int = 0
+    backward_beside_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -94,8 +96,7 @@ class Profile:
         lead_seconds: Before the first block's forward.
         turn_seconds: From the end of the last block's forward to its backward: the head and the loss.
         tail_seconds: After the first block's backward: what is before the blocks, the optimizer.
-        static_bytes: Device memory that is there through the whole step: weights, gradients, optimizer state.
-        turn_bytes: Device memory of the head and the loss.
+        turn_beside_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
     """
 
@@ -104,17 +105,17 @@ class Profile:
     lead_seconds: float = 0.0
     turn_seconds: float = 0.0
     tail_seconds: float = 0.0
-    static_bytes: int = 0
-    turn_bytes: int = 0
+    turn_beside_bytes: int = 0
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lead_seconds", "turn_seconds", "tail_seconds", "static_bytes", "turn_bytes"):
+        for name in ("lead_seconds", "turn_seconds", "tail_seconds", "turn_beside_bytes"):
             _check(name, getattr(self, name))
         for block in self.blocks:
             _check(f"forward_seconds of {block.name}", block.forward_seconds)
             _check(f"backward_seconds of {block.name}", block.backward_seconds)
-            _check(f"working_bytes of {block.name}", block.working_bytes)
+            _check(f"forward_beside_bytes of {block.name}", block.forward_beside_bytes)
+            _check(f"backward_beside_bytes of {block.name}", block.backward_beside_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"remake_seconds of {unit.site}", unit.remake_seconds or 0.0)

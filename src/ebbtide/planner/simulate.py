@@ -33,7 +33,9 @@ class Simulated:
         overhead_seconds: Beyond the step that keeps everything.
         remake_seconds: Time of remakes in it.
         stalls: Seconds that each block waited for copies, forward and backward together.
-        peak_bytes: Most device memory.
+        levels_bytes: Most bytes of what blocks have saved: in each block's forward, at the turn-around, and in each
+            block's backward, the last block's first.
+        peak_bytes: Most device memory, with what is there beside.
         peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
         kept_bytes: Bytes that stay.
         offloaded_bytes: Bytes that leave, or would if there were time.
@@ -46,6 +48,7 @@ class Simulated:
     overhead_seconds: float
     remake_seconds: float
     stalls: tuple[float, ...]
+    levels_bytes: tuple[int, ...]
     peak_bytes: int
     peak_at: tuple[str, str]
     kept_bytes: int
@@ -79,6 +82,7 @@ class _Step:
         self.profile, self.assignment = profile, assignment
         self.now = profile.lead_seconds
         self.stalls = [0.0] * len(profile.blocks)
+        self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
         self.held = 0  # kept, and parked with a source still there
         self.in_flight: deque[_Parked] = deque()
@@ -94,11 +98,18 @@ class _Step:
         self._out_free = 0.0
         self.served_bytes, self.handling_seconds = 0, 0.0
 
-    def see(self, extra_bytes: int, where: str, name: str) -> None:
-        """Note the device memory of this moment."""
-        total = self.profile.static_bytes + self.held + extra_bytes
-        if total > self.peak:
-            self.peak, self.peak_at = total, (where, name)
+    def see(self, level_bytes: int, beside_bytes: int, where: str, name: str) -> None:
+        """Note how much memory one stretch of the step took.
+
+        Args:
+            level_bytes: Most bytes of what blocks have saved.
+            beside_bytes: All other.
+            where: Forward, turn or backward.
+            name: The block.
+        """
+        self.levels.append(level_bytes)
+        if level_bytes + beside_bytes > self.peak:
+            self.peak, self.peak_at = level_bytes + beside_bytes, (where, name)
 
     def handle(self) -> None:
         """Spend what moving one storage costs compute."""
@@ -110,6 +121,7 @@ class _Step:
     def forward(self, place: int) -> None:
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.forward_seconds / max(len(block.units), 1)
+        level = self.held
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             self.now += slice_seconds
             if action is Action.KEEP:
@@ -119,11 +131,11 @@ class _Step:
                 self.held += unit.nbytes
                 self._park(place, number, unit.nbytes)
                 self._retire(place)
-            self.see(block.working_bytes, "forward", block.name)
+            level = max(level, self.held)
         if not block.units:
             self.now += block.forward_seconds
-            self.see(block.working_bytes, "forward", block.name)
         self._retire(place)
+        self.see(level, block.forward_beside_bytes, "forward", block.name)
 
     def _park(self, place: int, number: int, nbytes: int) -> None:
         begins = max(self.now, self._out_free)
@@ -149,7 +161,7 @@ class _Step:
     # Backward
 
     def turn(self) -> None:
-        self.see(self.profile.turn_bytes, "turn", "")
+        self.see(self.held, self.profile.turn_beside_bytes, "turn", "")
         self.now += self.profile.turn_seconds
         # What has begun is finished, and its source still serves; what has not is withdrawn. Either way it is there.
         self.served_bytes = self.flight_bytes
@@ -170,6 +182,7 @@ class _Step:
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
         back = 0  # remade or brought in, and not yet released
         coming.advance()
+        level = self.held + coming.ahead_bytes
         for number in reversed(range(len(block.units))):
             unit, action = block.units[number], actions[number]
             if action is Action.RECOMPUTE:
@@ -183,10 +196,11 @@ class _Step:
                     self.now = ready
                 coming.read(place, number)
                 back += unit.nbytes
-            self.see(coming.ahead_bytes + back + block.working_bytes, "backward", block.name)
+            level = max(level, self.held + coming.ahead_bytes + back)
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
+        self.see(level, block.backward_beside_bytes, "backward", block.name)
         # Its graph is gone, and with it what stayed for it.
         self.held -= sum(
             u.nbytes
@@ -258,6 +272,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         overhead_seconds=seconds - profile.step_seconds,
         remake_seconds=remade,
         stalls=tuple(step.stalls),
+        levels_bytes=tuple(step.levels),
         peak_bytes=step.peak,
         peak_at=step.peak_at,
         kept_bytes=by_action[Action.KEEP],

@@ -29,7 +29,7 @@ TAILS = (0, 1, 2, 4, 8)
 """Of how many last blocks all that is not remade stays, if there is room: the numbers tried."""
 
 SAME = 1e-3
-"""Steps that differ by less than this part are alike; the one that moves fewer bytes leaves more of the link to others."""
+"""Steps that differ by less than this part are alike: the one that moves fewer bytes leaves more of the link free."""
 
 HALVINGS = 9
 """Steps of the search for the bytes that stay: to 1/512 of what is saved."""
@@ -76,7 +76,7 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
         raise BudgetError(
             f"memory_budget is {format_size(budget_bytes)}",
             expected=f"at least {format_size(least.predicted.peak_bytes)}, the smallest peak of this model and batch",
-            hint=_holder(profile, least),
+            hint=_holder(least),
         )
     return search.border(least, everything, fits)[0]
 
@@ -241,11 +241,11 @@ def _spread(count: int) -> list[int]:
     return sorted(range(count), key=lambda i: (i + 1) * step % 1.0)
 
 
-def _holder(profile: Profile, least: Solution) -> str:
+def _holder(least: Solution) -> str:
     where, block = least.predicted.peak_at
     what = {"turn": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
-    static = format_size(profile.static_bytes)
+    beside = format_size(least.predicted.peak_bytes - max(least.predicted.levels_bytes, default=0))
     return (
-        f"that peak is in {what}; {static} of it are weights, gradients and optimizer state. Shorter sequences, a "
-        "smaller batch, or sharding over more devices make it smaller"
+        f"that peak is in {what}, and {beside} of it are no saved tensors of blocks but weights, gradients, optimizer "
+        "state and working memory; shorter sequences, a smaller batch or sharding over more devices make it smaller"
     )

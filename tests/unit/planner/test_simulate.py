@@ -10,7 +10,7 @@ from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import Simulated, simulate
 from tests.helpers.profiles import alike, profiles, unit
 
-K, O, R = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
+K, OFF, R = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 ONE_A_SECOND = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
 FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
 
@@ -21,16 +21,16 @@ def run(profile: Profile, *actions: Action) -> Simulated:
 
 
 def test_everything_kept_is_plain_training() -> None:
-    profile = alike(3, (unit("a", 10), unit("b", 5)), FAST, static_bytes=7, turn_bytes=4, turn_seconds=2.0)
+    profile = alike(3, (unit("a", 10), unit("b", 5)), FAST, beside=7, turn_beside_bytes=11, turn_seconds=2.0)
     found = run(profile, K, K)
     assert found.step_seconds == profile.step_seconds == 3 * 1 + 2 + 3 * 2
     assert (found.overhead_seconds, found.stall_seconds, found.kept_bytes) == (0, 0, 45)
-    assert (found.peak_bytes, found.peak_at[0]) == (7 + 45 + 4, "turn")
+    assert (found.peak_bytes, found.peak_at[0]) == (45 + 11, "turn")
 
 
 def test_a_copy_that_hides_costs_nothing_and_frees_the_memory() -> None:
-    profile = alike(4, (unit("a", 100),), FAST, static_bytes=7, window_bytes=100)
-    found = run(profile, O)
+    profile = alike(4, (unit("a", 100),), FAST, beside=7, window_bytes=100)
+    found = run(profile, OFF)
     assert found.overhead_seconds == pytest.approx(0, abs=1e-6)
     assert found.offloaded_bytes == 400
     # In the last block's backward: its own bytes, which have not left yet, and those of the block before, coming in.
@@ -39,7 +39,7 @@ def test_a_copy_that_hides_costs_nothing_and_frees_the_memory() -> None:
 
 def test_more_than_the_window_makes_compute_wait() -> None:
     profile = alike(2, (unit("a", 4),), ONE_A_SECOND, window_bytes=1)
-    found = run(profile, O)
+    found = run(profile, OFF)
     # Saved at 1 s, waited for until 5 s; then at 6 s, until 10 s. Backward: the copy in of the last takes 4 s, that of
     # the first begins when the last was read (14 s), is done at 18 s and is wanted at 16 s.
     assert found.stalls == (4 + 2, 4 + 4)
@@ -48,15 +48,16 @@ def test_more_than_the_window_makes_compute_wait() -> None:
 
 def test_what_has_not_left_at_the_turn_is_read_where_it_is() -> None:
     profile = alike(3, (unit("a", 10),), ONE_A_SECOND, window_bytes=1000)
-    found = run(profile, O)
+    found = run(profile, OFF)
     # The first copy runs from 1 s to 11 s, through the turn at 3 s; the others never begin. All sources are there.
     assert found.stall_seconds == 0
     assert found.served_bytes == 30
     assert found.peak_bytes == 30
+    assert found.levels_bytes == (10, 20, 30, 30, 30, 20, 10)
 
 
 def test_what_is_remade_costs_its_time_in_backward_and_no_memory_before() -> None:
-    profile = alike(2, (unit("a", 10, 0.5),), FAST, turn_bytes=3)
+    profile = alike(2, (unit("a", 10, 0.5),), FAST, turn_beside_bytes=3)
     found = run(profile, R)
     assert found.overhead_seconds == found.remake_seconds == 1.0
     assert (found.remade_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")
@@ -67,14 +68,14 @@ def test_remakes_hide_copies_in() -> None:
     units = (unit("a", 6), unit("b", 1, 2.0))
     slow_in = Rates(out_bytes_per_second=1e9, in_bytes_per_second=2.0)
     profile = alike(3, units, slow_in, window_bytes=100)
-    waits, hides = run(profile, O, K).stall_seconds, run(profile, O, R).stall_seconds
+    waits, hides = run(profile, OFF, K).stall_seconds, run(profile, OFF, R).stall_seconds
     assert waits > hides
 
 
 def test_handling_is_compute_time() -> None:
     rates = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12, handling_seconds=0.25)
     # Three go out and two come back: the last one's source still serves.
-    assert run(alike(3, (unit("a", 10),), rates), O).overhead_seconds == pytest.approx(5 * 0.25)
+    assert run(alike(3, (unit("a", 10),), rates), OFF).overhead_seconds == pytest.approx(5 * 0.25)
 
 
 def test_a_block_that_saves_nothing_takes_its_time() -> None:
@@ -86,7 +87,7 @@ def test_more_that_stays_is_never_slower_than_all_offloaded_or_remade(profile: P
     keep = simulate(profile, [[K] * len(b.units) for b in profile.blocks])
     other = simulate(
         profile,
-        [[O if u.movable else R if u.remake_seconds is not None else K for u in b.units] for b in profile.blocks],
+        [[OFF if u.movable else R if u.remake_seconds is not None else K for u in b.units] for b in profile.blocks],
     )
     assert keep.overhead_seconds == pytest.approx(0)
     assert other.overhead_seconds >= -1e-9

@@ -18,7 +18,7 @@ PROFILE = alike(
     4,
     (unit("light", 100, 1e-4), unit("dear", 100, 5.0), unit("never", 100)),
     Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e4),
-    static_bytes=50,
+    beside=50,
     window_bytes=100,
 )
 
