@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide_recipes.sft.config import ALIASES
 from tests.contract.cli_surface import frozen
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +77,7 @@ def unknown_words(text: str) -> list[str]:
             continue
         names = {n.replace("-", "_") for n in re.findall(r"(?<=\s)--([a-z][\w-]*)", rest)} - {"help", "version"}
         taken = set(known[verb]) | (set(known["sft"]) if verb == "compare" else set())
+        taken |= set(ALIASES) if verb == "sft" else set()
         found += [f"ebbtide {verb} --{name}" for name in sorted(names - taken)]
     return found
 
