@@ -77,8 +77,13 @@ def recipe_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, A
     return recipe(model, folder, **changes)
 
 
-def trainer_case(kind: str, model: str, folder: str, offload: bool, config: dict[str, Any]) -> dict[str, Any]:
-    """Train in a trainer of transformers or TRL; ``offload`` is the switch in its own ``fsdp_config``."""
+def trainer_case(
+    kind: str, model: str, folder: str, offload: bool, config: dict[str, Any], callback: bool = False
+) -> dict[str, Any]:
+    """Train in a trainer of transformers or TRL; ``offload`` is the switch in its own ``fsdp_config``.
+
+    With ``callback`` the trainer is the host's own class, and the callback stands among its ``callbacks``.
+    """
     from ebbtide.integrations.transformers import OffloadCallback, OffloadMixin
     from ebbtide.wrap.strategy import found_strategy
 
@@ -86,7 +91,10 @@ def trainer_case(kind: str, model: str, folder: str, offload: bool, config: dict
         warnings.simplefilter("ignore")
         settings = {"fsdp": True, "fsdp_config": {**FSDP2["fsdp_config"], **config, "activation_cpu_offload": offload}}
         base, arguments, options = _trainer(kind, model, folder, settings)
-        made = type(f"Offloading{base.__name__}", (OffloadMixin, base), {})(args=arguments, **options)
+        if callback:
+            made = base(args=arguments, callbacks=[OffloadCallback()], **options)
+        else:
+            made = type(f"Offloading{base.__name__}", (OffloadMixin, base), {})(args=arguments, **options)
         made.train()
         losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
         callbacks = [c for c in made.callback_handler.callbacks if isinstance(c, OffloadCallback)]
@@ -94,10 +102,54 @@ def trainer_case(kind: str, model: str, folder: str, offload: bool, config: dict
         return {
             "losses": losses,
             "wrapped": found_strategy(made.model_wrapped),
+            "sharded": _sharded(made.model_wrapped),
             "callbacks": len(callbacks),
             "saved": stats[0].memory_saved_bytes if stats else 0,
             "open": [c.handle.enabled for c in callbacks if c.handle is not None],
         }
+
+
+def accelerate_case(model: str, offload: bool) -> dict[str, Any]:
+    """Train in a loop of one's own on what accelerate's ``prepare`` returned."""
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import AutoModelForCausalLM
+
+    import ebbtide
+
+    with warnings.catch_warnings(), fresh_world(sharded=True):
+        warnings.simplefilter("ignore")
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        made = AutoModelForCausalLM.from_pretrained(model)
+        network, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), lr=1e-2))
+        handle = ebbtide.enable_activation_offloading(network, "fsdp2") if offload else None
+        ids = torch.arange(4 * 192).reshape(4, 192) * (accelerator.process_index + 3) % 300
+        losses = []
+        for _ in range(3):
+            with accelerator.accumulate(network):
+                loss = network(input_ids=ids, labels=ids).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        saved = 0
+        if handle is not None:
+            saved = handle.stats().memory_saved_bytes
+            handle.close()
+        return {"losses": losses, "sharded": _sharded(network), "saved": saved}
+
+
+def _sharded(network: Any) -> int:
+    """Count the modules that FSDP2 shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return sum(isinstance(module, FSDPModule) for module in network.modules())
 
 
 def _trainer(kind: str, place: str, folder: str, settings: dict[str, Any]) -> tuple[type, Any, dict[str, Any]]:
