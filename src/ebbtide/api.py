@@ -16,6 +16,7 @@ from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
+from ebbtide.base.extras import check_version
 from ebbtide.base.units import format_size, parse_size
 from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
 from ebbtide.engine import Block, Engine, Rule, Stats
@@ -171,7 +172,9 @@ def enable_activation_offloading(
         BlocksError: No blocks, or a glob that matches nothing.
         TargetError: No such target on this machine; DiskError: the path cannot serve.
         ConflictError: The model is already offloaded.
+        EbbtideError: torch is older than what is tested.
     """
+    check_version("torch")
     if not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(
@@ -216,6 +219,7 @@ class offload_saved_tensors(ContextDecorator):
     Raises:
         ConfigError: A value cannot be used.
         TargetError: No such target on this machine; raised when the context is entered.
+        EbbtideError: torch is older than what is tested; likewise.
     """
 
     def __init__(
@@ -233,6 +237,7 @@ class offload_saved_tensors(ContextDecorator):
         self._entered: list[tuple[Engine, offloading]] = []  # a context may be entered anew inside itself
 
     def __enter__(self) -> None:
+        check_version("torch")
         engine = _open_engine(self._policy, self._options)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()

@@ -10,6 +10,7 @@ from torch import nn
 
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
+from ebbtide.base.extras import check_version
 from ebbtide.load import Loading, LoadOptions, Saving, Weights
 from ebbtide.wrap.meeting import Meeting
 
@@ -59,7 +60,9 @@ def load_sharded(
     Raises:
         ConfigError: An argument cannot be used, or a rank does not come.
         DataError: The checkpoint is damaged, does not fit, or cannot be read on some rank.
+        EbbtideError: torch or transformers is older than what is tested.
     """
+    check_version("torch")
     for name, function in {"shard": shard, "init": init, "progress": progress}.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
@@ -98,7 +101,9 @@ def save_sharded(
     Raises:
         ConfigError: Parameters are on meta, or a rank does not come.
         DataError: The folder cannot be written, or ranks do not see the same one.
+        EbbtideError: torch is older than what is tested.
     """
+    check_version("torch")
     check_value("max_file_bytes", max_file_bytes, int)
     Saving(model, folder, meet=_meet, max_file_bytes=max_file_bytes, name=name).run()
 

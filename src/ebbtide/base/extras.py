@@ -1,8 +1,19 @@
-"""Packages that are not needed until a feature is used, and the extra that installs them."""
+"""Other packages: that they are there, that they are new enough, and how to get them.
+
+[Note: one bound a package]
+The oldest version that is tested stands in ``pyproject.toml`` and is read from there, as it was installed. pip keeps to
+it; but a package may be exchanged afterwards, or come another way, and an older one is then met as an attribute that is
+missing somewhere in a step. So it is asked for where a package is first used: once, by its metadata, without importing
+it.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
+import importlib.util
+import re
 from types import ModuleType
 
 from ebbtide.base.errors import EbbtideError
@@ -17,11 +28,77 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
         use: What needs it; stands in the error.
 
     Raises:
-        EbbtideError: It is not installed.
+        EbbtideError: It is not installed, too old, or cannot be imported.
     """
+    check_version(module)
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        if not isinstance(error, ModuleNotFoundError) or error.name != module:
+            raise EbbtideError(
+                f"{module} is installed and cannot be imported ({str(error)[:200]})",
+                expected=f"{module} for {use}",
+                hint="`pip check` names packages that do not fit together",
+            ) from error
+        raise _absent(module, extra, use) from error
+
+
+def check_installed(module: str, *, extra: str, use: str) -> None:
+    """Refuse a package of an extra as ``require`` does, but without importing it, which may take seconds.
+
+    Args:
+        module: Its import name.
+        extra: The extra of ebbtide that installs it.
+        use: What needs it; stands in the error.
+
+    Raises:
+        EbbtideError: It is not installed, or too old.
+    """
+    check_version(module)
+    if importlib.util.find_spec(module) is None:
+        raise _absent(module, extra, use)
+
+
+@functools.cache
+def check_version(package: str) -> None:
+    """Refuse a package that is older than what is tested. See [Note: one bound a package].
+
+    Args:
+        package: Its name, for pip and for import.
+
+    Raises:
+        EbbtideError: It is installed, and too old.
+    """
+    bound = oldest(package)
+    try:
+        found = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if bound is not None and _numbers(found) < _numbers(bound):
         raise EbbtideError(
-            f"{module} is not installed", expected=f"{module} for {use}", hint=f"pip install 'ebbtide[{extra}]'"
-        ) from error
+            f"{package} {found} is installed",
+            expected=f"{bound} or newer",
+            hint=f"pip install --upgrade '{package}>={bound}'; docs/reference/versions.md says what was tested",
+        )
+
+
+def oldest(package: str) -> str | None:
+    """Return the oldest version of a package that ebbtide's own metadata allows; None if they do not tell."""
+    try:
+        requirements = importlib.metadata.requires("ebbtide") or []
+    except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
+        return None
+    bounds = (re.match(rf"{re.escape(package)}\s*>=\s*([\d.]+)", line, re.IGNORECASE) for line in requirements)
+    return next((bound[1] for bound in bounds if bound), None)
+
+
+def _absent(module: str, extra: str, use: str) -> EbbtideError:
+    return EbbtideError(
+        f"{module} is not installed", expected=f"{module} for {use}", hint=f"pip install 'ebbtide[{extra}]'"
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    """Return the first three numbers of a version; what comes before a release counts as the release."""
+    numbers = [int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3]]
+    return numbers + [0] * (3 - len(numbers))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import DataError
+from ebbtide.base.extras import check_version
 from ebbtide.load.header import Entry
 from ebbtide.load.layout import Layout, Source, Whole
 
@@ -53,11 +54,13 @@ def converted(
 
     Raises:
         DataError: A conversion fails.
+        EbbtideError: transformers is older than what is tested.
     """
+    check_version("transformers")
     try:
         core: Any = importlib.import_module("transformers.core_model_loading")
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
-    except ImportError:  # before version 5 models were laid out as their checkpoints are
+    except ImportError:  # a model of another library, built like one of transformers
         return _unconverted(model.base_model_prefix, wanted, entries)
     transforms = list(mapping.get_model_conversion_mapping(model))
     renamings = [t for t in transforms if isinstance(t, core.WeightRenaming)]
