@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,20 +21,24 @@ import ebbtide
 from ebbtide.base.errors import ConfigError, StrategyError
 from ebbtide.config import STRATEGIES
 from ebbtide.wrap import check_strategy
-from ebbtide.wrap.agreement import groups_of
-from tests.helpers.models import Block, Stack
+from ebbtide.wrap.agreement import check_agreement, groups_of
+from tests.helpers.models import WIDTH, Block, Stack
 from tests.helpers.spawn import Case, CaseResult, run_cases
 
 WRAPPERS = ("fsdp2", "fsdp", "flat fsdp", "ddp")
+LATER = ("fsdp2", "fsdp2 as one unit", "fsdp of blocks", "ddp")
 
 
-def wrapped(wrapper: str) -> nn.Module:
-    model = Stack(*(Block() for _ in range(2)))
+def wrapped(wrapper: str, model: nn.Module | None = None) -> nn.Module:
+    model = model or Stack(*(Block() for _ in range(2)))
     mesh = init_device_mesh("cpu", (2,))
-    if wrapper == "fsdp2":
-        for layer in model.layers:
+    if wrapper.startswith("fsdp2"):
+        for layer in () if wrapper == "fsdp2 as one unit" else model.layers:
             fully_shard(layer, mesh=mesh)
         return fully_shard(model, mesh=mesh)
+    if wrapper == "fsdp of blocks":
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = FullyShardedDataParallel(layer, mesh.get_group(), device_id=torch.device("cpu"))
     if wrapper != "ddp":
         # One wrapper around all: a block may have all its numbers on the other rank.
         return FullyShardedDataParallel(
@@ -49,6 +57,64 @@ def told(wrapper: str, *options: dict[str, Any]) -> str:
         return str(error)
     handle.close()
     return "agreed"
+
+
+def wrapped_later(wrapper: str, *options: dict[str, Any], late: bool = False) -> list[str]:
+    """Enable on this rank, wrap, train; return what was said in each of three steps.
+
+    Args:
+        wrapper: How it is wrapped.
+        options: As ``told`` takes them.
+        late: Rank 1 wraps first.
+    """
+    rank = dist.get_rank()
+    model: nn.Module = Stack(*(Block() for _ in range(2)))
+    first = late and rank == 1
+    module = wrapped(wrapper, model) if first else model
+    handle = ebbtide.enable_activation_offloading(module, min_bytes=0, **options[min(rank, len(options) - 1)])
+    if not first:
+        module = wrapped(wrapper, model)
+    said: list[str] = []
+    with handle:
+        for _ in range(3):
+            with counted() as meetings:
+                try:
+                    module(torch.randn(2, 4, WIDTH)).sum().backward()
+                    said.append(f"trains, {len(meetings)} compared")
+                except ConfigError as error:
+                    said.append(str(error))
+    return said
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[object]]:
+    """Note how often ranks compare."""
+    compared: list[object] = []
+
+    def check(*args: Any) -> None:
+        compared.append(args)
+        check_agreement(*args)
+
+    with mock.patch("ebbtide.wrap.attach.check_agreement", check):
+        yield compared
+
+
+def never_enabled() -> str:
+    """Rank 1 does not offload: the other says so in its first forward, in bounded time."""
+    store = dist.distributed_c10d._get_default_store()
+    before, model = store.timeout, Stack(*(Block() for _ in range(2)))
+    handle = None if dist.get_rank() else ebbtide.enable_activation_offloading(model)
+    said, module = "", wrapped("ddp", model)
+    if handle is not None:
+        store.set_timeout(timedelta(seconds=1))
+        try:
+            module(torch.randn(2, 4, WIDTH))
+        except ConfigError as error:
+            said = str(error)
+        store.set_timeout(before)
+        handle.close()
+    dist.barrier()
+    return said
 
 
 def asked(wrapper: str) -> dict[str, str]:
@@ -165,6 +231,10 @@ def cases() -> dict[str, Case]:
     found |= {f"policy {w}": (told, (w, {"policy": "offload"}, {"policy": "inputs"})) for w in WRAPPERS}
     found |= {name: (told, ("ddp", *options)) for name, (options, _) in DIFFERING.items()}
     found |= {f"strategy {w}": (asked, (w,)) for w in WRAPPERS}
+    found |= {f"later same {w}": (wrapped_later, (w, {"policy": "minimal"})) for w in LATER}
+    found |= {f"later policy {w}": (wrapped_later, (w, {"policy": "offload"}, {"policy": "inputs"})) for w in LATER}
+    found["one later"] = (partial(wrapped_later, late=True), ("fsdp2", {"policy": "minimal"}))
+    found["never"] = (never_enabled, ())
     found["paths"] = (told, ("ddp", {"disk_path": "/var/tmp"}, {}))
     found["absent"] = (absent, (False,))
     found["late"] = (absent, (True,))
@@ -187,6 +257,30 @@ def test_ranks_that_are_told_the_same_agree(two: dict[str, CaseResult], wrapper:
     assert two[f"same {wrapper}"].values() == ["agreed"] * 2
     for said in two[f"policy {wrapper}"].values():
         assert "plan is 'offload" in said and "on rank 0, but 'inputs" in said
+
+
+@pytest.mark.parametrize("wrapper", LATER)
+def test_ranks_of_a_model_wrapped_later_compare_once_in_the_first_forward(
+    two: dict[str, CaseResult], wrapper: str
+) -> None:
+    agreed = ["trains, 1 compared", "trains, 0 compared", "trains, 0 compared"]
+    assert two[f"later same {wrapper}"].values() == [agreed] * 2
+    for said in two[f"later policy {wrapper}"].values():
+        for one in said:  # not only the first: nobody trains on
+            assert "plan is 'offload" in one and "on rank 0, but 'inputs" in one
+            assert "expected the same on ranks 0, 1, which train the same part of the model" in one
+
+
+def test_a_rank_that_wraps_first_agrees_with_one_that_wraps_later(two: dict[str, CaseResult]) -> None:
+    later, first = two["one later"].values()
+    assert later == ["trains, 1 compared", "trains, 0 compared", "trains, 0 compared"]
+    assert first == ["trains, 0 compared"] * 3
+
+
+def test_a_rank_that_never_offloads_is_named_in_the_first_forward_of_the_others(two: dict[str, CaseResult]) -> None:
+    said, nothing = two["never"].values()
+    assert said.startswith("rank 1 did not enable offloading within 1 s; expected the same calls on ranks 0, 1")
+    assert nothing == ""
 
 
 @pytest.mark.parametrize("what", DIFFERING)

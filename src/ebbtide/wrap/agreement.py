@@ -3,16 +3,17 @@
 [Note: agreement]
 A block that is re-run whole in backward repeats the collectives inside it (tensor parallelism, units nested in the
 block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
-offloading is enabled, and where a block has collectives inside they decide together whether its kind is re-run: what a
-rank saw of its own batch is a wish, and one that wishes it is enough. Only ranks that hold the same part are asked,
-which the model tells: the meshes of its parameters, the groups of its wrappers; stages of a pipeline differ, and may.
+offloading is enabled, or, if the model is wrapped later, in its first forward after that; and where a block has
+collectives inside they decide together whether its kind is re-run: what a rank saw of its own batch is a wish, and one
+that wishes it is enough. Only ranks that hold the same part are asked, which the model tells: the meshes of its
+parameters, the groups of its wrappers; stages of a pipeline differ, and may.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import nn
 from ebbtide.base.errors import ConfigError
 from ebbtide.engine import Block, Engine
 from ebbtide.wrap.meeting import Meeting, spelled
-from ebbtide.wrap.strategy import found_strategy, is_ddp, is_fsdp1, is_fsdp2
+from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, unit_meshes
 
 ONCE, AGAIN, NEVER = "once", "again", "never"
 """What ranks wish for a kind of blocks; the later one of two prevails."""
@@ -37,12 +38,14 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
     if not dist.is_available() or not dist.is_initialized():
         return []
     groups: set[tuple[int, ...]] = set()
-    for module in model.modules():
+    around = ddp_around(model)
+    for module in (*model.modules(), *([] if around is None else [around])):
         if is_ddp(module) or is_fsdp1(module):
             inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
             groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
-    groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in meshes.values())
+    found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be whole
+    groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in found)
     return sorted(g for g in groups if len(g) > 1)
 
 
@@ -106,11 +109,11 @@ class Votes:
     """Which kinds of blocks are re-run whole, decided once and by all ranks where a block has collectives inside.
 
     Args:
-        model: Tells who is asked, when first a kind is decided: it may be wrapped after the handle is made.
+        groups: Returns who is asked, when first a kind is decided: the model may be wrapped after the handle is made.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, groups: Callable[[], Sequence[Sequence[int]]]) -> None:
+        self._groups = groups
         self._decided: dict[str, str | None] = {}  # None: each rank for itself
 
     def decide(self, kind: str, block: nn.Module, wish: str) -> bool:
@@ -125,7 +128,7 @@ class Votes:
             ConfigError: A rank did not come to this in time.
         """
         if kind not in self._decided:
-            groups = groups_of(self._model) if _has_collectives(block) else []
+            groups = self._groups() if _has_collectives(block) else []
             self._decided[kind] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
         return (self._decided[kind] or wish) == AGAIN
 

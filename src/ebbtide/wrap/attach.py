@@ -64,16 +64,17 @@ class Attachment:
             )
         for _, block in blocks:
             _refuse_compiled_around(model, block.name)
-        check_agreement(groups_of(model), terms_of(model, [block for _, block in blocks], engine))
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
+        self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
+        self._agree()
         self._undo: list[Callable[[], None]] = []
         self._depth = 0
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
-        self._reruns = Reruns(engine.plan, Votes(model))
+        self._reruns = Reruns(engine.plan, Votes(lambda: self._groups))
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
@@ -105,6 +106,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward() or self._transformed():
             return forward(*args, **kwargs)
+        self._agree()
         self._depth += 1
         try:
             self._ran.clear()
@@ -114,6 +116,13 @@ class Attachment:
         finally:
             self._depth -= 1
             self.engine.end_pass()
+
+    def _agree(self) -> None:
+        """Compare with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
+        groups = [] if self._groups else groups_of(self._model)
+        if groups:
+            check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
+            self._groups = groups
 
     def _begin_pass(self) -> None:
         self._before = None
@@ -134,6 +143,7 @@ class Attachment:
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
+                self._agree()
                 self._ran.clear()
                 self._begin_pass()
             self._ran.add(block.name)

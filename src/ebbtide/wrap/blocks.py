@@ -126,7 +126,10 @@ def _own_name(model: nn.Module, name: str) -> str:
 
 
 def _kind(module: nn.Module) -> str:
-    return type(_behind(module)).__name__
+    """Return the name of a block's class, which is the same before and after the model is wrapped."""
+    inner = _behind(module)
+    own = type(inner).__mro__[2] if is_fsdp2(inner) else type(inner)  # FSDP2 puts a class of its own before it
+    return own.__name__
 
 
 def _numbers(module: nn.Module) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 
@@ -48,6 +49,20 @@ def is_ddp(module: nn.Module) -> bool:
     """Whether ``module`` is a DDP wrapper."""
     wrapper = _wrapper_class("ddp")
     return wrapper is not None and isinstance(module, wrapper)
+
+
+def ddp_around(model: nn.Module) -> nn.Module | None:
+    """Return the DDP wrapper around ``model`` that runs now: it holds the model, which does not know of it."""
+    active = getattr(_wrapper_class("ddp"), "_active_ddp_module", None)
+    return active if active is not None and any(m is model for m in active.modules()) else None
+
+
+def unit_meshes(model: nn.Module) -> list[Any]:
+    """Return the meshes that the model's FSDP2 units are sharded over, which weights tell only while they are."""
+    units: list[Any] = [m for m in model.modules() if is_fsdp2(m)]
+    states = [unit._get_fsdp_state() for unit in units]
+    shards = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
+    return [g.mesh_info.mesh for g in shards]
 
 
 def weights_move(model: nn.Module) -> bool:
