@@ -18,6 +18,7 @@ from torch import nn
 
 from ebbtide.base.errors import DataError, nearest
 from ebbtide.load.conversions import converted
+from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import Entry
 from ebbtide.load.layout import Layout, Source
 from ebbtide.load.targets import owners_of, tensor_of
@@ -69,19 +70,22 @@ def base_name(name: str) -> str:
     """Return the name that a parameter of an adapted model has in the base model."""
     name = re.sub(r"^base_model\.(?:model\.)?", "", name) if name.startswith("base_model.model.") else name
     name = re.sub(r"(?<=\.)modules_to_save\.[^.]+\.", "", name)
-    return name.replace(".original_module.", ".").replace(".base_layer.", ".")
+    # One adapter may lie in another: those on two parameters of one module do.
+    return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
-def make_plan(model: nn.Module, entries: Mapping[str, Entry]) -> Plan:
+def make_plan(model: nn.Module, entries: Mapping[str, Entry], four: FourBit) -> Plan:
     """Match a checkpoint's tensors with the model's names.
 
     Args:
         model: On meta, before it is sharded.
         entries: What the checkpoint holds.
+        four: The model's 4-bit weights.
 
     Raises:
         DataError: A conversion of the model's library fails.
     """
+    entries = four.without_scales(entries)
     wanted, adapters = wanted_of(model), adapters_of(model)
     by_base: dict[str, list[str]] = {}
     for name in wanted:
@@ -99,9 +103,11 @@ def make_plan(model: nn.Module, entries: Mapping[str, Entry]) -> Plan:
         unexpected = [key for key in entries if key not in by_base]
     plan = Plan(unexpected=_not_ignored(host, unexpected, wanted))
     by_base |= {name: [name] for name in adapters & direct.keys()}
-    _assign(
-        plan, wanted, by_base, {**found, **{base_name(k) if k not in adapters else k: v for k, v in direct.items()}}
-    )
+    found |= {base_name(k) if k not in adapters else k: v for k, v in direct.items()}
+    for name in four:
+        if isinstance(source := found.get(base := base_name(name)), Layout):
+            found[base] = four.oriented(name, source)
+    _assign(plan, wanted, by_base, found)
     return plan
 
 

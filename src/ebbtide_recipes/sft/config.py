@@ -12,15 +12,13 @@ from ebbtide.config import Auto, Policy, policy_named
 from ebbtide_recipes.sft import rules
 
 Mode = Literal["plain", "checkpointing", "ebbtide"]
-Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard"]
+Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "native_fsdp", "accelerate"]
 
 UNSUPPORTED: Mapping[str, str] = {
-    "memory_efficient_init": "every process loads the model whole in this release: leave the flag out",
     "activation_offloading": "the flag is --activation_cpu_offload here",
     "quant_bits": "--train_type qlora loads the weights in 4 bits",
     "quant_method": "--train_type qlora uses bitsandbytes",
     "device_map": "ebbtide sft trains one whole model, or one FSDP shard, a device: leave the flag out",
-    "strategy": "--fsdp_strategy full_shard, with --fsdp_version 2 or 1",
     "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
@@ -31,6 +29,7 @@ UNSUPPORTED: Mapping[str, str] = {
 ALIASES: Mapping[str, str] = {
     "tuner_type": "train_type",
     "val_dataset": "eval_dataset",
+    "strategy": "fsdp_strategy",
     "enable_activation_offload": "activation_cpu_offload",
     "enable_gradient_checkpointing": "gradient_checkpointing",
     "actor_rollout_ref.model.enable_activation_offload": "activation_cpu_offload",
@@ -59,8 +58,11 @@ class SftConfig:
         eval_dataset: Data set to evaluate on, named as --dataset is.
         split_dataset_ratio: Share of the rows that is kept back for evaluation; 0.01 is 1 %.
         system: System message put before every chat that has none.
-        train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora);
-            adapter, a bottleneck in each block, is not part of this release.
+        train_type: Train all weights (full), low-rank adapters (lora), low-rank adapters on 4-bit weights (qlora), or
+            adapters of another kind (adapter): --adapter_config says which.
+        adapter_config: For the training type adapter: a kind of PEFT's, such as boft, vera or ia3, or a JSON file in
+            the form of PEFT's adapter_config.json.
+        adapters: Folder of adapters that were trained before, to go on with them.
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
         gradient_checkpointing: Alone: the trainer's checkpointing. Beside --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
@@ -72,10 +74,13 @@ class SftConfig:
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
         fsdp_strategy: What FSDP shards over the processes: nothing (then several processes are DDP), weights,
             gradients and optimizer (full_shard), all but the weights between forward and backward (shard_grad_op), or
-            full_shard within a node and copies across nodes (hybrid_shard).
+            full_shard within a node and copies across nodes (hybrid_shard); native_fsdp and accelerate, as twinkle
+            says, are full_shard.
         fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
         fsdp_config: JSON file with FSDP's settings, as transformers and ms-swift write it.
         fsdp: As ms-swift and transformers write it: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
+        memory_efficient_init: Build the model empty and read each process's part of the weights straight into place;
+            no process holds the whole model unless it trains the whole model.
         nproc_per_node: Processes to start on this node; left out, NPROC_PER_NODE, or one a visible device.
         deepspeed: Taken, and said to have no effect, beside FSDP; refused alone.
         per_device_train_batch_size: Sequences in a micro-batch.
@@ -128,6 +133,8 @@ class SftConfig:
     split_dataset_ratio: float = 0.0
     system: str | None = None
     train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
+    adapter_config: str | None = None
+    adapters: str | None = None
     activation_cpu_offload: bool = False
     gradient_checkpointing: bool = False
     policy: Literal["auto", "offload", "inputs", "minimal", "keep"] | None = None
@@ -140,6 +147,7 @@ class SftConfig:
     fsdp_version: int = 2
     fsdp_config: str | None = None
     fsdp: str | None = None
+    memory_efficient_init: bool = False
     nproc_per_node: int | None = None
     deepspeed: str | None = None
     per_device_train_batch_size: int = 1
@@ -226,8 +234,12 @@ class SftConfig:
     def without_effect(self) -> list[str]:
         """Return the flags that were given but do nothing in this mode."""
         ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify")
-        lora = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
-        idle = (*(ours if self.mode != "ebbtide" else ()), *(lora if not self.trains_adapters else ()))
+        rank = ("lora_rank", "lora_alpha", "lora_dropout")
+        idle = ours if self.mode != "ebbtide" else ()
+        if self.train_type not in ("lora", "qlora") or self.adapters is not None:
+            idle = (*idle, *rank)
+        if not self.trains_adapters or self.adapters is not None:
+            idle = (*idle, "target_modules")
         if self.mode == "ebbtide" and self.gradient_checkpointing:
             idle = (*idle, "max_slowdown", "memory_budget")
         if not self.evaluates:

@@ -179,11 +179,11 @@ def _prepared(config: SftConfig) -> RecipeTrainer:
     launch.check_device(config)
     with PartialState().main_process_first():  # what is fetched or made is so once
         source = models.look_up(config)
-    lora = None
+    made = None
     if config.trains_adapters:
         outline = models.outline(config, source)
         frozen = models.vision_parts(outline, source.config) if source.sees and config.freeze_vit else []
-        lora = adapters.lora_config(config, outline, without=frozen)
+        made = adapters.chosen(config, outline, without=frozen)
     reading = _reading(config, source)
     dataset = data.load(config.dataset, reading)
     evaluation = None if config.eval_dataset is None else data.load(config.eval_dataset, reading)
@@ -195,7 +195,23 @@ def _prepared(config: SftConfig) -> RecipeTrainer:
         )
     model, processor = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
-    return trainer.build(config, model, processor, dataset, lora, evaluation)
+    trained: Any = model if made is None else adapters.put_on(model, made, config)
+    return _built(config, trained, processor, dataset, evaluation, source)
+
+
+def _built(
+    config: SftConfig, model: Any, processor: Any, dataset: Any, evaluation: Any, source: Source
+) -> RecipeTrainer:
+    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
+    from ebbtide_recipes.sft import meta, trainer
+
+    sharded = config.fsdp_strategy != "none"
+    if config.memory_efficient_init and not sharded:
+        meta.fill(model, source)
+    built = trainer.build(config, model, processor, dataset, evaluation)
+    if config.memory_efficient_init and sharded:
+        meta.fill_sharded(built, source)
+    return built
 
 
 def _reading(config: SftConfig, source: Source) -> Any:

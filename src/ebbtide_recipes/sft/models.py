@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -174,7 +175,7 @@ def outline(config: SftConfig, source: Source) -> PreTrainedModel:
 
 
 def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
-    """Load the model, and its tokenizer or processor.
+    """Load the model, and its tokenizer or processor; with ``memory_efficient_init`` the model is on meta.
 
     Args:
         config: Names the model, its type and its attention implementation.
@@ -191,11 +192,26 @@ def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedMod
 
         options |= four_bits(config, options["dtype"])
     with _told(config):
-        model = _auto_class(source).from_pretrained(source.place, **options)
+        if config.memory_efficient_init:
+            model = _empty(source, options)
+        else:
+            model = _auto_class(source).from_pretrained(source.place, **options)
     if source.sees and config.freeze_vit:
         for part in vision_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
     return model, source.processor
+
+
+def _empty(source: Source, options: dict[str, Any]) -> PreTrainedModel:
+    """Return the model on meta."""
+    import torch
+
+    from ebbtide_recipes.sft.meta import dress
+
+    with torch.device("meta"):
+        model = _auto_class(source).from_config(copy.deepcopy(source.config), **options)
+    dress(model, source)
+    return model
 
 
 def _auto_class(source: Source) -> Any:
@@ -211,11 +227,17 @@ def _check_unquantised(config: SftConfig, model_config: Any) -> None:
     Raises:
         ConfigError: They are.
     """
-    if getattr(model_config, "quantization_config", None) is not None and config.train_type in ("full", "qlora"):
+    if getattr(model_config, "quantization_config", None) is None:
+        return
+    if config.memory_efficient_init or config.train_type in ("full", "qlora"):
+        beside = "memory_efficient_init is true" if config.memory_efficient_init else ""
         raise ConfigError(
-            f"the weights of {config.model} are quantised already, and train_type is {config.train_type!r}",
+            f"the weights of {config.model} are quantised already, and "
+            + (beside or f"train_type is {config.train_type!r}"),
             expected="a model with weights in a floating-point type",
-            hint="give the model they were made of; --train_type lora takes them as they are",
+            hint="leave --memory_efficient_init out"
+            if beside
+            else "give the model they were made of; --train_type lora takes them as they are",
         )
 
 

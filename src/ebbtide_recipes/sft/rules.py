@@ -38,7 +38,10 @@ _SHARES: Mapping[str, str] = {
 }
 """Numbers from 0 to below 1."""
 
-_TEXTS = ("model", "output_dir", "disk_path", "system", "fsdp_config", "fsdp", "resume_from_checkpoint", "run_name")
+_TEXTS = (
+    "model", "output_dir", "disk_path", "system", "fsdp_config", "fsdp", "resume_from_checkpoint", "run_name",
+    "adapter_config", "adapters",
+)  # fmt: skip
 
 
 def check_texts(config: SftConfig) -> None:
@@ -110,12 +113,7 @@ def check_together(config: SftConfig) -> None:
             expected="the policy auto, which alone weighs memory against time",
             hint="leave --policy out, or --max_slowdown and --memory_budget",
         )
-    if config.train_type == "adapter":
-        raise ConfigError(
-            "train_type is 'adapter'",
-            expected="'full', 'lora' or 'qlora'",
-            hint="--train_type lora trains adapters beside the linear modules, on unquantised weights",
-        )
+    _check_adapters(config)
     if config.bf16 and config.fp16:
         raise ConfigError("bf16 and fp16 are both true", expected="one of the two", hint="bf16 needs no loss scaling")
     if config.fp16 and config.torch_dtype == "bfloat16":
@@ -135,6 +133,35 @@ def check_together(config: SftConfig) -> None:
             "fsdp and fsdp_config are both given",
             expected="one of the two: both name FSDP's settings",
             hint="leave --fsdp out; --fsdp_strategy says what is sharded",
+        )
+
+
+def _check_adapters(config: SftConfig) -> None:
+    """Refuse adapters that are asked for in two ways, or where there are none; and empty models that cannot be."""
+    if config.train_type == "adapter" and config.adapter_config is None and config.adapters is None:
+        raise ConfigError(
+            "train_type is 'adapter', and nothing says of which kind",
+            expected="--adapter_config with a kind or a file, or --adapters with a folder to go on with",
+            hint="--adapter_config boft, vera or ia3; --train_type lora is the usual kind",
+        )
+    if config.adapter_config is not None and (config.train_type != "adapter" or config.adapters is not None):
+        beside = "adapters" if config.adapters is not None else f"train_type {config.train_type}"
+        raise ConfigError(
+            f"adapter_config is given beside {beside}",
+            expected="it beside train_type adapter alone",
+            hint="leave --adapter_config out" if config.adapters is not None else "--train_type adapter",
+        )
+    if config.adapters is not None and not config.trains_adapters:
+        raise ConfigError(
+            "adapters is given beside train_type full",
+            expected="a train_type that trains adapters",
+            hint="--train_type lora, qlora or adapter goes on with them",
+        )
+    if config.memory_efficient_init and config.train_type == "qlora":
+        raise ConfigError(
+            "memory_efficient_init is true beside train_type qlora",
+            expected="weights that are read as they are: 4-bit weights are made of whole tensors",
+            hint="leave --memory_efficient_init out, or --train_type lora",
         )
 
 

@@ -29,7 +29,6 @@ _PASSED_ON = (
     "auto_wrap_policy",
     "backward_prefetch",
     "cpu_offload",
-    "cpu_ram_efficient_loading",
     "forward_prefetch",
     "limit_all_gathers",
     "min_num_params",
@@ -40,7 +39,13 @@ _PASSED_ON = (
 )
 """Settings that transformers' ``fsdp_config`` takes as they are."""
 
-_OURS = ("version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload")
+_OURS = (
+    "version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload",
+    "cpu_ram_efficient_loading",
+)  # fmt: skip
+_FULL_SHARD = ("native_fsdp", "accelerate")
+"""What twinkle calls the ways to ``full_shard``; there is one here."""
+
 _RENAMED = {"offload_params": "cpu_offload", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 """What accelerate calls some of them."""
 
@@ -57,6 +62,8 @@ class Sharding:
         version: 1 or 2.
         activation_cpu_offload: Whether ebbtide is on.
         activation_checkpointing: Whether blocks are checkpointed.
+        memory_efficient_init: Whether weights are read straight into place: accelerate's
+            ``cpu_ram_efficient_loading``, by ebbtide's own loading.
         settings: What goes to transformers' ``fsdp_config`` as it is.
     """
 
@@ -64,6 +71,7 @@ class Sharding:
     version: int | None = None
     activation_cpu_offload: bool | None = None
     activation_checkpointing: bool | None = None
+    memory_efficient_init: bool | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -75,7 +83,7 @@ def resolved(config: SftConfig) -> SftConfig:
         DataError: The file cannot be read.
     """
     said = read(config)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"fsdp_strategy": "full_shard"} if config.fsdp_strategy in _FULL_SHARD else {}
     if said is not None:
         if config.fsdp_strategy == "none":
             changes["fsdp_strategy"] = said.strategy or "full_shard"
@@ -85,6 +93,12 @@ def resolved(config: SftConfig) -> SftConfig:
             changes["activation_cpu_offload"] = True
         if said.activation_checkpointing:
             changes["gradient_checkpointing"] = True
+        if said.memory_efficient_init and config.train_type == "qlora":
+            LOGGER.warning(
+                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights are made whole"
+            )
+        elif said.memory_efficient_init:
+            changes["memory_efficient_init"] = True
     config = dataclasses.replace(config, **changes) if changes else config
     _check_deepspeed(config)
     return config
@@ -111,6 +125,8 @@ def trainer_settings(config: SftConfig) -> dict[str, Any]:
         reshard: bool | str = config.fsdp_strategy != "shard_grad_op"
     else:
         reshard = config.fsdp_strategy
+    if config.memory_efficient_init and config.fsdp_version == 1:
+        settings["sync_module_states"] = False  # each rank has read its own part
     settings |= {"version": config.fsdp_version, "reshard_after_forward": reshard}
     return {"fsdp": True, "fsdp_config": settings}
 
@@ -203,6 +219,7 @@ def _from_settings(given: Mapping[str, Any], path: Path) -> Sharding:
         version=None if version is None else int(version),
         activation_cpu_offload=_switch(values, "activation_cpu_offload", path),
         activation_checkpointing=_switch(values, "activation_checkpointing", path),
+        memory_efficient_init=_switch(values, "cpu_ram_efficient_loading", path),
         settings={name: values[name] for name in _PASSED_ON if name in values},
     )
 

@@ -22,6 +22,7 @@ from ebbtide_recipes.sft.callback import StepRecorder
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
@@ -245,10 +246,9 @@ def _checkpointing(*, on: bool) -> dict[str, Any]:
 
 def build(
     config: SftConfig,
-    model: PreTrainedModel,
+    model: PreTrainedModel | PeftModel,
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     dataset: Dataset,
-    adapters: Any | None,
     evaluation: Dataset | None = None,
 ) -> RecipeTrainer:
     """Make the trainer; tokenise and pack the data.
@@ -264,7 +264,6 @@ def build(
         train_dataset=dataset,
         eval_dataset=evaluation,
         processing_class=processor,
-        peft_config=adapters,
     )
     trainer.config = config
     trainer.remove_callback(PrinterCallback)

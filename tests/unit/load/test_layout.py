@@ -88,3 +88,12 @@ def test_a_range_of_elements_is_tiled_by_its_boxes(shape: list[int], data: st.Da
     for box, first in parts:
         found[first - begin :][: box.numel].view(box.size).copy_(box.of(whole))
     assert torch.equal(found, whole.flatten()[begin:end])
+
+
+def test_an_adapter_inside_another_has_the_base_models_name() -> None:
+    from ebbtide.load.names import base_name
+
+    wrapped = "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer.down_proj"
+    assert base_name(wrapped) == "model.layers.0.mlp.experts.down_proj"
+    assert base_name("base_model.model.lm_head.modules_to_save.default.weight") == "lm_head.weight"
+    assert base_name("my_base_layer.weight") == "my_base_layer.weight"

@@ -39,7 +39,21 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train_type": "adapter"}, "expected 'full', 'lora' or 'qlora'"),
+        (
+            {"train_type": "adapter"},
+            "nothing says of which kind; expected --adapter_config.*\nhint: --adapter_config boft",
+        ),
+        ({"adapter_config": "boft"}, "adapter_config is given beside train_type full.*\nhint: --train_type adapter"),
+        (
+            {"train_type": "adapter", "adapter_config": "boft", "adapters": "x"},
+            "adapter_config is given beside adapters.*\nhint: leave --adapter_config out",
+        ),
+        ({"adapters": "x"}, "adapters is given beside train_type full.*\nhint: --train_type lora"),
+        ({"train_type": "lora", "adapters": " "}, "adapters is empty"),
+        (
+            {"train_type": "qlora", "memory_efficient_init": True},
+            "memory_efficient_init is true beside train_type qlora.*\nhint: leave --memory_efficient_init out",
+        ),
         ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: -1, or leaving"),
         ({"max_steps": -2}, "max_steps is -2"),
         ({"max_length": 1}, "max_length is 1"),
@@ -99,6 +113,10 @@ def test_flags_without_effect_are_named() -> None:
     assert plain.without_effect() == ["policy", "disk_path", "verify", "lora_rank"]
     ours = SftConfig(activation_cpu_offload=True, verify=True, train_type="lora", lora_rank=4, policy="offload")
     assert ours.without_effect() == []
+    kind = SftConfig(train_type="adapter", adapter_config="boft", lora_rank=4, target_modules=("q_proj",))
+    assert kind.without_effect() == ["lora_rank"]
+    going_on = SftConfig(train_type="lora", adapters="x", lora_rank=4, target_modules=("q_proj",))
+    assert going_on.without_effect() == ["lora_rank", "target_modules"]
     both = SftConfig(activation_cpu_offload=True, gradient_checkpointing=True, max_slowdown=0.1)
     assert both.without_effect() == ["max_slowdown"]
 
@@ -132,6 +150,7 @@ def test_no_flag_is_both_supported_and_refused() -> None:
             {"mode": "ebbtide", "model": "some/model"},
         ),
         ("model:\n  enable_gradient_checkpointing: true\n", {"mode": "checkpointing"}),
+        ("strategy: native_fsdp\nmemory_efficient_init: true\n", {"memory_efficient_init": True}),
     ],
 )
 def test_keys_of_other_trainers_are_read(tmp_path: Path, content: str, changes: dict) -> None:

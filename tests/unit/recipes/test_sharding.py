@@ -34,6 +34,35 @@ def written(folder: Path, content: object) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("word", ["native_fsdp", "accelerate"])
+def test_the_words_of_twinkle_are_full_shard(word: str) -> None:
+    config = resolved(SftConfig(fsdp_strategy=word))
+    assert (config.fsdp_strategy, config.fsdp_version) == ("full_shard", 2)
+    assert trainer_settings(config)["fsdp_config"]["reshard_after_forward"] is True
+
+
+@pytest.mark.parametrize("train_type", ["lora", "qlora"])
+def test_accelerates_word_for_loading_is_ours_but_for_four_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str
+) -> None:
+    file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True})
+    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+        config = resolved(SftConfig(fsdp=file, train_type=train_type))
+    assert config.memory_efficient_init is (train_type == "lora")
+    assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is (train_type == "qlora")
+    assert "cpu_ram_efficient_loading" not in trainer_settings(config)["fsdp_config"]
+
+
+def test_nothing_is_sent_where_each_rank_has_read_its_part() -> None:
+    settings = {
+        efficient: trainer_settings(
+            SftConfig(fsdp_strategy="full_shard", fsdp_version=1, memory_efficient_init=efficient)
+        )["fsdp_config"]
+        for efficient in (False, True)
+    }
+    assert settings[True] == {**settings[False], "sync_module_states": False}
+
+
 @pytest.mark.parametrize("flag", ["fsdp_config", "fsdp"])
 def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag: str) -> None:
     config = resolved(SftConfig(**{flag: written(tmp_path, NESTED)}))
@@ -45,9 +74,9 @@ def test_the_file_of_ms_swift_turns_fsdp2_and_offloading_on(tmp_path: Path, flag
         "version": 2,
         "reshard_after_forward": True,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "cpu_ram_efficient_loading": True,
         "state_dict_type": "SHARDED_STATE_DICT",
     }
+    assert config.memory_efficient_init is True  # accelerate's word for it
 
 
 @pytest.mark.parametrize(

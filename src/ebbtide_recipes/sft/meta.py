@@ -1,0 +1,227 @@
+"""Models on meta, and their weights read straight into place: ``--memory_efficient_init``.
+
+[Note: stand-ins]
+Adapters are put on a model before it is sharded, and PEFT puts an adapter where the weight beside it is: on meta it
+would have no values. So while PEFT works each weight on meta is stood in for by one element of host memory that is
+expanded to the weight's shape. Adapters come out as they would on the loaded model, drawn from the same random numbers.
+What would read a weight's values, as some adapters' first values do, is refused: there are none yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ebbtide import load_sharded
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.load import empty_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
+    from ebbtide_recipes.sft.models import Source
+
+_COPIES = ("clone", "_to_copy")
+_OF_SHAPES = ("empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones")
+_INDEXES = ("model.safetensors", "model.safetensors.index.json")
+
+
+def dress(model: PreTrainedModel, source: Source) -> None:
+    """Give a model made from its config what ``from_pretrained`` adds beside the weights.
+
+    Args:
+        model: As ``from_config`` made it.
+        source: Where it comes from.
+    """
+    from transformers import GenerationConfig
+
+    model.name_or_path = model.config._name_or_path
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # there is none: what the model's config says stays
+            model.generation_config = GenerationConfig.from_pretrained(source.place)
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module) -> Generator[None]:
+    """Stand host memory in for weights on meta as long as the context is open; see [Note: stand-ins].
+
+    Args:
+        model: May be on meta, or not.
+
+    Raises:
+        ConfigError: Something inside the context reads the weights.
+    """
+    guard = _StandIns()
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.is_meta:
+                module._parameters[name] = guard.of(weight)
+    try:
+        with guard:
+            yield
+    finally:
+        # Modules that were added meanwhile hold stand-ins too: copies of weights that are trained beside adapters.
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if weight is not None and guard.knows(weight):
+                    module._parameters[name] = guard.back(weight)
+
+
+class _StandIns(TorchDispatchMode):
+    """What stands in for weights, and a look at what is done with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_weight: dict[int, nn.Parameter] = {}
+        self._weights: dict[int, nn.Parameter] = {}
+        self._storages: dict[int, torch.Tensor] = {}
+
+    def of(self, weight: nn.Parameter) -> nn.Parameter:
+        """Return what stands in for a weight; for a tied one always the same."""
+        if id(weight) not in self._by_weight:
+            made = nn.Parameter(self._element(weight.shape, weight.dtype), requires_grad=weight.requires_grad)
+            made.__dict__.update(weight.__dict__)
+            self._by_weight[id(weight)], self._weights[id(made)] = made, weight
+        return self._by_weight[id(weight)]
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a stand-in, or a view of one."""
+        return not tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
+
+    def back(self, made: nn.Parameter) -> nn.Parameter:
+        """Return the weight on meta in a stand-in's place."""
+        if id(made) not in self._weights:  # a copy that was made meanwhile
+            weight = nn.Parameter(torch.empty(made.shape, dtype=made.dtype, device="meta"))
+            weight.__dict__.update(made.__dict__)
+            self._weights[id(made)] = weight
+            self._by_weight[id(weight)] = made  # kept: its identity is the key
+        weight = self._weights[id(made)]
+        if weight.dtype != made.dtype:
+            weight.data = weight.data.to(made.dtype)
+        return weight.requires_grad_(made.requires_grad)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator; a copy of a stand-in is another one, and what would read one is refused."""
+        kwargs = kwargs or {}
+        read = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and self.knows(a)]
+        if not read:
+            return func(*args, **kwargs)
+        name = func._schema.name.split("::")[1]
+        if name in _COPIES:
+            return self._element(read[0].shape, kwargs.get("dtype") or read[0].dtype)
+        views = all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        if not views and name not in _OF_SHAPES:
+            raise ConfigError(
+                f"these adapters begin with values made of the model's weights ({name})",
+                expected="adapters that begin with values of their own, such as lora's, beside memory_efficient_init",
+                hint="leave --memory_efficient_init out",
+            )
+        return func(*args, **kwargs)
+
+    def _element(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        element = torch.zeros((), dtype=dtype)
+        self._storages[element.untyped_storage()._cdata] = element
+        return element.expand(shape)
+
+
+def fill(model: nn.Module, source: Source) -> nn.Module:
+    """Read the whole model's weights onto this process's device.
+
+    Raises:
+        DataError: They cannot be read, or do not fit.
+    """
+    return load_sharded(model, weights_of(source), unexpected="ignore", allow_pickle=True)
+
+
+def fill_sharded(trainer: Trainer, source: Source) -> None:
+    """Shard a trainer's model on meta as accelerate does, and read this rank's part of the weights.
+
+    Args:
+        trainer: With FSDP's settings, and a model on meta.
+        source: Where the weights come from.
+
+    Raises:
+        DataError: They cannot be read, or do not fit.
+    """
+    accelerator = trainer.accelerator
+    narrow = {name: p.dtype for name, p in trainer.model.named_parameters() if p.is_meta}
+    shard = _by_version_2 if accelerator.is_fsdp2 else _by_version_1
+    filled = load_sharded(
+        trainer.model, weights_of(source), shard=shard(accelerator), unexpected="ignore", allow_pickle=True
+    )
+    _round(filled, narrow)
+    trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _by_version_2(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    return lambda model: fsdp2_prepare_model(accelerator, model)
+
+
+def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
+    from peft import PeftModel
+    from transformers.integrations.fsdp import update_fsdp_plugin_peft
+
+    empty = empty_module(accelerator.device)
+
+    def made(module: nn.Module) -> nn.Module:
+        empty(module)
+        return module  # accelerate looks at what comes back
+
+    def shard(model: nn.Module) -> nn.Module:
+        if isinstance(model, PeftModel):
+            update_fsdp_plugin_peft(model, accelerator)
+        accelerator.state.fsdp_plugin.param_init_fn = made
+        return accelerator.prepare_model(model)
+
+    return shard
+
+
+def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
+    """Round weights that accelerate widened before they were read to the values they have when widened afterwards.
+
+    Args:
+        model: Sharded and filled.
+        narrow: The types of its weights before it was sharded.
+    """
+    from ebbtide.load.targets import held_by
+
+    with torch.no_grad():
+        for name, target in held_by(model).items():
+            before = narrow.get(name, target.local.dtype)
+            if before.itemsize < target.local.dtype.itemsize:
+                target.local.copy_(target.local.to(before))
+
+
+def weights_of(source: Source) -> str:
+    """Return the folder of a model's weights; those of a hub name are fetched if need be.
+
+    Raises:
+        DataError: They cannot be fetched.
+    """
+    if Path(source.place).is_dir():
+        return source.place
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(source.place, allow_patterns=["*.safetensors", "*.json"])
+        if not any((Path(folder) / name).is_file() for name in _INDEXES):
+            folder = snapshot_download(source.place, allow_patterns=["*.bin", "*.json"])
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise DataError(
+            f"the weights of {source.place} cannot be fetched: {(str(error) or repr(error)).splitlines()[0]}",
+            expected="a model on the hub, or one that was fetched before",
+            hint="without a network give a local folder",
+        ) from error
+    return folder
