@@ -12,7 +12,7 @@ SOURCES := src tests benchmarks
 
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk overhead sft sft_types families scaling loading
+CPU_SUITES := disk overhead sft sft_types families scaling examples loading
 GPU_SUITES := host
 
 .DEFAULT_GOAL := help

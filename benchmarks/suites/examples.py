@@ -1,0 +1,151 @@
+"""What the 8B scripts of examples/ ask of a node, before and after: planned, from bytes that the engine counts.
+
+As ``scaling``, of which this takes the model, the machine and the arithmetic: blocks of Qwen3-8B's proportions run on
+the CPU at an eighth of its width, all weights trained or adapters alone, plainly, with the model's own checkpointing
+and under ebbtide's policies; the engine counts what each leaves on the device and what it moves. Nothing was timed.
+
+    python -m benchmarks.suites.examples [--out DIR] [--page]
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ebbtide
+from benchmarks.results_folder import result_folder, write_result
+from benchmarks.suites.scaling import LAYERS, MACHINES, MODELS, SHRUNK, TOKENS
+
+PAGE = Path(__file__).parents[2] / "examples" / "README.md"
+BEGIN, END = "<!-- table: written by benchmarks/suites/examples.py -->", "<!-- end of the table -->"
+MODEL, MACHINE = MODELS[0], MACHINES[0]
+VOCABULARY = 151936
+MODES = {"plain": "keep", "checkpointing": "keep", "ebbtide": "auto", "ebbtide, both flags": "minimal"}
+"""What the two flags mean, and the policy that counts it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """A script.
+
+    Attributes:
+        script: Its file.
+        adapters: Whether adapters alone are trained.
+        ranks: Devices.
+        tokens: Of one sequence, one a rank.
+    """
+
+    script: str
+    adapters: bool
+    ranks: int
+    tokens: int
+
+    def state_bytes(self) -> float:
+        """Return weights, gradients and AdamW's moments of one rank, in bfloat16 and sharded; adapters are left out."""
+        block = MODEL.hidden * (2 * MODEL.heads + 2 * MODEL.kv_heads) * 128 + 3 * MODEL.hidden * MODEL.inner
+        weights = MODEL.layers * block + 2 * VOCABULARY * MODEL.hidden
+        return weights * (2 if self.adapters else 8) / self.ranks
+
+
+EXAMPLES = (
+    Example(script="8b-full.sh", adapters=False, ranks=8, tokens=8192),
+    Example(script="8b-lora.sh", adapters=True, ranks=2, tokens=4096),
+    Example(script="long-context.sh", adapters=True, ranks=8, tokens=32768),
+)
+
+
+def counted(*, adapters: bool) -> dict[str, dict[str, float]]:
+    """Return mode → bytes per token and block: what stays on the device, and what is moved."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        hidden_size=MODEL.hidden // SHRUNK, intermediate_size=MODEL.inner // SHRUNK, head_dim=128 // SHRUNK,
+        num_attention_heads=MODEL.heads, num_key_value_heads=MODEL.kv_heads, num_hidden_layers=LAYERS,
+        vocab_size=128, max_position_embeddings=TOKENS, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 128, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    found: dict[str, dict[str, float]] = {}
+    for mode, policy in MODES.items():
+        torch.manual_seed(0)
+        network: Any = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        if adapters:
+            network = get_peft_model(
+                network, LoraConfig(r=8, target_modules="all-linear"), autocast_adapter_dtype=False
+            )
+            network.enable_input_require_grads()
+        if mode == "checkpointing":
+            network.activation_checkpointing_enable({"use_reentrant": False})
+        network.train()
+        with ebbtide.enable_activation_offloading(network, policy=policy, min_bytes=0) as handle:
+            for _ in range(2):
+                network(input_ids=ids, labels=ids).loss.backward()
+            stats = handle.stats()
+        scale = SHRUNK / TOKENS / LAYERS
+        found[mode] = {"stays": stats.kept_bytes * scale, "moved": stats.offloaded_bytes * scale}
+    return found
+
+
+def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the table of the page.
+
+    Args:
+        found: ``"full"`` or ``"adapters"`` → what ``counted`` returned.
+    """
+    head = [
+        "script",
+        "tokens a rank",
+        "mode",
+        "weights and states",
+        "activations that stay",
+        "moved",
+        "host, a node",
+        "hidden",
+    ]
+    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * 5]
+    for example in EXAMPLES:
+        for mode, of_one in found["adapters" if example.adapters else "full"].items():
+            stays, moved = (of_one[key] * example.tokens * MODEL.layers for key in ("stays", "moved"))
+            rate = min(MACHINE.out_bytes_per_second, MACHINE.host_bytes_per_second / example.ranks)
+            forward = MODEL.forward_seconds(example.tokens, MACHINE) * MODEL.layers
+            hidden = f"{100 * min(1.0, forward / (moved / rate)):.0f} %" if moved else "–"
+            cells = [
+                f"[{example.script}]({example.script})", f"{example.tokens // 1024}k", mode,
+                f"{example.state_bytes() / 2**30:.1f} GiB", f"{stays / 2**30:.1f} GiB", f"{moved / 2**30:.1f} GiB",
+                f"{moved * example.ranks / 2**30:.0f} GiB", hidden,
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def page(text: str, rows: str) -> str:
+    """Return the page with its table replaced."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{rows}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Count, compute and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--page", action="store_true", help="also write the table of examples/README.md")
+    given = parser.parse_args()
+    found = {"full": counted(adapters=False), "adapters": counted(adapters=True)}
+    rows = table(found)
+    print(rows)
+    folder = given.out or result_folder("examples")
+    text = f"# What the 8B scripts ask of a node, planned\n\nBytes are counted; rates of {MACHINE.name}.\n\n{rows}\n"
+    write_result(
+        folder, {"suite": "examples", "bytes_per_token_and_block": found}, text.replace("](", "](../../../examples/")
+    )
+    if given.page:
+        PAGE.write_text(page(PAGE.read_text(), rows))
+    print(f"\nwritten to {folder}")
+
+
+if __name__ == "__main__":
+    main()
