@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import os
 import tempfile
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
-from ebbtide.base.extras import require
+from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE
 from ebbtide_recipes.sft import launch, sharding
 from ebbtide_recipes.sft.config import SftConfig
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
-PACKAGES = ("transformers", "trl", "peft", "datasets", "rich", "psutil")
+PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
 
 def main(config: SftConfig) -> None:
@@ -67,8 +66,7 @@ def check(config: SftConfig) -> SftConfig:
     """
     config = sharding.resolved(config)
     for package in PACKAGES:
-        if importlib.util.find_spec(package) is None:  # found, not imported: that takes seconds
-            require(package, extra="recipes", use="the sft recipe")
+        check_installed(package, extra="recipes", use="the sft recipe")
     from ebbtide_recipes.sft import adapters, checkpoints, data, hubs, models
 
     launch.processes(config)

@@ -1,0 +1,44 @@
+"""The packages of the recipe: one that is absent or too old is said before anything is loaded."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base import extras
+from ebbtide.base.errors import EbbtideError
+from ebbtide_recipes.sft import main
+from ebbtide_recipes.sft.config import SftConfig
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[SftConfig]:
+    extras.check_version.cache_clear()
+    yield SftConfig(model="builtin:smollm2", dataset=("builtin:pydoc",), output_dir=str(tmp_path / "run"))
+    extras.check_version.cache_clear()
+
+
+@pytest.mark.parametrize("package", main.PACKAGES)
+def test_a_package_that_is_too_old_is_refused(
+    config: SftConfig, monkeypatch: pytest.MonkeyPatch, package: str, tmp_path: Path
+) -> None:
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == package else real(name))
+    with pytest.raises(EbbtideError, match=rf"^{package} 0\.0\.1 is installed; expected [\d.]+ or newer"):
+        main.main(config)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("package", main.PACKAGES)
+def test_a_package_that_is_absent_is_refused(
+    config: SftConfig, monkeypatch: pytest.MonkeyPatch, package: str, tmp_path: Path
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else real(name, *more))
+    with pytest.raises(EbbtideError, match=rf"(?s)^{package} is not installed.*hint: pip install 'ebbtide\[recipes\]'"):
+        main.main(config)
+    assert list(tmp_path.iterdir()) == []
