@@ -24,7 +24,7 @@ from ebbtide.base.actions import Action, Plan
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.oracle import same_bits
 
-POLICIES = ("keep", "offload", "minimal", "remake", "auto")
+POLICIES = ("keep", "inputs", "offload", "minimal", "remake", "auto")
 """``"remake"`` is minimal with no block re-run whole: as many recipes as there can be."""
 MOVING = ("offload", "minimal", "auto")
 
@@ -53,12 +53,24 @@ Make = Callable[[Enable], Job]
 
 @dataclass(kw_only=True)
 class Findings:
-    """What one rank saw: see [Note: what a trial shows]."""
+    """What one rank saw: see [Note: what a trial shows].
+
+    Attributes:
+        differences: Names of what is not bitwise equal.
+        noted: Values that were compared.
+        weights_parked: Weights whose bytes came into the store.
+        parked: Copies that came into it, of ``parked_bytes``, none larger than ``largest_bytes``.
+        said: Answers that a step noted by names that end in "said": all must be true.
+        units: FSDP units.
+    """
 
     differences: list[str] = field(default_factory=list)
     noted: int = 0
     weights_parked: list[str] = field(default_factory=list)
     parked: int = 0
+    parked_bytes: int = 0
+    largest_bytes: int = 0
+    said: list[bool] = field(default_factory=list)
     recomputes: int = 0
     checkpointed: int = 0
     live_tickets: int = 0
@@ -138,12 +150,16 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
             for _, parked in watched:
                 findings.weights_parked += _weights_among(parked, job.whole, job.model)
                 findings.parked += len(parked)
+                sizes = [p.untyped_storage().nbytes() for p in parked]
+                findings.parked_bytes += sum(sizes)
+                findings.largest_bytes = max(findings.largest_bytes, *sizes, 0)
                 parked.clear()
             optimizer.step()
             optimizer.zero_grad()
             record |= {f"{step} weight {k}": _local(p).detach().clone() for k, p in job.model.named_parameters()}
         for handle, _ in watched:
             _add(findings, handle)
+    findings.said = [bool(value) for name, value in record.items() if name.endswith("said") and value is not None]
     findings.units = sum(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in job.model.modules())
     return record, findings
 
@@ -160,8 +176,10 @@ def _add(findings: Findings, handle: ebbtide.Handle) -> None:
 
 
 def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.Handle:
-    name = "minimal" if policy == "remake" else policy
-    handle = ebbtide.enable_activation_offloading(model, policy=name, min_bytes=0, window="1MiB", **options)
+    chosen: dict[str, Any] = {"policy": "minimal" if policy == "remake" else policy}
+    if policy == "enable_ckpt":
+        chosen = {"enable_ckpt": True}
+    handle = ebbtide.enable_activation_offloading(model, min_bytes=0, window="1MiB", **chosen, **options)
     if policy == "remake":
         follow(handle, _Remake(handle.plan))
     return handle
