@@ -6,23 +6,19 @@ What each is held to stands on the page: the table of what it ran as, the table 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integrations.commands import LIMIT_SECONDS, ROOT, replaced, start
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import make_llava, make_pictures
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/from-ms-swift-and-verl.md").read_text()
 RUNNING, REFUSED = PAGE.split("## What is refused")
-LIMIT_SECONDS = 550
 SMALL = {"--dataset": "builtin:pydoc#60", "--max_length": "256"}
 
 
@@ -56,23 +52,6 @@ def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return make_llava(folder / "llava", model), make_pictures(folder / "pictures")
 
 
-def start(words: list[str], *, ranks: str | None = None, torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run ``ebbtide sft``; ``torchrun``: under it, with the shim where FSDP is asked for."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    program = ["-m", "ebbtide"]
-    if torchrun:
-        sharded = any(word.startswith("--fsdp") for word in words)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-        program = [*launcher, "-m", "tests.helpers.cpu_fsdp" if sharded else "ebbtide"]
-    elif ranks is not None:
-        environment["NPROC_PER_NODE"] = ranks
-    return subprocess.run(
-        [sys.executable, *program, "sft", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
-
-
 def made_small(command: str, model: Path, seeing: tuple[Path, Path], out: Path) -> list[str]:
     """Return a command's words with small values in place of its own."""
     words = shlex.split(command)
@@ -85,9 +64,7 @@ def made_small(command: str, model: Path, seeing: tuple[Path, Path], out: Path) 
         content = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[0]
         out.with_name("run.yaml").write_text(content.replace("Qwen/Qwen3-8B", str(model)))
         words[words.index("run.yaml")] = str(out.with_name("run.yaml"))
-    for at, word in enumerate(words[:-1]):
-        words[at + 1] = values.get(word, words[at + 1])
-    words += ["--max_steps", "2"]
+    words = [*replaced(words, values), "--max_steps", "2"]
     words += [] if images else ["--packing", "true"]  # packed: every row is long enough to be worth moving
     return words + ([] if "--max_length" in words else ["--max_length", "256"])
 
