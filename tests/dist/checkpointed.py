@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.dist.trial import Enable, Findings, Job, Record, compare, note_step, randomise
-from tests.helpers.models import build
+from tests.helpers.models import build, switch_on_checkpoints
 
 VOCABULARY = 61
 
@@ -96,7 +96,7 @@ def _wrapped(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module
 
 
 def _by_transformers(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    model.activation_checkpointing_enable({"use_reentrant": setup.reentrant})
+    switch_on_checkpoints(model, {"use_reentrant": setup.reentrant})
     return _wrapped(setup, model, layers)
 
 
@@ -115,7 +115,7 @@ def _by_older_transformers(setup: Setup, model: nn.Module, layers: nn.ModuleList
 
 
 def _selectively(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
-    model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": _products_are_kept})
+    switch_on_checkpoints(model, {"use_reentrant": False, "context_fn": _products_are_kept})
     return _wrapped(setup, model, layers)
 
 

@@ -100,6 +100,12 @@ def build(
     return Tiny(name=name, model=model, inputs=inputs, blocks=blocks, autocast=autocast)
 
 
+def switch_on_checkpoints(model: Any, options: Mapping[str, Any]) -> None:
+    """Have a model of transformers checkpoint its layers: newer versions have another word, and deprecate the older."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)(dict(options))
+
+
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast as ``from_pretrained`` does: diffusers keeps the modules that a model names in float32."""
     nn.Module.to(model, dtype)  # diffusers' own warns that it casts those too

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 import ebbtide
 from ebbtide.base.errors import ConflictError, ModifiedInPlaceError
 from tests.helpers.engines import assert_nothing_left, hooks_are_closed
-from tests.helpers.models import Attention, Mlp, Tiny, build
+from tests.helpers.models import Attention, Mlp, Tiny, build, switch_on_checkpoints
 from tests.helpers.oracle import Outcome, differences, step
 
 POLICY = pytest.mark.parametrize("policy", ["inputs", "offload", "minimal", "auto"])
@@ -332,7 +332,7 @@ def older_layout(tiny: Tiny, **options: Any) -> None:
 
 
 def of_this_version(tiny: Tiny, **options: Any) -> None:
-    tiny.model.activation_checkpointing_enable(options)
+    switch_on_checkpoints(tiny.model, options)
 
 
 @POLICY
