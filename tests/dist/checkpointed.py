@@ -16,13 +16,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.dist.trial import Enable, Findings, Job, Record, compare, note_step, randomise
+from tests.helpers.cpu_fsdp import shard_on_cpus
 from tests.helpers.models import build, switch_on_checkpoints
 
 VOCABULARY = 61
@@ -168,6 +170,50 @@ def _by_accelerate(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.
     return fully_shard(model, mesh=mesh)
 
 
+def _by_verl(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """As verl's engine does: transformers checkpoints, FSDP2 around layers and embedding, the weights from one rank."""
+    switch_on_checkpoints(model, {"use_reentrant": False})
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh("cpu", (2,)),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True
+        ),
+        "reshard_after_forward": True,
+    }
+    for module in model.modules():
+        if isinstance(module, (type(layers[0]), nn.Embedding)):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return model
+
+
+def _by_ms_swift(setup: Setup, model: nn.Module, layers: nn.ModuleList) -> nn.Module:
+    """As ms-swift's trainer does: accelerate wraps by its own FSDP2 settings, and inputs are made to take gradients."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    undo = shard_on_cpus()
+    try:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=[type(layers[0]).__name__],
+            activation_checkpointing=True,
+        )
+        # Its FSDP2 takes a model with an optimizer only; the trial has its own.
+        wrapped, _ = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model, torch.optim.SGD(model.parameters()))
+    finally:
+        undo()
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+    wrapped.enable_input_require_grads()
+    assert isinstance(wrapped, FSDPModule)
+    return wrapped
+
+
 WAYS: dict[str, Callable[[Setup, nn.Module, nn.ModuleList], nn.Module]] = {
     "transformers": _by_transformers,
     "older transformers": _by_older_transformers,
@@ -175,7 +221,11 @@ WAYS: dict[str, Callable[[Setup, nn.Module, nn.ModuleList], nn.Module]] = {
     "wrapper in unit": _wrapper_in_unit,
     "unit in wrapper": _unit_in_wrapper,
     "accelerate": _by_accelerate,
+    "verl": _by_verl,
+    "ms-swift": _by_ms_swift,
 }
+POLICIES = {"verl": ("enable_ckpt",), "ms-swift": ("enable_ckpt",)}
+"""Both call ``enable_activation_offloading(model, "fsdp2", enable_ckpt=True)``."""
 
 USUAL = (
     Setup(how="transformers"),
@@ -185,6 +235,8 @@ USUAL = (
     Setup(how="unit in wrapper"),
     Setup(how="accelerate"),
     Setup(how="accelerate", wrapper="fsdp"),
+    Setup(how="verl"),
+    Setup(how="ms-swift"),
 )
 """In every run of the tests."""
 
@@ -202,5 +254,7 @@ FURTHER = (
     Setup(how="wrapper in unit", reentrant=True),
     Setup(how="unit in wrapper", reentrant=True),
     Setup(how="unit in wrapper", wrapper="fsdp"),
+    Setup(how="verl", lora=True),
+    Setup(how="ms-swift", lora=True),
 )
 """With the slow tests."""

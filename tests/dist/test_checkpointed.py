@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.dist.checkpointed import FURTHER, USUAL, Setup, compare_setup
+from tests.dist.checkpointed import FURTHER, POLICIES, USUAL, Setup, compare_setup
 from tests.dist.sharded import spelled
 from tests.dist.trial import MOVING, check
 from tests.helpers.spawn import CaseResult, run_cases
@@ -17,7 +17,8 @@ OFTEN = {spelled(s) for s in USUAL}
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     """Every case that was asked for, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    return run_cases({name: (compare_setup, (SETUPS[name], MOVING)) for name in wanted}, 2, timeout_seconds=90.0)
+    cases = {name: (compare_setup, (SETUPS[name], POLICIES.get(SETUPS[name].how, MOVING))) for name in wanted}
+    return run_cases(cases, 2, timeout_seconds=90.0)
 
 
 @pytest.mark.timeout(900)

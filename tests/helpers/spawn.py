@@ -182,7 +182,9 @@ def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection, timeou
     """One rank: initialise, say so, then answer case after case until told to stop."""
     stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    size = str(world_size)  # as torchrun says it
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     answer = _run(_initialise, (rank, world_size, folder, timeout_seconds))
     pipe.send_bytes(answer)
