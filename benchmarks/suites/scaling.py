@@ -10,6 +10,7 @@ Nothing here was timed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,10 @@ BEGIN, END = "<!-- tables: written by benchmarks/suites/scaling.py -->", "<!-- e
 SHRUNK, TOKENS, LAYERS = 8, 256, 2
 POLICIES = ("offload", "auto", "minimal")
 LENGTHS = (8192, 32768, 131072)
+DEVICES = (8, 64, 1024)
+"""Sizes of jobs; the example in the table of jobs is the first model at the second length under ``auto``."""
+DIGEST_BYTES = len(hashlib.sha256().hexdigest())
+"""What a rank reads of each other rank that was told the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,11 @@ class Machine:
     attention_flop_per_second: float
     out_bytes_per_second: float
     host_bytes_per_second: float
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """What one device gets when all of the node copy at once: its link, or its share of the host's memory."""
+        return min(self.out_bytes_per_second, self.host_bytes_per_second / self.ranks)
 
 
 MODELS = (
@@ -133,15 +143,39 @@ def tables(moved: dict[str, dict[str, float]]) -> str:
             for tokens in LENGTHS:
                 for policy in POLICIES:
                     lines.append(_row(machine, model, tokens, policy, moved[model.name][policy]))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_jobs(moved[MODELS[0].name]["auto"] * LENGTHS[1] * MODELS[0].layers)])
+
+
+def _jobs(rank_bytes: float) -> list[str]:
+    """Return the table of jobs whose ranks each move ``rank_bytes``."""
+    head = [
+        "machine",
+        "devices",
+        "nodes",
+        "host memory a node",
+        "of the job",
+        "link a rank",
+        "of the host's memory rate",
+    ]
+    lines = ["| " + " | ".join([*head, "read when enabling"]) + " |", "| --- |" + " ---: |" * 7]
+    for machine in MACHINES:
+        for devices in DEVICES:
+            link = machine.link_bytes_per_second
+            cells = [
+                machine.name, f"{devices}", f"{devices // machine.ranks}",
+                f"{rank_bytes * machine.ranks / 2**30:.0f} GiB", f"{rank_bytes * devices / 2**40:.1f} TiB",
+                f"{link / 1e9:.0f} GB/s", f"{100 * link * machine.ranks / machine.host_bytes_per_second:.0f} %",
+                f"{devices * DIGEST_BYTES / 1024:.1f} KiB",
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _row(machine: Machine, model: Model, tokens: int, policy: str, bytes_per_token: float) -> str:
     block = bytes_per_token * tokens
     rank = block * model.layers
     node = rank * machine.ranks
-    rate = min(machine.out_bytes_per_second, machine.host_bytes_per_second / machine.ranks)
-    hidden = min(1.0, model.forward_seconds(tokens, machine) / (block / rate))
+    hidden = min(1.0, model.forward_seconds(tokens, machine) / (block / machine.link_bytes_per_second))
     cells = [
         machine.name, model.name, f"{tokens // 1024}k", f"`{policy}`", f"{rank / 2**30:.0f} GiB",
         f"{node / 2**30:.0f} GiB", f"{100 * node / machine.host_bytes:.0f} %", f"{100 * hidden:.0f} %",
