@@ -1,0 +1,228 @@
+"""4-bit base weights of bitsandbytes (QLoRA): quantised tensor by tensor while they are loaded, and sharded.
+
+[Note: 4-bit weights]
+On meta, a 4-bit weight has the shape of the weight that it is made from. Quantised it is a column of packed numbers,
+two a byte, and its module keeps a state of scales beside it. Wrappers cut what they find, so the column is put on meta
+before the model is sharded. Scales may themselves be quantised, and then each depends on all of the tensor; so every
+rank reads a tensor whole, has its library quantise it, keeps its part of the column and the scales (an eighth of the
+column at most), and drops the rest before the next tensor. A checkpoint that has columns and scales is cut like any
+other, and its scales are read whole. Nothing is imported here: the model brings its library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.load.header import Entry
+from ebbtide.load.layout import Layout, Whole
+from ebbtide.load.targets import Target, fsdp2_params, owners_of, plain_name, tensor_of
+
+_SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
+
+
+def is_four_bit(tensor: torch.Tensor) -> bool:
+    """Whether a parameter is a 4-bit weight of bitsandbytes."""
+    return type(tensor).__name__ == "Params4bit"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Weight:
+    """A 4-bit weight: its module, the parameter that was on meta, and its shape before it is quantised.
+
+    ``scales`` has the keys of its scales in the checkpoint; ``state`` the scales in memory; ``flat`` is one that FSDP1
+    makes a part of a flat parameter.
+    """
+
+    module: nn.Module
+    attribute: str
+    old: Any
+    shape: torch.Size
+    scales: dict[str, str] = field(default_factory=dict[str, str])
+    state: Any = None
+    flat: bool = False
+
+
+class FourBit:
+    """The 4-bit weights of a model. See [Note: 4-bit weights].
+
+    Args:
+        model: On meta, not yet sharded.
+        dtype: In which weights are quantised; ``None``: the one of the model's configuration, or of the weight on meta.
+
+    Raises:
+        ConfigError: A weight is quantised already.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        config: Any = getattr(model, "config", None)
+        self._dtype = dtype or getattr(config, "dtype", None)
+        self._weights: dict[str, _Weight] = {}
+        self._scales: dict[str, dict[str, str]] = {}
+        self._packed = False
+        for name, (module, attribute, is_buffer) in owners_of(model).items():
+            old: Any = tensor_of((module, attribute, is_buffer))
+            if is_four_bit(old):
+                if getattr(old, "bnb_quantized", False) or not old.is_meta:
+                    raise _there(name)
+                self._weights[name] = _Weight(module=module, attribute=attribute, old=old, shape=old.shape)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def oriented(self, name: str, layout: Layout) -> Layout:
+        """Return where a weight comes from, as it is quantised: that of a ``Conv1D`` lies the other way round."""
+        source = getattr(self._weights[name].module, "source_cls", None)
+        if self._packed:
+            return layout
+        return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
+
+    def without_scales(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+        """Return what a checkpoint holds beside scales; if it has any, weights are columns from here on."""
+        if not self._weights:
+            return dict(entries)
+        for key in entries:
+            if (found := _SCALES.fullmatch(key)) and found[1] in entries:
+                self._scales.setdefault(found[1], {})[found[2]] = key
+        if self._scales:
+            self._pack()
+        scales = {key for keys in self._scales.values() for key in keys.values()}
+        return {key: entry for key, entry in entries.items() if key not in scales}
+
+    def settle(self, sources: Mapping[str, Layout | Whole]) -> None:
+        """Learn where weights come from, and put columns on meta if they are not there yet.
+
+        Raises:
+            DataError: A weight comes from nowhere.
+        """
+        if absent := sorted(self._weights.keys() - sources.keys()):
+            raise DataError(
+                f"{len(absent)} 4-bit weights are not in the checkpoint: {', '.join(absent[:4])}",
+                expected="a checkpoint of the model's weights",
+                hint="4-bit weights are frozen: first values are of no use for them",
+            )
+        for name, weight in self._weights.items():
+            weight.scales = self._scales.get(sources[name].keys[0], {})
+        if not self._packed:
+            self._pack()
+
+    def _pack(self) -> None:
+        self._packed = True
+        for weight in self._weights.values():
+            old = weight.old
+            rows = -(-weight.shape.numel() // (2 * old.quant_storage.itemsize))
+            column = torch.empty((rows, 1), dtype=old.quant_storage, device="meta")
+            weight.module._parameters[weight.attribute] = self._parameter(weight, column)
+
+    def scales_of(self, name: str) -> dict[str, str]:
+        """Return the keys of a weight's scales in the checkpoint, by what they are; none: it is to be quantised."""
+        return self._weights[name].scales
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Return memory for a whole weight, in the dtype in which it is quantised."""
+        weight = self._weights[name]
+        return torch.empty(weight.shape, dtype=self._dtype or weight.old.dtype)
+
+    def quantise(self, target: Target, whole: torch.Tensor) -> None:
+        """Give a target its part of a weight's column, and keep the scales.
+
+        Args:
+            target: The column, or a part of it.
+            whole: The weight, as ``empty`` gives it memory.
+        """
+        weight = self._weights[target.name]
+        kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
+        made = type(weight.old)(whole.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
+        target.fill(made.data)
+        weight.state, weight.flat = made.quant_state, target.old is None
+
+    def restore(self, target: Target, scales: Mapping[str, torch.Tensor]) -> None:
+        """Keep the scales that a checkpoint has.
+
+        Raises:
+            DataError: They make no state.
+        """
+        weight = self._weights[target.name]
+        device = target.local.device
+        try:
+            made = type(weight.old).from_prequantized(target.local, dict(scales), device=device, module=weight.module)
+        except Exception as error:
+            raise DataError(
+                f"{target.name!r} has scales that its library does not take ({type(error).__name__}: {error})",
+                expected="a checkpoint that was saved in 4 bits by a version of bitsandbytes that is known",
+                hint="quantise it anew from the checkpoint in its own dtype",
+            ) from error
+        weight.state, weight.flat = made.quant_state, target.old is None
+
+    def finish(self, model: nn.Module) -> None:
+        """Give modules the scales of their weights, once columns are in the model.
+
+        Raises:
+            ConfigError: The wrapper would convert columns to another dtype, which makes other numbers of them.
+        """
+        if not self._weights:
+            return
+        _check_gathered(model)
+        for weight in self._weights.values():
+            module: Any = weight.module
+            module.quant_state = weight.state
+            found: Any = module._parameters.get(weight.attribute)
+            if not weight.flat and not hasattr(found, "device_mesh"):
+                module._parameters[weight.attribute] = self._parameter(weight, found.data)
+
+    def _parameter(self, weight: _Weight, column: torch.Tensor) -> nn.Parameter:
+        kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
+        kept |= {"quant_state": weight.state, "bnb_quantized": True}
+        return cast("nn.Parameter", type(weight.old)(column, requires_grad=False, **kept))
+
+
+def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the scales of a model's 4-bit weights, by the names under which their library saves them.
+
+    Raises:
+        ConfigError: Weights lie in memory as only inference on a CPU uses them.
+    """
+    for prefix, module in model.named_modules():
+        state: Any = getattr(module, "quant_state", None)
+        if state is None:
+            continue
+        name = plain_name(f"{prefix}.weight" if prefix else "weight")
+        if getattr(state, "packing_format_for_cpu", False):
+            raise ConfigError(
+                f"{name!r} was laid out anew for inference on the CPU",
+                expected="a 4-bit weight as it is trained with and saved",
+                hint="save the model before it runs in eval mode",
+            )
+        found: Mapping[str, torch.Tensor] = state.as_dict(packed=True)
+        yield from ((f"{name}.{kind}", value) for kind, value in found.items())
+
+
+def _check_gathered(model: nn.Module) -> None:
+    """Refuse wrappers that gather columns in another dtype than they are stored in."""
+    for param in fsdp2_params(model):
+        module: Any = param._module_info.module
+        if not hasattr(module, "quant_storage") or param._module_info.param_name != "weight":
+            continue
+        if param.param_dtype not in (None, module.quant_storage):
+            raise ConfigError(
+                f"4-bit weights are stored as {module.quant_storage} and gathered as {param.param_dtype}",
+                expected="one dtype: the numbers are packed bits, and to convert them is to destroy them",
+                hint=f"set bnb_4bit_quant_storage={param.param_dtype}, or no param_dtype in the MixedPrecisionPolicy",
+            )
+
+
+def _there(name: str) -> ConfigError:
+    return ConfigError(
+        f"{name!r} is quantised (Params4bit)",
+        expected="a 4-bit weight on meta that has not been quantised yet",
+        hint="build the model on meta and let load_sharded quantise it while it is loaded",
+    )
