@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.base.errors import CapError, DiskError, EbbtideError, RestoreError, note_place
+from ebbtide.base.errors import DiskError, EbbtideError, RestoreError, note_place
 from ebbtide.engine import engine as engine_module
 from ebbtide.store.disk import DiskSlot
 from ebbtide.store.diskwork import DiskWork
 from tests.helpers.handles import training
+from tests.helpers.oracle import same_bits
 
 Patch = pytest.MonkeyPatch
 
@@ -30,10 +31,10 @@ def _no_read(patch: Patch) -> None:
 def _wrong_bytes(patch: Patch) -> None:
     intact = DiskSlot.take
 
-    def corrupt(self: DiskSlot) -> tuple[torch.Tensor, float]:
-        content, stall = intact(self)
+    def corrupt(self: DiskSlot) -> torch.Tensor:
+        content = intact(self)
         content[17] ^= 1
-        return content, stall
+        return content
 
     patch.setattr(DiskSlot, "take", corrupt)
 
@@ -97,15 +98,15 @@ def test_the_error_says_exactly_this(name: str, monkeypatch: Patch) -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_cap_names_what_did_not_fit() -> None:
-    with training("offload", "host", window=1, room_bytes=5000) as trainee, pytest.raises(CapError) as caught:
+def test_a_cap_names_what_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with training("offload", "host", window=1, room_bytes=5000) as trainee, caplog.at_level("WARNING"):
+        assert all(map(same_bits, trainee.step(), trainee.expected))
         trainee.step()
-    assert str(caught.value) == (
+    assert [record.getMessage() for record in caplog.records] == [
+        "what the store cannot take stays on the device: "
         "4.5 KiB of host memory needed, 4.7 KiB in use; expected no more than the host budget of 4.9 KiB\n"
-        "while copying out Mlp/gate/NativeLayerNormBackward0#0 (offload)\n"
-        "while saving a [24, 48] tensor in gate of block 'layers.0'\n"
         "hint: raise host_budget, offload less, or use target='disk'"
-    )
+    ]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt])

@@ -75,6 +75,7 @@ def open_engine(
     window_bytes: int = 1 << 20,
     min_bytes: int = 0,
     verify: bool = False,
+    device: FakeDevice | None = None,
     **given: Any,
 ) -> Iterator[Engine]:
     """An engine over a tier of its own.
@@ -86,6 +87,7 @@ def open_engine(
         window_bytes: Bytes in flight.
         min_bytes: Smaller storages stay.
         verify: Compare checksums.
+        device: Of the host tier; ``None``: a fake one.
         given: Further arguments of ``Engine``.
     """
     plan = (
@@ -96,7 +98,7 @@ def open_engine(
         if tier == "disk":
             place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()))
         else:
-            place = HostTier(FakeDevice(rate, rate))
+            place = HostTier(device or FakeDevice(rate, rate))
         stack.callback(place.close)
         yield Engine(plan, place, options, Bus(), **given)
 

@@ -23,7 +23,7 @@ from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
-from ebbtide.engine.stats import Stats, Tally
+from ebbtide.engine.stats import StallBook, Stats, Tally
 from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.trust import Trust
@@ -77,7 +77,7 @@ class Engine:
         self.lock = threading.RLock()
         self.live_tickets: set[weakref.ref[Life]] = set()
         self.live_entries: set[weakref.ref[Life]] = set()
-        self.orders: dict[str, tuple[int, ...]] = {}
+        self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.trust = Trust(bus)
         self.last_tally = Tally()
         self.last_pass = Pass()
@@ -88,11 +88,11 @@ class Engine:
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
         self._pass = Pass()
         self._window = Window(options.window_bytes)
-        self._copy_out = CopyOut(self._window)
+        self._copy_out = CopyOut(tier, self._window)
         self.index = StorageIndex()
         self._empties: dict[torch.device, torch.Tensor] = {}
         self._backwards: dict[int, _Backward] = {}
-        self._copy_in_stall = 0.0
+        self._stalls = StallBook(tier, bus)
         self._recomputes, self._recompute_seconds = 0, 0.0
 
     @property
@@ -125,6 +125,7 @@ class Engine:
         done.latest = None
         if self._lasting is not None:  # unsharded weights are views, which hold a graph
             self._lasting = [], self._lasting[1]
+        self._copy_out.end_pass(done)
         self.last_tally, self.last_pass = done.tally, done
         self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
 
@@ -139,17 +140,17 @@ class Engine:
         run.pass_.checkpointed += checkpointed
         with self.lock:
             self._window.saw_block(run.tally.offloaded)
+            self._stalls.serve("forward", run.block.name)
             try:
-                stall = self._copy_out.retire()
+                self._copy_out.retire()
             except BaseException as error:
                 note_place(error, f"at the end of the forward of block {run.block.name!r}")
                 raise
+            self._stalls.tell()
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if not self.bus.active:
             return
-        if stall > 0:
-            self.bus.emit("stall", where="forward", block=block.name, seconds=stall, bytes=None)
         action = "checkpoint" if checkpointed else "mixed"
         self.bus.emit(
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
@@ -209,17 +210,11 @@ class Engine:
             found = self._empties[tensor.device] = torch.empty(0, device=tensor.device)
         return found
 
-    def park(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Begin to offload an entry's bytes."""
+    def park(self, run: BlockRun, entry: Entry, tensor: torch.Tensor) -> None:
+        """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it."""
         self.hold(entry, tensor)
-        if entry.source is not None:
-            try:
-                entry.slot = self.tier.park(entry.source)
-            except BaseException as error:
-                note_place(error, f"while copying out {entry.site} ({entry.action.value})")
-                raise
-            self._copy_out.add(entry)
-            self._copy_out.retire()
+        self._stalls.serve("forward", run.block.name)
+        self._copy_out.add(entry, run.pass_)
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Keep an entry's bytes on the device."""
@@ -306,17 +301,23 @@ class Engine:
             if entry.recipe is None:
                 raise operand_error(str(entry.site))
             return None
-        content, stall = entry.slot.take()
-        self._copy_in_stall += stall
+        flow = backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
+        if run is not None:
+            self._stalls.serve("backward", run.block.name, entry.nbytes)
+        try:
+            content = entry.slot.take()
+        except torch.OutOfMemoryError:
+            if flow is None or not flow.ahead_bytes:
+                raise
+            self._window.shrink(flow.ahead_bytes)
+            flow.put_back()
+            content = entry.slot.take()
         if backward is not None and run is not None:
             self._keep(backward, entry, content)
-            flow = backward.flows.get(id(run.pass_))
             if flow is not None:
                 flow.has_read(entry)
-            if run.block.kind not in self.orders:
+            if run.order_key not in self.orders:
                 run.reads.append(weakref.ref(entry))
-            if stall > 1e-4:
-                self.bus.emit("stall", where="backward", block=run.block.name, seconds=stall, bytes=entry.nbytes)
         return content
 
     # Backward
@@ -326,16 +327,19 @@ class Engine:
         backward = self._backwards.get(task)
         if backward is None:
             backward = self._backwards[task] = _Backward()
-            self._copy_out.withdraw()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
+            self._copy_out.withdraw(run.pass_)
             flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
+        self._stalls.tell()
+        self._stalls.serve("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
+        flow.reach(run)
         flow.advance()
 
     def _end_backward(self, task: int) -> None:
@@ -347,7 +351,10 @@ class Engine:
                 entry = reference()
                 if entry is not None:
                     entry.restored = None
+            for flow in backward.flows.values():
+                flow.put_back()
             self.tier.trim()
+            self._stalls.tell()
 
     @staticmethod
     def _keep(backward: _Backward, entry: Entry, content: torch.Tensor) -> None:
@@ -358,24 +365,27 @@ class Engine:
 
     def stats(self) -> Stats:
         """Return what was saved, moved and remade. See ``Stats``."""
-        tally, counters = self.last_tally, getattr(self.tier, "counters", None)
+        tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
-        out_seconds = counters.out_seconds if counters else 0.0
-        in_seconds = counters.in_seconds if counters else 0.0
+        with self.lock:
+            self._stalls.tell()
         return Stats(
             packs=tally.packs,
             memory_saved_bytes=saved,
             memory_saved_percent=100.0 * saved / tally.unique if tally.unique else None,
             checkpointed_blocks=self.last_pass.checkpointed,
-            total_stall_seconds=self._copy_out.stall_seconds + self._copy_in_stall,
-            total_copy_out_bytes=counters.out_bytes if counters else 0,
-            total_copy_in_bytes=counters.in_bytes if counters else 0,
-            copy_out_bytes_per_second=counters.out_bytes / out_seconds if counters and out_seconds else None,
-            copy_in_bytes_per_second=counters.in_bytes / in_seconds if counters and in_seconds else None,
+            total_stall_seconds=counters.stalls.total_seconds,
+            stalls=self._stalls.by_block,
+            total_copy_out_bytes=counters.out_bytes,
+            total_copy_in_bytes=counters.in_bytes,
+            copy_out_bytes_per_second=counters.out_bytes / counters.out_seconds if counters.out_seconds else None,
+            copy_in_bytes_per_second=counters.in_bytes / counters.in_seconds if counters.in_seconds else None,
             total_recomputes=self._recomputes,
             total_recompute_seconds=self._recompute_seconds,
             demoted_sites=tuple(sorted(self.trust.demoted)),
             live_tickets=len(self.live_tickets),
             store_bytes=self.tier.used_bytes,
+            store=self.tier.gauges(),
+            total_refused_bytes=self._copy_out.refused_bytes,
             **tally.fields(),
         )

@@ -3,28 +3,39 @@
 [Note: window]
 Copy-out: a source stays until its copy is done. When the bytes still waiting exceed the window, compute waits for the
 oldest copy; that is a stall, and is counted. Copy-in: from the first sign of backward in a block on, what comes next is
-brought in, never more ahead of its reader than the window. Unless the user gives a window it follows the model: two of
-its largest block's offloaded bytes on the way out (one being made, one being copied), one of them on the way in.
+brought in, never more ahead of its reader than the window, however many blocks that reaches over. Unless the user gives
+a window it follows the model: two of its largest block's offloaded bytes on the way out (one being made, one being
+copied), one of them on the way in. A device that has no room for what comes in makes that window smaller.
 
 [Note: turn-around]
-When backward begins, the sources of the last blocks are usually still there. Copies that have not begun are withdrawn,
-and the bytes are served from the source.
+What is saved last is read first. Copies that have not begun when backward begins are withdrawn, and the bytes are
+served from the source. Where the store cannot withdraw (what was asked of a stream is done), the last bytes of a pass,
+as many as the window in holds, are *held back*: the trace for this is how many bytes the pass before offered. A pass
+that turns out longer begins the oldest of them when more would be held; a shorter one holds less. Bytes held back count
+as bytes in the window, so memory is the same with and without a trace that fits.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
-from ebbtide.base.errors import note_place
+import torch
+
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import CapError, note_place
+from ebbtide.base.units import format_size
 from ebbtide.engine.tickets import Entry
+from ebbtide.store.protocol import Tier
 
 if TYPE_CHECKING:
-    from ebbtide.engine.run import BlockRun
+    from ebbtide.engine.run import BlockRun, Pass
 
+logger = logging.getLogger("ebbtide.engine")
 
 LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
@@ -40,10 +51,21 @@ class Window:
     def __init__(self, given_bytes: int | None) -> None:
         self._given_bytes = given_bytes
         self._block_bytes = 0
+        self._room_bytes = sys.maxsize
 
     def saw_block(self, offloaded_bytes: int) -> None:
         """A block offloaded this much."""
         self._block_bytes = max(self._block_bytes, offloaded_bytes)
+
+    def shrink(self, ahead_bytes: int) -> None:
+        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on."""
+        first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, ahead_bytes // 2)
+        if first:
+            logger.warning(
+                "the device has no room for a window of %s beside what backward needs: copies in run less far ahead, "
+                "and compute may wait for them; a smaller window, or offloading less, makes room",
+                format_size(self._given_bytes or max(self._block_bytes, LEAST_WINDOW)),
+            )
 
     @property
     def out_bytes(self) -> int:
@@ -55,60 +77,119 @@ class Window:
     @property
     def in_bytes(self) -> int:
         """Window of the copy-in."""
-        return self._given_bytes or max(self._block_bytes, LEAST_WINDOW)
+        return min(self._given_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes held back for the turn-around."""
+        return min(self.in_bytes, self.out_bytes)
+
+
+class _Waiting(NamedTuple):
+    """An entry whose source is still there: its copy runs, or is held back."""
+
+    entry: weakref.ref[Entry]
+    nbytes: int
+    pass_: Pass
 
 
 class CopyOut:
-    """Copies under way from the device to the store, oldest first."""
+    """Copies from the device to the store: under way, or held back; oldest first.
 
-    def __init__(self, window: Window) -> None:
+    Args:
+        tier: The store.
+        window: Bounds the bytes of both.
+    """
+
+    def __init__(self, tier: Tier, window: Window) -> None:
         self.window = window
-        self.in_flight_bytes = 0
-        self.stall_seconds = 0.0
-        self._queue: deque[tuple[weakref.ref[Entry], int]] = deque()
+        self.in_flight_bytes = self.refused_bytes = 0
+        self._tier = tier
+        self._queue: deque[_Waiting] = deque()
+        self._held: deque[_Waiting] = deque()
+        self._expected_bytes = sys.maxsize  # what a pass offers; unknown before the first has ended
 
-    def add(self, entry: Entry) -> None:
-        """Watch a copy that has just begun."""
-        self._queue.append((weakref.ref(entry), entry.nbytes))
-        self.in_flight_bytes += entry.nbytes
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held back for the turn-around."""
+        self._held = deque(waiting for waiting in self._held if waiting.entry() is not None)
+        return sum(waiting.nbytes for waiting in self._held)
 
-    def retire(self) -> float:
-        """Drop the sources of finished copies; wait while more than the window is in flight. Returns the stall."""
-        stall = 0.0
+    def add(self, entry: Entry, pass_: Pass) -> None:
+        """Begin the copy of an entry whose source is there, or hold it back; wait while the window is exceeded."""
+        waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_)
+        late = pass_.offered_bytes >= self._expected_bytes - self.window.held_bytes
+        pass_.offered_bytes += entry.nbytes
+        if self._tier.withdraws or not late:
+            self._begin(waiting)
+        else:
+            self._held.append(waiting)
+            while self._held and self.held_bytes > self.window.held_bytes:
+                self._begin(self._held.popleft())
+        self.retire()
+
+    def end_pass(self, pass_: Pass) -> None:
+        """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
+        if pass_.offered_bytes:
+            self._expected_bytes = pass_.offered_bytes
+        pass_.tally.add_stayed(sum(w.nbytes for w in self._held if w.pass_ is pass_ and w.entry() is not None))
+
+    def retire(self) -> None:
+        """Drop the sources of finished copies; make compute wait while more than the window is in flight."""
         while self._queue:
-            entry = self._queue[0][0]()
+            entry = self._queue[0].entry()
             if entry is not None and entry.source is not None and entry.slot is not None:
                 try:
                     if not entry.slot.parked:
-                        if self.in_flight_bytes <= self.window.out_bytes:
+                        if self.in_flight_bytes + self.held_bytes <= self.window.out_bytes:
                             break
-                        stall += entry.slot.wait_parked()
+                        entry.slot.wait_parked()
                 except BaseException as error:
                     # It keeps its source. Said once: the block that this error leaves asks again when it ends.
-                    self.in_flight_bytes -= self._queue.popleft()[1]
+                    self.in_flight_bytes -= self._queue.popleft().nbytes
                     note_place(error, f"while copying out {entry.site} ({entry.action.value})")
                     raise
                 drop_source(entry)
             del entry
-            self.in_flight_bytes -= self._queue.popleft()[1]
+            self.in_flight_bytes -= self._queue.popleft().nbytes
         if not self._queue:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
-        self.stall_seconds += stall
-        return stall
 
-    def withdraw(self) -> None:
-        """Cancel copies that have not begun. See [Note: turn-around]."""
-        remaining: deque[tuple[weakref.ref[Entry], int]] = deque()
-        for reference, nbytes in self._queue:
-            entry = reference()
+    def withdraw(self, pass_: Pass) -> None:
+        """Cancel the copies of a pass that have not begun. See [Note: turn-around]."""
+        self._held = deque(waiting for waiting in self._held if waiting.pass_ is not pass_)
+        remaining: deque[_Waiting] = deque()
+        for waiting in self._queue:
+            entry = waiting.entry()
             if entry is None or entry.slot is None or entry.source is None:
                 continue
-            slot, entry.slot = entry.slot, None  # first: interrupted here, the bytes are served from the source
-            if not slot.cancel():
+            if waiting.pass_ is pass_:
+                slot, entry.slot = entry.slot, None  # first: interrupted here, the bytes are served from the source
+                if slot.cancel():
+                    continue
                 entry.slot = slot
-                remaining.append((reference, nbytes))
+            remaining.append(waiting)
         self._queue = remaining
-        self.in_flight_bytes = sum(nbytes for _, nbytes in remaining)
+        self.in_flight_bytes = sum(waiting.nbytes for waiting in remaining)
+
+    def _begin(self, waiting: _Waiting) -> None:
+        entry = waiting.entry()
+        if entry is None or entry.source is None or entry.changed:  # changed while it was held: nobody may read it
+            return
+        try:
+            entry.slot = self._tier.park(entry.source)
+        except CapError as error:
+            entry.action = Action.KEEP
+            if not self.refused_bytes:
+                # As text: a log record may be kept, and an error holds the frames it came through.
+                logger.warning("what the store cannot take stays on the device: %s", str(error))
+            self.refused_bytes += entry.nbytes
+            return
+        except BaseException as error:
+            note_place(error, f"while copying out {entry.site} ({entry.action.value})")
+            raise
+        self._queue.append(waiting)
+        self.in_flight_bytes += waiting.nbytes
 
 
 def drop_source(entry: Entry) -> None:
@@ -128,28 +209,33 @@ class CopyIn:
     def __init__(self, run: BlockRun, window: Window) -> None:
         self.window = window
         self.ahead_bytes = 0
-        self._asked: dict[weakref.ref[Entry], int] = {}
-        self._next: weakref.ref[Entry] | None = None
+        self._asked: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
+        self._next: tuple[weakref.ref[Entry], int] | None = None
         self._upcoming = _walk(run)
 
     def advance(self) -> None:
         """Begin as many copies as the window allows."""
-        while (reference := self._next or next(self._upcoming, None)) is not None:
+        while (upcoming := self._next or next(self._upcoming, None)) is not None:
             self._next = None
+            reference, number = upcoming
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
             if reference in self._asked:
                 continue
             if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
-                self._next = reference
+                self._next = upcoming
                 return
             try:
                 entry.slot.prefetch()
+            except torch.OutOfMemoryError:
+                self.window.shrink(self.ahead_bytes)
+                self._next = upcoming
+                return
             except BaseException as error:
                 note_place(error, f"while bringing in {entry.site} ({entry.action.value}) ahead of its reader")
                 raise
-            self._asked[weakref.ref(entry, self._gone)] = entry.nbytes
+            self._asked[weakref.ref(entry, self._gone)] = entry.nbytes, number
             self.ahead_bytes += entry.nbytes
 
     def has_read(self, entry: Entry) -> None:
@@ -157,12 +243,28 @@ class CopyIn:
         self._gone(weakref.ref(entry))
         self.advance()
 
+    def reach(self, run: BlockRun) -> None:
+        """A block's backward begins: what blocks before the last one did not come for is in the way of what comes."""
+        self._put_back(lambda number: number > run.number + 1)
+
+    def put_back(self) -> None:
+        """Let go of all that was brought in and not read."""
+        self._put_back(lambda number: True)
+
+    def _put_back(self, which: Callable[[int], bool]) -> None:
+        for reference in [r for r, (_, number) in self._asked.items() if which(number)]:
+            entry = reference()
+            if entry is not None and entry.slot is not None:
+                entry.slot.put_back()
+            self._gone(reference)
+
     def _gone(self, reference: weakref.ref[Entry]) -> None:
-        self.ahead_bytes -= self._asked.pop(reference, 0)
+        self.ahead_bytes -= self._asked.pop(reference, (0, 0))[0]
 
 
-def _walk(run: BlockRun | None) -> Iterator[weakref.ref[Entry]]:
+def _walk(run: BlockRun | None) -> Iterator[tuple[weakref.ref[Entry], int]]:
     # Yields references: a suspended generator would keep an entry, and with it a slot, alive.
     while run is not None:
-        yield from run.backward_order()
+        number = run.number
+        yield from ((reference, number) for reference in run.backward_order())
         run = run.previous

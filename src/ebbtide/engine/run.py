@@ -59,6 +59,7 @@ class Pass:
         self.latest: BlockRun | None = None
         self.tally = Tally()
         self.checkpointed = 0
+        self.offered_bytes = 0  # given to the store, or held back from it, so far
         self.sites: dict[Site, tuple[int, int, Action]] = {}
 
     def add_site(self, site: Site, nbytes: int, action: Action) -> None:
@@ -76,6 +77,7 @@ class BlockRun:
     def __init__(self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor]) -> None:
         self.engine, self.block, self.pass_ = engine, block, pass_
         self.previous, pass_.latest = pass_.latest, self
+        self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
         self.whole = False  # the block is run again in backward
         self.entries: list[weakref.ref[Entry]] = []
@@ -323,7 +325,7 @@ class BlockRun:
                 entry.action, entry.recipe = Action.RECOMPUTE, narrow
                 return
             entry.action = Action.OFFLOAD
-            engine.park(entry, tensor)
+            engine.park(self, entry, tensor)
             return
         entry.action, entry.checksum = Action.KEEP, None
         entry.first, entry.last = 0, tensor.untyped_storage().nbytes()  # a part would hold the whole storage too
@@ -348,7 +350,7 @@ class BlockRun:
         region = (0, small.untyped_storage().nbytes())
         inner = Entry(small, site=entry.site, region=region, base_layout=layout, at=0, living=self.engine.live_entries)
         inner.action = Action.OFFLOAD
-        self.engine.park(inner, small)
+        self.engine.park(self, inner, small)
         self.tally.add_narrowed(inner.nbytes)
         ticket = Ticket(inner, layout, self, version_probe(small, self.engine.empty(small)), 0)
         self._list(inner)
@@ -364,10 +366,13 @@ class BlockRun:
         The order that another run of this kind of block recorded, when it saved as many tensors; else the reverse of
         the forward's.
         """
-        order = self.engine.orders.get(self.block.kind)
-        if order is None or len(order) != len(self.entries):
-            return reversed(self.entries)
-        return (self.entries[i] for i in order)
+        order = self.engine.orders.get(self.order_key)
+        return reversed(self.entries) if order is None else (self.entries[i] for i in order)
+
+    @property
+    def order_key(self) -> tuple[str, int]:
+        """Runs of one kind of block that saved as many tensors are expected to be read in one order."""
+        return self.block.kind, len(self.entries)
 
     def record_order(self) -> None:
         """Keep the order in which a backward read this run's entries, for the next runs of this kind of block."""
@@ -375,7 +380,7 @@ class BlockRun:
         places = {id(reference): i for i, reference in enumerate(self.entries)}
         read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
         unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
-        self.engine.orders[self.block.kind] = tuple(read + unread)
+        self.engine.orders[self.order_key] = tuple(read + unread)
         self.reads = []
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ebbtide.base.actions import Action
+from ebbtide.base.events import Bus
+from ebbtide.store.protocol import Tier
+
+_LEAST_STALL_SECONDS = 1e-4
+"""Shorter waits of a block are counted and not told of."""
 
 
 class Tally:
@@ -40,6 +46,11 @@ class Tally:
         self.offloaded += nbytes
         self.recomputed -= nbytes
 
+    def add_stayed(self, nbytes: int) -> None:
+        """Of what was to be offloaded, ``nbytes`` stayed on the device."""
+        self.offloaded -= nbytes
+        self.kept += nbytes
+
     def add_rerun(self, unique: int) -> None:
         """The block is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen."""
         dropped = max(unique - self.unique, 0)
@@ -63,6 +74,43 @@ class Tally:
         }
 
 
+class StallBook:
+    """Who waited for copies: asks the store, which may know only later, and tells of it.
+
+    Args:
+        tier: The store.
+        bus: Told of waits that are long enough to be seen.
+    """
+
+    def __init__(self, tier: Tier, bus: Bus) -> None:
+        self._tier, self._bus = tier, bus
+        self.by_block: dict[str, float] = {}
+
+    def serve(self, where: str, block: str, nbytes: int | None = None) -> None:
+        """What is asked of the store from now on is asked for this block.
+
+        Args:
+            where: ``"forward"`` or ``"backward"``.
+            block: Its name.
+            nbytes: What is brought in, if something is.
+        """
+        self._tier.stalls.reader = (where, block, nbytes)
+
+    def tell(self) -> None:
+        """Count, and tell of, the waits that are known by now."""
+        found: dict[tuple[str, str], tuple[float, int | None]] = {}
+        for reader, seconds in self._tier.counters.stalls.read():
+            if reader is not None:
+                where, block, nbytes = reader
+                total, moved = found.get((where, block), (0.0, None))
+                found[where, block] = total + seconds, moved if nbytes is None else nbytes + (moved or 0)
+        for (where, block), (seconds, nbytes) in found.items():
+            name = f"{where} {block}"
+            self.by_block[name] = self.by_block.get(name, 0.0) + seconds
+            if seconds > _LEAST_STALL_SECONDS:
+                self._bus.emit("stall", where=where, block=block, seconds=seconds, bytes=nbytes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stats:
     """What a handle has seen. Bytes are those of the latest complete pass, except the totals.
@@ -77,7 +125,8 @@ class Stats:
         memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
         memory_saved_percent: The same in percent of ``unique_bytes``; None before the first pass.
         checkpointed_blocks: Blocks re-run whole.
-        total_stall_seconds: Time compute waited for copies since the handle was made.
+        total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told.
+        stalls: The same by who waited, such as ``"forward layers.3"``.
         total_copy_out_bytes: Bytes copied out since then.
         total_copy_in_bytes: Bytes copied in since then.
         copy_out_bytes_per_second: Rate while copying; None if unknown.
@@ -87,6 +136,10 @@ class Stats:
         demoted_sites: Sites whose first remake differed, or failed, and that are offloaded instead.
         live_tickets: Tickets alive now.
         store_bytes: Bytes of store in use now.
+        store: What the store holds, by name. Host memory: ``host_held_bytes``, ``host_pinned_bytes``,
+            ``host_parked_bytes``, ``host_most_parked_bytes``, ``host_chunks``. Disk: ``disk_file_bytes``,
+            ``disk_parked_bytes``, ``disk_written_bytes``, ``disk_read_bytes``.
+        total_refused_bytes: Bytes that stayed on the device because the store could not take them, since then.
     """
 
     packs: int = 0
@@ -99,6 +152,7 @@ class Stats:
     memory_saved_percent: float | None = None
     checkpointed_blocks: int = 0
     total_stall_seconds: float = 0.0
+    stalls: Mapping[str, float] = field(default_factory=dict)
     total_copy_out_bytes: int = 0
     total_copy_in_bytes: int = 0
     copy_out_bytes_per_second: float | None = None
@@ -108,6 +162,8 @@ class Stats:
     demoted_sites: tuple[str, ...] = ()
     live_tickets: int = 0
     store_bytes: int = 0
+    store: Mapping[str, int] = field(default_factory=dict)
+    total_refused_bytes: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary."""

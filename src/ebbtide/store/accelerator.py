@@ -80,7 +80,7 @@ class AcceleratorDevice:
 
     def _can_order(self, where: torch.device) -> bool:
         try:
-            stream = torch.Stream(device=where)
+            stream = self.side_stream(where, "in")
             stream.wait_event(self.record(torch.accelerator.current_stream(where)))
             self.record(stream).synchronize()
         except (RuntimeError, NotImplementedError, TypeError):
@@ -96,20 +96,19 @@ class AcceleratorDevice:
         return torch.accelerator.current_stream(where)
 
     def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
-        """Make a stream on that device."""
+        """Make a stream on that device; the one that brings in goes first, for compute waits for it."""
         self._used.add(where)
-        return torch.Stream(device=where)
+        return torch.Stream(device=where, priority=-1 if purpose == "in" else 0)
 
-    def record(self, stream: torch.Stream) -> torch.Event:
-        """Return an event, with its time, of all that was asked of ``stream``."""
-        event = torch.Event(device=stream.device, enable_timing=True)
+    def record(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
+        """Return an event of all that was asked of ``stream``."""
+        event = torch.Event(device=stream.device, enable_timing=timed)
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.Stream, event: torch.Event) -> float:
-        """Order ``stream`` after ``event``; the stall is known later, from events around it."""
+    def wait(self, stream: torch.Stream, event: torch.Event) -> None:
+        """Order ``stream`` after ``event``."""
         stream.wait_event(event)
-        return 0.0
 
     def query(self, event: torch.Event) -> bool:
         """Whether the event has happened."""

@@ -1,8 +1,48 @@
-"""What a tier has moved, and how long its workers were busy with it."""
+"""What a tier has moved, how long its workers were busy with it, and for whom compute stood still."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_UNREAD = 4096
+
+
+class Stalls:
+    """How long compute waited, and for whom.
+
+    A device tells the length of a wait when it is over, which may be much later than it was asked for; so each wait
+    carries the name of who was served. ``reader`` is set by whoever asks the tier for something.
+
+    Attributes:
+        reader: On whose behalf is asked now; any value.
+        total_seconds: All that is known so far.
+    """
+
+    def __init__(self) -> None:
+        self.reader: Any = None
+        self.total_seconds = 0.0
+        self._unread: deque[tuple[Any, float]] = deque(maxlen=_MOST_UNREAD)
+
+    def add(self, seconds: float, reader: Any) -> None:
+        """Count a wait.
+
+        Args:
+            seconds: Its length.
+            reader: Who ``reader`` was when it was asked for.
+        """
+        self.total_seconds += seconds
+        self._unread.append((reader, seconds))
+
+    def add_since(self, begun: float) -> None:
+        """Count a wait of the host's that began at ``begun``, on the clock of ``time.perf_counter``, and is over."""
+        self.add(time.perf_counter() - begun, self.reader)
+
+    def read(self) -> list[tuple[Any, float]]:
+        """Return the reader and the seconds of every wait that was not returned before."""
+        return [self._unread.popleft() for _ in range(len(self._unread))]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -14,11 +54,11 @@ class TierCounters:
         out_seconds: Time spent copying out; ``out_bytes / out_seconds`` is the rate.
         in_bytes: Bytes copied in.
         in_seconds: Time spent copying in.
-        stall_seconds: Time compute waited for either.
+        stalls: Time compute waited for either.
     """
 
     out_bytes: int = 0
     out_seconds: float = 0.0
     in_bytes: int = 0
     in_seconds: float = 0.0
-    stall_seconds: float = 0.0
+    stalls: Stalls = field(default_factory=Stalls)

@@ -53,12 +53,17 @@ class Device(Protocol):
         """Make a stream beside it; ``purpose`` (``"out"``, ``"in"``) names it in traces."""
         ...
 
-    def record(self, stream: StreamHandle) -> EventHandle:
-        """Return an event that happens when all that was asked of ``stream`` so far is done."""
+    def record(self, stream: StreamHandle, *, timed: bool = False) -> EventHandle:
+        """Return an event that happens when all that was asked of ``stream`` so far is done.
+
+        Args:
+            stream: The stream.
+            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more.
+        """
         ...
 
-    def wait(self, stream: StreamHandle, event: EventHandle) -> float:
-        """Make ``stream`` wait for ``event``; returns the stall in seconds if it is known already, else 0."""
+    def wait(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Make ``stream`` wait for ``event``."""
         ...
 
     def query(self, event: EventHandle) -> bool:
@@ -70,11 +75,15 @@ class Device(Protocol):
         ...
 
     def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
-        """Return the time between two events that have happened."""
+        """Return the time between two timed events that have happened."""
         ...
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
-        """Return fresh ``uint8`` memory of the compute stream, its storage exactly ``nbytes`` long."""
+        """Return fresh ``uint8`` memory of the compute stream, its storage exactly ``nbytes`` long.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no more.
+        """
         ...
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
-from ebbtide.store.counters import TierCounters
+from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.diskwork import DiskWork, Parcel, State
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.room import Room
@@ -51,16 +51,15 @@ class DiskSlot:
             raise self._parcel.fault.error()
         return self._parcel.state is State.PARKED
 
-    def wait_parked(self) -> float:
-        """Wait for the copy-out; returns the stall in seconds.
+    def wait_parked(self) -> None:
+        """Wait for the copy-out.
 
         Raises:
             DiskError: It failed, the slot was freed, or the tier cannot be used.
         """
         self._work.check_usable()
-        stall = self._work.wait_parked(self._parcel)
+        self._work.wait_parked(self._parcel)
         self._work.check(self._parcel)
-        return stall
 
     def cancel(self) -> bool:
         """Withdraw a copy-out that has not begun; True: it was withdrawn, and the slot is dead.
@@ -80,18 +79,27 @@ class DiskSlot:
         self._work.check(self._parcel)
         self._work.prefetch(self._parcel)
 
-    def take(self) -> tuple[torch.Tensor, float]:
-        """Return the bytes in memory of their own, and the stall in seconds.
+    def put_back(self) -> None:
+        """Drop what a read has brought and nobody took, or withdraw it.
+
+        Raises:
+            DiskError: The tier cannot be used.
+        """
+        self._work.check_usable()
+        self._work.put_back(self._parcel)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes in memory of their own.
 
         Raises:
             DiskError: Either copy failed, the slot was freed, or the tier cannot be used.
         """
         self._work.check(self._parcel)
-        tensor, stall = self._work.take(self._parcel)
+        tensor = self._work.take(self._parcel)
         if tensor is None:
             self._work.check(self._parcel)
             raise DiskError("a slot was freed while its bytes were read", hint="keep its ticket alive")
-        return tensor, stall
+        return tensor
 
     def free(self) -> None:
         """Give the place back; at any moment, in any thread, again and again."""
@@ -127,7 +135,8 @@ class DiskTier:
         self.counters = TierCounters()
         self.direct = file.direct
         self._align_bytes = file.align_bytes
-        self._work = DiskWork(file, Room(file, budget_bytes), window_bytes=in_flight_bytes, counters=self.counters)
+        self._room = Room(file, budget_bytes)
+        self._work = DiskWork(file, self._room, window_bytes=in_flight_bytes, counters=self.counters)
         # The threads hold the work, not the tier: a tier that is dropped and not closed lets them go.
         weakref.finalize(self, self._work.close, join=False).atexit = False
         _LOG.debug("disk tier in %s, %s I/O", file.directory, "direct" if file.direct else "buffered")
@@ -137,9 +146,28 @@ class DiskTier:
         """``"disk"``."""
         return "disk"
 
+    @property
+    def withdraws(self) -> bool:
+        """True: writes wait in a queue."""
+        return True
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in RAM, which is what this tier spares."""
         return tensor.device.type == "cpu"
+
+    @property
+    def stalls(self) -> Stalls:
+        """For whom compute waited."""
+        return self.counters.stalls
+
+    def gauges(self) -> dict[str, int]:
+        """Return what is on disk and was moved, by name."""
+        return {
+            "disk_file_bytes": self._room.size_bytes,
+            "disk_parked_bytes": self.used_bytes,
+            "disk_written_bytes": self.counters.out_bytes,
+            "disk_read_bytes": self.counters.in_bytes,
+        }
 
     @property
     def used_bytes(self) -> int:

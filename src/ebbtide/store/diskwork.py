@@ -64,9 +64,8 @@ class DiskWork:
         self._owners: dict[int, weakref.ref[Parcel]] = {}
         self._writing: Parcel | None = None
         self._out_bytes = self._ahead_bytes = 0
-        self._closed = False
+        self._closed, self._running = False, 2
         self._broken: Fault | None = None
-        self._running = 2
         self._threads = [
             threading.Thread(target=self._run, args=(name, loop), name=f"ebbtide-disk-{name}", daemon=True)
             for name, loop in (("writer", self._write_loop), ("reader", self._read_loop))
@@ -119,13 +118,12 @@ class DiskWork:
             DiskFullError: Budget or disk cannot hold it.
             DiskError: The tier cannot be used.
         """
-        need = parcel.split.interior_bytes
-        started = time.perf_counter()
+        need, started = parcel.split.interior_bytes, time.perf_counter()
         with self._lock:
             self._settle()
             if self._out_bytes > 0 and self._out_bytes + need > self._window_bytes:
                 self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
-                self._counters.stall_seconds += time.perf_counter() - started
+                self._counters.stalls.add_since(started)
             place = self._room.reserve(need)
             parcel.place, parcel.users = place, 1
             self._owners[place] = weakref.ref(parcel)
@@ -134,17 +132,15 @@ class DiskWork:
             self._to_write.notify()
         self._trash.clear()
 
-    def wait_parked(self, parcel: Parcel) -> float:
-        """Wait until the write has ended; returns the stall in seconds."""
+    def wait_parked(self, parcel: Parcel) -> None:
+        """Wait until the write has ended."""
         started = time.perf_counter()
         with self._lock:
             self._settle()
             self._hasten(parcel)
             self._wait_until(lambda: parcel.state not in (State.QUEUED, State.WRITING))
-            stall = time.perf_counter() - started
-            self._counters.stall_seconds += stall
+            self._counters.stalls.add_since(started)
         self._trash.clear()
-        return stall
 
     def cancel(self, parcel: Parcel) -> bool:
         """Withdraw a write that has not begun and that no ``take`` waits for; True if it was withdrawn."""
@@ -164,8 +160,15 @@ class DiskWork:
                 parcel.read = self._ask(parcel)
         self._trash.clear()
 
-    def take(self, parcel: Parcel) -> tuple[torch.Tensor | None, float]:
-        """Wait for a read; returns the tensor (None: freed meanwhile) and the stall in seconds."""
+    def put_back(self, parcel: Parcel) -> None:
+        """Drop a read that nobody took."""
+        with self._lock:
+            self._settle()
+            self._drop_read(parcel)
+        self._trash.clear()
+
+    def take(self, parcel: Parcel) -> torch.Tensor | None:
+        """Wait for a read; returns the tensor (None: freed meanwhile)."""
         started = time.perf_counter()
         with self._lock:
             self._settle()
@@ -180,12 +183,11 @@ class DiskWork:
                 parcel.read = parcel.read or read
                 raise
             self._claim(read)
-            stall = time.perf_counter() - started
-            self._counters.stall_seconds += stall
+            self._counters.stalls.add_since(started)
         self._trash.clear()
         if read.fault is not None:
             raise read.fault.error()
-        return read.tensor, stall
+        return read.tensor
 
     def free(self, parcel: Parcel) -> None:
         """Give the place back once no thread uses it. See [Note: who may hold the lock]."""
@@ -193,11 +195,7 @@ class DiskWork:
             self._dead.append(parcel)
 
     def close(self, *, join: bool) -> None:
-        """Let the threads go after what they do now; what has not begun is dropped.
-
-        Args:
-            join: Wait for them. False where waiting could deadlock: in a finaliser.
-        """
+        """Let the threads go after what they do now, and ``join`` them but in a finaliser, which could deadlock."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -230,9 +228,8 @@ class DiskWork:
             self._writes.appendleft(parcel)  # its old place stays, to be skipped: moved, an interrupt could lose it
 
     def _wake_all(self) -> None:
-        self._to_write.notify_all()
-        self._to_read.notify_all()
-        self._done.notify_all()
+        for condition in (self._to_write, self._to_read, self._done):
+            condition.notify_all()
 
     def _claim(self, read: Read) -> None:
         if read.ahead:
@@ -265,6 +262,12 @@ class DiskWork:
             discard(self._writes, parcel)
             self._written(parcel)
         parcel.state = State.DEAD
+        self._drop_read(parcel)
+        self._release_if_unused(parcel)
+        self._to_read.notify()
+        self._done.notify_all()
+
+    def _drop_read(self, parcel: Parcel) -> None:
         read, parcel.read = parcel.read, None
         if read is not None:
             if not read.begun:
@@ -273,9 +276,6 @@ class DiskWork:
                 parcel.users -= 1
             self._claim(read)
             self._trash.append(read)
-        self._release_if_unused(parcel)
-        self._to_read.notify()
-        self._done.notify_all()
 
     def _written(self, parcel: Parcel) -> None:
         self._out_bytes -= parcel.split.interior_bytes

@@ -146,13 +146,12 @@ class FakeDevice:
         self._streams[stream.name] = stream
         return stream
 
-    def record(self, stream: FakeStream) -> FakeEvent:
+    def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
         """Return an event of all that was asked of ``stream``."""
         return FakeEvent(stream, stream.clock_seconds, dict(stream.seen))
 
-    def wait(self, stream: FakeStream, event: FakeEvent) -> float:
-        """Order ``stream`` after ``event``; returns how long it stands still for that."""
-        stall = max(0.0, event.seconds - stream.clock_seconds)
+    def wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        """Order ``stream`` after ``event``: it stands still until then."""
         for name, number in event.seen.items():
             stream.seen[name] = max(stream.seen.get(name, 0), number)
         # Not by adding the stall: rounded, the clock would stop just before what it waits for.
@@ -160,7 +159,6 @@ class FakeDevice:
             self._advance(max(self.now_seconds, event.seconds))
         else:
             stream.clock_seconds = max(stream.clock_seconds, event.seconds)
-        return stall
 
     def query(self, event: FakeEvent) -> bool:
         """Whether the event lies in the past: whatever the host asks for after a yes is ordered after the event."""

@@ -37,9 +37,14 @@ class Guard:
         self._stream = stream
         self._earlier = ()
 
+    @property
+    def claimed(self) -> bool:
+        """Whether a copy was asked for, or is about to be."""
+        return self._stream is not None
+
     def leaves(self) -> Iterator[Guard]:
         """Return the guards that have had a copy: this one, or those before it."""
-        if self._stream is not None:
+        if self.claimed:
             yield self
         else:
             for guard in self._earlier:
@@ -52,7 +57,7 @@ class Guard:
     def done(self, device: Device) -> EventHandle:
         """Return the event of the copy that was claimed, recording it if that was not done yet."""
         if self._event is None:
-            self._event = device.record(self._stream)
+            self._event = device.record(self._stream, timed=True)
         return self._event
 
     def quiet(self, device: Device) -> bool:

@@ -1,101 +1,21 @@
-"""The host tier: offloaded bytes wait in host memory; streams copy them beside compute. See [Note: ordering].
-
-[Note: an unfinished copy-in]
-The target of a copy-in goes into its slot before the copy is asked for, and leaves it when compute has waited for the
-copy; only then may its memory be used again. So an interrupt in between loses nothing: the slot's next use, or its
-burial, finds a copy-in that is not whole, makes compute wait, and drops it.
-"""
+"""The host tier: offloaded bytes wait in host memory; streams copy them beside compute. See [Note: ordering]."""
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
 from ebbtide.base.errors import ConfigError, TargetError
 from ebbtide.store.arena import Arena, ArenaState, Place
-from ebbtide.store.counters import TierCounters
+from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import Device, EventHandle, StreamHandle
+from ebbtide.store.hostslot import CopyIn, HostSlot
 
 _MOST_SPANS = 4096
-
-
-@dataclass(slots=True, eq=False)
-class _CopyIn:
-    """A copy-in: its target, the streams that own the target's memory and copy, and its event once it is whole."""
-
-    target: torch.Tensor
-    compute: StreamHandle
-    into: StreamHandle
-    done: EventHandle | None = None
-
-
-class HostSlot:
-    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
-
-    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "_nbytes", "place", "_tier", "where")
-
-    def __init__(self, tier: HostTier, place: Place, where: torch.device) -> None:
-        self._tier, self.where, self._nbytes = tier, where, place.nbytes
-        self.place: Place | None = place
-        self.compute: StreamHandle = None
-        self.done: EventHandle | None = None
-        self.ahead: _CopyIn | None = None
-        self.freed = False
-
-    def __del__(self) -> None:
-        self.free()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        return self._nbytes
-
-    @property
-    def parked(self) -> bool:
-        """Whether the copy-out is done."""
-        return self.done is None or self._tier.device.query(self.done)
-
-    def wait_parked(self) -> float:
-        """Make compute wait for the copy-out; returns the stall in seconds where the device knows it at once."""
-        return 0.0 if self.done is None else self._tier.stall(self.compute, self.done)
-
-    def content(self) -> torch.Tensor:
-        """Return the bytes in host memory, once they are parked: its own memory, or a copy if that is in pieces.
-
-        Raises:
-            TargetError: The slot was freed.
-        """
-        parts = self._tier.place_of(self).parts
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def cancel(self) -> bool:
-        """Return False: what was asked of a stream cannot be withdrawn."""
-        return False
-
-    def prefetch(self) -> None:
-        """Begin the copy-in now.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-        """
-        self._tier.prefetch(self)
-
-    def take(self) -> tuple[torch.Tensor, float]:
-        """Return the bytes on the device they came from, and the stall in seconds.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-        """
-        return self._tier.take(self)
-
-    def free(self) -> None:
-        """Give the place back; a copy that still uses it is waited for by the next user of its bytes."""
-        if not self.freed:
-            self._tier.bury(self)
-            self.freed = True
 
 
 class HostTier:
@@ -118,7 +38,8 @@ class HostTier:
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
         self._dead: deque[HostSlot] = deque()
-        self._spans: deque[tuple[str, EventHandle, EventHandle]] = deque()
+        self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
+        self._spans: deque[tuple[Callable[[float], None], EventHandle, EventHandle]] = deque()
         self._closed = False
 
     @property
@@ -127,10 +48,31 @@ class HostTier:
         return "host"
 
     @property
+    def withdraws(self) -> bool:
+        """False: what was asked of a stream is done."""
+        return False
+
+    @property
+    def stalls(self) -> Stalls:
+        """For whom compute waited."""
+        return self._counters.stalls
+
+    @property
     def counters(self) -> TierCounters:
-        """What was moved; times are those of copies that are known to be done."""
+        """What was moved; times are those of copies and waits that are known to be over."""
         self._harvest()
         return self._counters
+
+    def gauges(self) -> dict[str, int]:
+        """Return what host memory is held, by name."""
+        state = self.arena
+        return {
+            "host_held_bytes": state.held_bytes,
+            "host_pinned_bytes": state.held_bytes - state.pageable_bytes if self.device.capabilities.pinned_host else 0,
+            "host_parked_bytes": state.used_bytes,
+            "host_most_parked_bytes": state.peak_used_bytes,
+            "host_chunks": state.chunks,
+        }
 
     @property
     def used_bytes(self) -> int:
@@ -184,17 +126,17 @@ class HostTier:
             for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
                 device.copy_now(part, piece)
             return slot
-        slot.compute = device.compute_stream(source.device)
+        slot.source, slot.compute = source, device.compute_stream(source.device)
         out, _ = self._side_streams(source.device)
         device.wait(out, device.record(slot.compute))
         for event in place.guard.events(device):
             device.wait(out, event)
-        begin = device.record(out)
+        begin = device.record(out, timed=True)
         place.guard.claim(out)
         for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
             device.copy(part, piece, out)
         slot.done = place.guard.done(device)
-        self._spans.append(("out_seconds", begin, slot.done))
+        self._spans.append((functools.partial(self._copied, "out_seconds"), begin, slot.done))
         return slot
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
@@ -220,8 +162,13 @@ class HostTier:
         if not self.synchronous and (slot.ahead is None or slot.ahead.done is None):
             self._copy_in(slot)
 
-    def take(self, slot: HostSlot) -> tuple[torch.Tensor, float]:
-        """Return the bytes of ``slot`` and the stall in seconds."""
+    def put_back(self, slot: HostSlot) -> None:
+        """Drop the copy-in of ``slot`` that nobody took."""
+        self._check(slot)
+        self._drop_ahead(slot)
+
+    def take(self, slot: HostSlot) -> torch.Tensor:
+        """Return the bytes of ``slot``."""
         self._check(slot)
         with self._lock:
             self._settle()
@@ -231,14 +178,14 @@ class HostTier:
             for part, piece in zip(parts, target.split([part.numel() for part in parts]), strict=True):
                 self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
-            return target, 0.0
+            return target
         compute, ahead = self.device.compute_stream(slot.where), slot.ahead
         # Memory that belongs to another stream would be used again by that one while this one still reads.
         if ahead is None or ahead.done is None or ahead.compute != compute:
             ahead = self._copy_in(slot)
-        stall = self.stall(compute, ahead.done)
+        self.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
-        return ahead.target, stall
+        return ahead.target
 
     def place_of(self, slot: HostSlot) -> Place:
         """Return where the bytes of ``slot`` lie.
@@ -255,14 +202,16 @@ class HostTier:
         if slot.done is not None:
             self.device.synchronize(slot.done)
 
-    def stall(self, stream: StreamHandle, event: EventHandle) -> float:
+    def stall(self, stream: StreamHandle, event: EventHandle) -> None:
         """Make ``stream`` wait for ``event`` and count the stall."""
         if self.device.query(event):
-            return self.device.wait(stream, event)
-        begin = self.device.record(stream)
-        seconds = self.device.wait(stream, event)
-        self._spans.append(("stall_seconds", begin, self.device.record(stream)))
-        return seconds
+            self.device.wait(stream, event)
+            return
+        stalls = self._counters.stalls
+        begin = self.device.record(stream, timed=True)
+        self.device.wait(stream, event)
+        end = self.device.record(stream, timed=True)
+        self._spans.append((functools.partial(stalls.add, reader=stalls.reader), begin, end))
 
     def bury(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
@@ -292,13 +241,17 @@ class HostTier:
             self._settle()
             self._closed = True
             self._arena.clear()
+            self._settle()
+
+    def _copied(self, field: str, seconds: float) -> None:
+        setattr(self._counters, field, getattr(self._counters, field) + seconds)
 
     def _take(self, nbytes: int, spare_bytes: int) -> Place:
         with self._lock:
             self._settle()
             return self._arena.take(nbytes, spare_bytes=spare_bytes)
 
-    def _copy_in(self, slot: HostSlot) -> _CopyIn:
+    def _copy_in(self, slot: HostSlot) -> CopyIn:
         """Begin a copy-in. See [Note: an unfinished copy-in]."""
         self._drop_ahead(slot)
         device, place = self.device, self.place_of(slot)
@@ -308,15 +261,15 @@ class HostTier:
         device.wait(into, device.record(compute))
         if slot.done is not None:
             device.wait(into, slot.done)
-        begin = device.record(into)
-        ahead = slot.ahead = _CopyIn(target, compute, into)
+        begin = device.record(into, timed=True)
+        ahead = slot.ahead = CopyIn(target, compute, into)
         place.guard.claim(into)
         pieces = target.split([part.numel() for part in place.parts])
         for part, piece in zip(place.parts, pieces, strict=True):
             device.copy(piece, part, into)
         ahead.done = place.guard.done(device)
         self._counters.in_bytes += slot.nbytes
-        self._spans.append(("in_seconds", begin, ahead.done))
+        self._spans.append((functools.partial(self._copied, "in_seconds"), begin, ahead.done))
         return ahead
 
     def _drop_ahead(self, slot: HostSlot) -> None:
@@ -343,16 +296,22 @@ class HostTier:
         while self._dead:
             slot = self._dead[0]
             self._drop_ahead(slot)
+            if slot.source is not None:
+                if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # asked, and interrupted
+                    slot.done = slot.place.guard.done(self.device)
+                self._leaving.append(slot)
             if slot.place is not None:
                 self._arena.give(slot.place)
                 slot.place = None
             self._dead.popleft()
+        while self._leaving and self._leaving[0].parked:
+            self._leaving.popleft()
 
     def _harvest(self) -> None:
-        for _ in range(len(self._spans)):
-            field, begin, end = span = self._spans.popleft()
+        while self._spans:
+            span = self._spans.popleft()
+            count, begin, end = span
             if not self.device.query(end):
-                self._spans.append(span)
-                continue
-            seconds = self.device.elapsed_seconds(begin, end)
-            setattr(self._counters, field, getattr(self._counters, field) + seconds)
+                self._spans.appendleft(span)  # most that come after it are not over either
+                return
+            count(self.device.elapsed_seconds(begin, end))

@@ -1,11 +1,11 @@
 """What the engine asks of a place where offloaded bytes wait.
 
 [Note: a slot's life]
-``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's memory must stay as it is until
-``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it: the engine drops the
-source only then. ``slot.take()`` brings the bytes back, as often as it is called; ``prefetch()`` begins that early.
-``slot.free()`` gives the place back; a copy still running is waited for, withdrawn, or finished before the place is
-used again, so a slot may be freed at any moment.
+``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must stay as they are until
+``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the slot
+holds their memory, even one that was freed meanwhile. ``slot.take()`` brings the bytes back, as often as it is called;
+``prefetch()`` begins that early, ``put_back()`` drops what it brought. ``slot.free()`` gives the place back, at any
+moment: a copy still running is waited for, withdrawn, or finished before the place is used again.
 
 The same protocol is served by the disk tier (threads are the streams) and by the host tier over a ``Device`` (streams
 and events); a tier knows no autograd.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+from ebbtide.store.counters import Stalls, TierCounters
 
 
 class Slot(Protocol):
@@ -31,8 +33,8 @@ class Slot(Protocol):
         """Whether the copy-out is done. Raises what the copy raised, if it failed."""
         ...
 
-    def wait_parked(self) -> float:
-        """Make compute wait for the copy-out; returns the stall in seconds. Raises what the copy raised."""
+    def wait_parked(self) -> None:
+        """Make compute wait for the copy-out. Raises what the copy raised."""
         ...
 
     def cancel(self) -> bool:
@@ -43,8 +45,12 @@ class Slot(Protocol):
         """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun."""
         ...
 
-    def take(self) -> tuple[torch.Tensor, float]:
-        """Return the bytes and the stall in seconds.
+    def put_back(self) -> None:
+        """Drop what a copy-in has brought and nobody took, or withdraw it. Harmless when there is none."""
+        ...
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes.
 
         The tensor is one-dimensional ``uint8``, on the device it came from, owns its storage whole (offset 0, exactly
         ``nbytes`` long), and is ordered before whatever compute does next. It belongs to the caller: a later ``take``
@@ -63,6 +69,25 @@ class Tier(Protocol):
     @property
     def name(self) -> str:
         """``"host"`` or ``"disk"``."""
+        ...
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether a copy-out that has not begun can be cancelled; if not, it is best asked for when it is needed."""
+        ...
+
+    @property
+    def stalls(self) -> Stalls:
+        """For whom compute waited; ``reader`` is to be set before something is asked."""
+        ...
+
+    @property
+    def counters(self) -> TierCounters:
+        """What was moved, and for whom compute waited, as far as it is known now."""
+        ...
+
+    def gauges(self) -> dict[str, int]:
+        """Return what is held and was moved, by name: see ``Stats.store``."""
         ...
 
     def owns(self, tensor: torch.Tensor) -> bool:

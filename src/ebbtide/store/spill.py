@@ -21,7 +21,7 @@ import torch
 
 from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.arena import ArenaState
-from ebbtide.store.counters import TierCounters
+from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 
@@ -55,10 +55,11 @@ class SpillSlot:
         stage = self.stage
         return stage is None or stage.parked
 
-    def wait_parked(self) -> float:
-        """Make compute wait for the copy-out to host memory; returns the stall in seconds where it is known at once."""
+    def wait_parked(self) -> None:
+        """Make compute wait for the copy-out to host memory."""
         stage = self.stage
-        return 0.0 if stage is None else stage.wait_parked()
+        if stage is not None:
+            stage.wait_parked()
 
     def cancel(self) -> bool:
         """Return False: what was asked of a stream cannot be withdrawn."""
@@ -73,8 +74,12 @@ class SpillSlot:
         """
         self._tier.prefetch(self)
 
-    def take(self) -> tuple[torch.Tensor, float]:
-        """Return the bytes on the device they came from, and the stall in seconds.
+    def put_back(self) -> None:
+        """Drop what a copy-in or a read has brought and nobody took."""
+        self._tier.put_back(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device they came from.
 
         Raises:
             TargetError: The slot was freed, or the tier is closed.
@@ -120,6 +125,16 @@ class SpillTier:
         return "host"
 
     @property
+    def withdraws(self) -> bool:
+        """False: what was asked of a stream is done."""
+        return False
+
+    @property
+    def stalls(self) -> Stalls:
+        """For whom compute waited."""
+        return self.host.stalls
+
+    @property
     def counters(self) -> TierCounters:
         """What crossed the link to the device; what went on to disk is in ``disk_counters``."""
         return self.host.counters
@@ -128,6 +143,10 @@ class SpillTier:
     def disk_counters(self) -> TierCounters | None:
         """What was written to disk and read from it; ``None``: nothing was spilled yet."""
         return None if self._disk is None else self._disk.counters
+
+    def gauges(self) -> dict[str, int]:
+        """Return what is held in host memory and on disk, by name."""
+        return self.host.gauges() | ({} if self._disk is None else self._disk.gauges())
 
     @property
     def arena(self) -> ArenaState:
@@ -184,8 +203,18 @@ class SpillTier:
         if stage is None and slot.on_disk is not None:
             slot.on_disk.prefetch()
 
-    def take(self, slot: SpillSlot) -> tuple[torch.Tensor, float]:
-        """Return the bytes of ``slot`` and the stall in seconds."""
+    def put_back(self, slot: SpillSlot) -> None:
+        """Drop what was brought of ``slot`` and nobody took."""
+        self._check(slot)
+        slot.wanted = False
+        with self._lock:
+            if slot.stage is not None:
+                slot.stage.put_back()
+        if slot.on_disk is not None:
+            slot.on_disk.put_back()
+
+    def take(self, slot: SpillSlot) -> torch.Tensor:
+        """Return the bytes of ``slot``."""
         self._check(slot)
         with self._lock:
             if self._disk is not None:
@@ -194,17 +223,17 @@ class SpillTier:
                 return slot.stage.take()
         if slot.on_disk is None:
             raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
-        content, stall = slot.on_disk.take()
+        content = slot.on_disk.take()
         try:
             place = self.host.fill(content, slot.where)
         except CapError:  # the stage is full: straight from pageable memory, in order with compute
             target = self.host.device.allocate(slot.nbytes, slot.where)
             self.host.device.copy_now(target, content)
             self.host.counters.in_bytes += slot.nbytes
-            return target, stall
-        target, more = place.take()
+            return target
+        target = place.take()
         place.free()
-        return target, stall + more
+        return target
 
     def trim(self) -> None:
         """Give back what the last backwards did not need."""
@@ -233,6 +262,7 @@ class SpillTier:
                     self._refused = str(error)
                     _LOG.warning("the host budget is reached and no disk can take the rest: %s", self._refused)
                 else:
+                    self._disk.counters.stalls = self.stalls  # one account of whom compute waited for
                     _LOG.warning(
                         "the host budget is reached (%s): the rest goes to disk, which is slower than the link; "
                         "raise host_budget or offload less",
@@ -250,7 +280,7 @@ class SpillTier:
             except CapError as full:
                 begun = time.perf_counter()
                 found = self._pass_on(disk, wait=True)
-                self.host.counters.stall_seconds += time.perf_counter() - begun
+                self.stalls.add_since(begun)
                 if not found:
                     if self._refused is not None:
                         raise CapError(

@@ -7,31 +7,39 @@ import sys
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import CapError
 from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, Window
+from ebbtide.engine.stats import Tally
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
 class Slot:
     """A slot that says what was asked of it."""
 
-    def __init__(self, *, parked: bool = False, begun: bool = True) -> None:
-        self.parked, self.begun = parked, begun
+    def __init__(self, *, parked: bool = False, begun: bool = True, room: bool = True) -> None:
+        self.parked, self.begun, self.room = parked, begun, room
         self.asked: list[str] = []
 
-    def wait_parked(self) -> float:
+    def wait_parked(self) -> None:
         self.asked.append("wait")
         self.parked = True
-        return 0.5
 
     def cancel(self) -> bool:
         self.asked.append("cancel")
         return not self.begun
 
     def prefetch(self) -> None:
+        if not self.room:
+            raise torch.OutOfMemoryError("planted")
         self.asked.append("prefetch")
+
+    def put_back(self) -> None:
+        self.asked.append("put back")
 
     def free(self) -> None:
         self.asked.append("free")
@@ -40,55 +48,196 @@ class Slot:
 class Entry:
     """As much of an entry as the schedule looks at."""
 
-    def __init__(self, slot: Slot | None, nbytes: int = 10, *, source: bool = True) -> None:
+    def __init__(self, slot: Slot | None = None, nbytes: int = 10, *, source: bool = True) -> None:
         self.slot, self.nbytes = slot, nbytes
         self.source: Tensor | None = torch.zeros(1) if source else None
         self.restored: Tensor | None = None
         self.changed = self.tainted = False
+        self.action, self.site = Action.OFFLOAD, "site"
 
 
-def copy_out(window_bytes: int, *entries: Any) -> CopyOut:
-    out = CopyOut(Window(window_bytes))
+class Tier:
+    """A store that gives slots, done or not, or refuses."""
+
+    def __init__(self, *, withdraws: bool = False, error: Exception | None = None) -> None:
+        self.withdraws, self.error = withdraws, error
+        self.slots: list[Slot] = []
+        self.parked: list[bool] = []
+
+    def park(self, source: Tensor) -> Slot:
+        if self.error is not None:
+            raise self.error
+        self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.withdraws))
+        return self.slots[-1]
+
+
+class Pass:
+    """As much of a pass as the schedule looks at."""
+
+    def __init__(self) -> None:
+        self.offered_bytes, self.tally = 0, Tally()
+
+
+def copy_out(window_bytes: int, tier: Tier | None = None) -> Any:
+    return CopyOut(tier or Tier(), Window(window_bytes))  # type: ignore[arg-type]
+
+
+def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
+    pass_ = pass_ or Pass()
     for entry in entries:
-        out.add(entry)
-    return out
+        out.add(entry, pass_)
+    return pass_
+
+
+def begun(entries: list[Any]) -> list[bool]:
+    return [entry.slot is not None for entry in entries]
 
 
 def test_a_source_is_dropped_when_its_copy_is_done() -> None:
-    done, flying = Entry(Slot(parked=True)), Entry(Slot())
-    out = copy_out(100, done, flying)
-    assert out.retire() == 0 and out.in_flight_bytes == 10
-    assert done.source is None and flying.source is not None and flying.slot.asked == []
+    tier = Tier()
+    tier.parked = [True, False]
+    done, flying = Entry(), Entry()
+    out = copy_out(100, tier)
+    offer(out, done, flying)
+    assert out.in_flight_bytes == 10
+    assert done.source is None and flying.source is not None and tier.slots[1].asked == []
 
 
 def test_beyond_the_window_compute_waits_for_the_oldest_copy() -> None:
-    entries = [Entry(Slot()) for _ in range(3)]
-    out = copy_out(15, *entries)
-    assert out.retire() == 1.0 and out.stall_seconds == 1.0 and out.in_flight_bytes == 10
+    entries = [Entry() for _ in range(3)]
+    out = copy_out(15)
+    offer(out, *entries)
+    assert out.in_flight_bytes == 10
     assert [e.slot.asked for e in entries] == [["wait"], ["wait"], []]
 
 
 def test_a_dead_entry_is_in_flight_no_more() -> None:
-    entry, other = Entry(Slot()), Entry(Slot())
-    out = copy_out(100, entry, other)
+    entry, other = Entry(), Entry()
+    out = copy_out(100)
+    offer(out, entry, other)
     del entry
-    assert out.retire() == 0 and out.in_flight_bytes == 10
+    out.retire()
+    assert out.in_flight_bytes == 10
 
 
 def test_a_source_that_was_changed_is_marked() -> None:
-    entry = Entry(Slot(parked=True))
-    entry.changed = True
-    copy_out(1, entry).retire()
+    entry = Entry()
+    out = copy_out(100)
+    offer(out, entry)
+    entry.changed = entry.slot.parked = True
+    out.retire()
     assert entry.source is None and entry.tainted
 
 
 def test_turn_around_withdraws_what_has_not_begun() -> None:
-    waiting, begun = Entry(Slot(begun=False)), Entry(Slot())
-    out = copy_out(100, waiting, begun)
-    out.withdraw()
+    waiting, flying = Entry(), Entry()
+    out = copy_out(100, Tier(withdraws=True))
+    pass_ = offer(out, waiting, flying)
+    flying.slot.begun = True
+    out.withdraw(pass_)
     assert waiting.slot is None and waiting.source is not None
-    assert begun.slot is not None and out.in_flight_bytes == 10
-    assert out.retire() == 0 and begun.source is not None
+    assert flying.slot is not None and out.in_flight_bytes == 10
+    out.retire()
+    assert flying.source is not None
+
+
+def test_turn_around_of_one_pass_leaves_the_copies_of_another() -> None:
+    first, second = Entry(), Entry()
+    out = copy_out(100, Tier(withdraws=True))
+    one, _ = offer(out, first), offer(out, second)
+    out.withdraw(one)
+    assert begun([first, second]) == [False, True] and second.slot.asked == []
+
+
+def one_pass(out: Any, count: int) -> list[Any]:
+    entries = [Entry() for _ in range(count)]
+    pass_ = offer(out, *entries)
+    out.end_pass(pass_)
+    found = begun(entries)
+    for entry in entries:
+        if entry.slot is not None:
+            entry.slot.parked = True
+    out.withdraw(pass_)
+    assert out.held_bytes == 0
+    out.retire()
+    assert all(entry.source is not None for entry, copied in zip(entries, found, strict=True) if not copied)
+    return found
+
+
+def test_the_last_bytes_of_a_pass_are_held_back_once_its_length_is_known() -> None:
+    out = copy_out(20)
+    assert one_pass(out, 6) == [True] * 6, "nothing is known yet"
+    assert one_pass(out, 6) == [True] * 4 + [False] * 2
+    assert out.in_flight_bytes == 0
+
+
+def test_what_is_held_back_is_counted_as_kept() -> None:
+    out = copy_out(20)
+    one_pass(out, 6)
+    entries = [Entry() for _ in range(6)]
+    pass_ = offer(out, *entries)
+    pass_.tally.offloaded = 60
+    out.end_pass(pass_)
+    assert (pass_.tally.kept, pass_.tally.offloaded) == (20, 40)
+
+
+def test_a_pass_of_another_length_holds_no_more_than_the_window() -> None:
+    out = copy_out(20)
+    one_pass(out, 6)
+    assert one_pass(out, 9) == [True] * 7 + [False] * 2, "longer: the oldest that are held begin"
+    assert one_pass(out, 3) == [True] * 3, "shorter: its end comes before it is expected"
+    assert one_pass(out, 3) == [True] + [False] * 2
+
+
+def test_what_is_held_back_counts_as_in_the_window() -> None:
+    out = copy_out(20)
+    one_pass(out, 6)
+    entries = [Entry() for _ in range(6)]
+    offer(out, *entries)
+    assert out.in_flight_bytes == 0 and out.held_bytes == 20
+    assert all(entry.source is None for entry in entries[:4])
+
+
+def test_what_is_held_back_by_a_pass_begins_in_the_next_one() -> None:
+    """Two forwards before a backward: what both hold back is no more than one window."""
+    out = copy_out(20)
+    one_pass(out, 4)
+    first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
+    out.end_pass(offer(out, *first))
+    assert begun(first) == [True, True, False, False]
+    pass_ = offer(out, *second)
+    assert begun(first) == [True] * 4 and begun(second) == [True, True, False, False] and out.held_bytes == 20
+    out.withdraw(pass_)
+    assert out.held_bytes == 0
+
+
+def test_what_changed_while_it_was_held_is_not_copied() -> None:
+    out = copy_out(10)
+    one_pass(out, 1)
+    changed, next_ = Entry(), Entry()
+    offer(out, changed)
+    changed.changed = True
+    offer(out, next_)
+    assert changed.slot is None and changed.source is not None and out.held_bytes == 10
+
+
+def test_a_store_that_withdraws_holds_nothing_back() -> None:
+    out = copy_out(20, Tier(withdraws=True))
+    one_pass(out, 4)
+    entries = [Entry() for _ in range(4)]
+    offer(out, *entries)
+    assert begun(entries) == [True] * 4
+
+
+def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    out = copy_out(20, Tier(error=CapError("no room", hint="make some")))
+    entries = [Entry() for _ in range(3)]
+    offer(out, *entries)
+    assert all(e.source is not None and e.action is Action.KEEP for e in entries)
+    assert out.refused_bytes == 30 and out.in_flight_bytes == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "what the store cannot take stays on the device: no room\nhint: make some"
+    ]
 
 
 def test_the_window_follows_the_model_unless_it_is_given() -> None:
@@ -109,6 +258,7 @@ class Run:
 
     def __init__(self, entries: list[Any], previous: Run | None = None) -> None:
         self.references, self.previous = [weakref.ref(e) for e in entries], previous
+        self.number = 0 if previous is None else previous.number + 1
 
     def backward_order(self) -> Any:
         return reversed(self.references)
@@ -155,6 +305,41 @@ def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
     del entry
     gc.collect()
     assert flow.ahead_bytes == 0
+
+
+def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
+    entries = [away() for _ in range(4)]
+    runs: list[Any] = []
+    for entry in entries:
+        runs.append(Run([entry], runs[-1] if runs else None))
+    flow = CopyIn(runs[3], Window(20))  # type: ignore[arg-type]
+    flow.reach(runs[3])
+    flow.advance()
+    flow.reach(runs[2])
+    flow.advance()
+    assert [e.slot.asked for e in entries] == [[], [], ["prefetch"], ["prefetch"]], "nobody reads; it may come yet"
+    flow.reach(runs[1])
+    flow.advance()
+    assert [e.slot.asked for e in entries] == [[], ["prefetch"], ["prefetch"], ["prefetch", "put back"]]
+    flow.put_back()
+    assert flow.ahead_bytes == 0 and entries[1].slot.asked[-1] == entries[2].slot.asked[-1] == "put back"
+
+
+def test_a_device_without_room_brings_in_less_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    entries = [away() for _ in range(4)]
+    entries[1].slot.room = False
+    window = Window(100)
+    flow = CopyIn(Run(entries), window)  # type: ignore[arg-type]
+    for _ in range(2):
+        flow.advance()
+    assert [e.slot.asked for e in entries] == [[], [], ["prefetch"], ["prefetch"]] and flow.ahead_bytes == 20
+    assert window.in_bytes == 10 and window.out_bytes == 100
+    entries[1].slot.room = True
+    for entry in reversed(entries):
+        flow.has_read(entry)
+        assert flow.ahead_bytes <= 10
+    assert entries[0].slot.asked == ["prefetch"]
+    assert len(caplog.records) == 1 and "no room for a window of 100 B" in caplog.records[0].getMessage()
 
 
 def test_the_order_of_one_backward_serves_the_next() -> None:

@@ -33,7 +33,7 @@ def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
     for slot, _ in parked:
         slot.wait_parked()
     for slot, source in reversed(parked):
-        assert torch.equal(slot.take()[0], source)
+        assert torch.equal(slot.take(), source)
         slot.free()
     tier.trim()
 
@@ -65,7 +65,7 @@ def test_a_place_in_pieces_serves_where_no_hole_is_large_enough() -> None:
     assert [part.numel() for part in slot.place.parts] == [128, 128, 128, 16]
     for parked, source in [*slots[1::2], (slot, large)]:
         parked.wait_parked()
-        assert torch.equal(parked.take()[0], source)
+        assert torch.equal(parked.take(), source)
     assert torch.equal(slot.content(), large)
     assert device.violations == [] and device.host_bytes == 1024
 
@@ -125,7 +125,7 @@ def test_less_is_asked_for_where_more_is_refused() -> None:
     source = produce(device, 8000)
     slot = tier.park(source)
     slot.wait_parked()
-    assert torch.equal(slot.take()[0], source) and device.host_bytes == 8192
+    assert torch.equal(slot.take(), source) and device.host_bytes == 8192
     with pytest.raises(CapError, match="the machine gives no further 201 B .*7.8 KiB in use.*out of memory"):
         tier.park(produce(device, 201))
 

@@ -43,8 +43,8 @@ def test_bytes_come_back(tier: DiskTier, nbytes: int, offset: int) -> None:
     slot.wait_parked()
     assert slot.parked
     source.zero_()
-    first, _ = slot.take()
-    second, _ = slot.take()
+    first = slot.take()
+    second = slot.take()
     assert torch.equal(first, expected) and torch.equal(second, expected)
     assert owns_its_storage(first, nbytes)
     assert first.data_ptr() != second.data_ptr()
@@ -56,9 +56,10 @@ def test_takes_before_the_write_is_done_wait_for_it(tier: DiskTier, write_gate: 
     slots = [tier.park(expected.clone()) for _ in range(3)]
     slots[2].prefetch()
     write_gate.open()
-    taken, stall = slots[2].take()
-    assert torch.equal(taken, expected) and stall > 0
-    assert tier.counters.stall_seconds >= stall
+    tier.stalls.reader = "who waited"
+    assert torch.equal(slots[2].take(), expected)
+    ((reader, stall),) = tier.stalls.read()
+    assert reader == "who waited" and stall > 0 and tier.counters.stalls.total_seconds == stall
 
 
 def test_source_is_held_until_written_and_then_dropped(tier: DiskTier, write_gate: Gate) -> None:
@@ -135,7 +136,7 @@ def test_thousand_cycles_grow_neither_file_nor_memory(tier: DiskTier) -> None:
     source = noise(300_000)
     for _ in range(1000):
         slot = tier.park(source)
-        taken, _ = slot.take()
+        taken = slot.take()
         slot.free()
     assert torch.equal(taken, source)
     assert tier.used_bytes == 0
@@ -154,7 +155,7 @@ def test_window_bounds_what_is_queued_and_what_is_read_ahead(disk: Path, monkeyp
     slots[-1].wait_parked()
     for slot in slots:
         slot.prefetch()
-    assert torch.equal(slots[5].take()[0], slots[5].take()[0])  # one that waits for room is served when it is taken
+    assert torch.equal(slots[5].take(), slots[5].take())  # one that waits for room is served when it is taken
     assert tier._work._ahead_bytes <= 2 * MIB
     for slot in slots:
         slot.take()
@@ -224,7 +225,7 @@ def test_short_writes_and_reads_are_continued(tier: DiskTier, monkeypatch: pytes
     monkeypatch.setattr(os, "pwritev", short_write)
     monkeypatch.setattr(os, "preadv", short_read)
     source = noise(300_001)
-    assert torch.equal(tier.park(source).take()[0], source)
+    assert torch.equal(tier.park(source).take(), source)
 
 
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
@@ -247,7 +248,7 @@ def test_failed_read_is_raised_and_a_later_take_tries_again(tier: DiskTier, monk
         slot.prefetch()
         with pytest.raises(DiskError, match="reading 1.0 MiB"):
             slot.take()
-    assert torch.equal(slot.take()[0], source)
+    assert torch.equal(slot.take(), source)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_interrupt_while_waiting_leaves_everything_consistent(tier: DiskTier, wr
         slot.take()
     thread.join()
     write_gate.open()
-    assert torch.equal(slot.take()[0], source)
+    assert torch.equal(slot.take(), source)
     slot.free()
     assert tier.used_bytes == 0
     assert tier.counters.in_bytes == MIB  # the interrupted read was taken up again, not done twice
@@ -348,7 +349,7 @@ def test_a_tier_that_is_dropped_lets_its_threads_go(disk: Path) -> None:
 
 def test_memory_outlives_the_tier(disk: Path) -> None:
     tier, source = DiskTier(disk), noise(MIB)
-    taken, _ = tier.park(source).take()
+    taken = tier.park(source).take()
     tier.close()
     del tier
     gc.collect()
@@ -383,7 +384,7 @@ def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tm
     slot = tier.park(source)
     slot.wait_parked()
     assert list(disk.iterdir()) == []
-    assert torch.equal(slot.take()[0], source)
+    assert torch.equal(slot.take(), source)
     tier.close()
     assert list(disk.iterdir()) == []
 
@@ -418,7 +419,7 @@ def test_refused_direct_io_is_said_once_and_served_buffered(
     with caplog.at_level(logging.WARNING, "ebbtide.store"):
         tier = DiskTier(disk)
         source = noise(MIB + 3)
-        assert torch.equal(tier.park(source).take()[0], source)
+        assert torch.equal(tier.park(source).take(), source)
         assert not tier.direct
         tier.close()
     assert [r.message.split(":")[0] for r in caplog.records] == [f"direct I/O is refused in {disk}"]
@@ -430,7 +431,7 @@ def test_a_file_system_without_preallocation_serves(tier: DiskTier, monkeypatch:
 
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     source = noise(MIB)
-    assert torch.equal(tier.park(source).take()[0], source)
+    assert torch.equal(tier.park(source).take(), source)
 
 
 @pytest.mark.parametrize(
@@ -470,7 +471,7 @@ def test_many_threads_take_and_free(tier: DiskTier) -> None:
                 if i % 5 == 4:
                     slot.free()
                     continue
-                if not torch.equal(slot.take()[0], source):
+                if not torch.equal(slot.take(), source):
                     raise ValueError("other bytes came back")
                 slot.free()
         except BaseException as error:

@@ -1,0 +1,113 @@
+"""A storage in host memory, as the engine holds it; ``HostTier`` does what it is asked for.
+
+[Note: an unfinished copy-in]
+The target of a copy-in goes into its slot before the copy is asked for, and leaves it when compute has waited for the
+copy; only then may its memory be used again. So an interrupt in between loses nothing: the slot's next use, or its
+burial, finds a copy-in that is not whole, makes compute wait, and drops it.
+
+[Note: who holds a source]
+A copy-out reads its source until it ends, whoever has forgotten the slot meanwhile: at the turn-around the last
+tensors are needed, and die, before their copies are done. The allocator would hand their memory to compute, or unmap
+it, under the copy. So the slot holds its source until the copy is known to be done or compute waits for it, and a slot
+that dies before leaves that to the tier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.store.arena import Place
+from ebbtide.store.device import EventHandle, StreamHandle
+
+if TYPE_CHECKING:
+    from ebbtide.store.host import HostTier
+
+
+@dataclass(slots=True, eq=False)
+class CopyIn:
+    """A copy-in: its target, the streams that own the target's memory and copy, and its event once it is whole."""
+
+    target: torch.Tensor
+    compute: StreamHandle
+    into: StreamHandle
+    done: EventHandle | None = None
+
+
+class HostSlot:
+    """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
+
+    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "_nbytes", "place", "source", "_tier", "where")
+
+    def __init__(self, tier: HostTier, place: Place, where: torch.device) -> None:
+        self._tier, self.where, self._nbytes = tier, where, place.nbytes
+        self.place: Place | None = place
+        self.compute: StreamHandle = None
+        self.done: EventHandle | None = None
+        self.ahead: CopyIn | None = None
+        self.source: torch.Tensor | None = None  # [Note: who holds a source]
+        self.freed = False
+
+    def __del__(self) -> None:
+        self.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes parked."""
+        return self._nbytes
+
+    @property
+    def parked(self) -> bool:
+        """Whether the copy-out is done."""
+        done = self.done is None or self._tier.device.query(self.done)
+        if done:
+            self.source = None
+        return done
+
+    def wait_parked(self) -> None:
+        """Make compute wait for the copy-out."""
+        if self.done is not None:
+            self._tier.stall(self.compute, self.done)
+        self.source = None
+
+    def content(self) -> torch.Tensor:
+        """Return the bytes in host memory, once they are parked: its own memory, or a copy if that is in pieces.
+
+        Raises:
+            TargetError: The slot was freed.
+        """
+        parts = self._tier.place_of(self).parts
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def cancel(self) -> bool:
+        """Return False: what was asked of a stream cannot be withdrawn."""
+        return False
+
+    def prefetch(self) -> None:
+        """Begin the copy-in now.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+        """
+        self._tier.prefetch(self)
+
+    def put_back(self) -> None:
+        """Drop what a copy-in has brought and nobody took."""
+        self._tier.put_back(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device they came from.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            torch.OutOfMemoryError: The device has no room for them.
+        """
+        return self._tier.take(self)
+
+    def free(self) -> None:
+        """Give the place back; a copy that still uses it is waited for by the next user of its bytes."""
+        if not self.freed:
+            self._tier.bury(self)
+            self.freed = True

@@ -1,0 +1,103 @@
+"""Measuring a step: the moments of compute, and how much memory was taken between two of them.
+
+On a device a moment is an event of its compute stream, so that what is measured is the device's time and not when the
+host asked; on a machine without one it is the host's clock.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ebbtide.store.device import Device
+from ebbtide.store.host import HostTier
+from ebbtide.store.protocol import Tier
+from ebbtide.store.spill import SpillTier
+
+Moment = Any
+"""A moment of some meter; only that meter looks inside."""
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_FORGET_PEAK = "5"
+"""What makes Linux forget the largest resident size it has seen (proc_pid_clear_refs(5))."""
+
+
+class Meter(Protocol):
+    """What is asked while a step is measured."""
+
+    def moment(self, where: torch.device | None) -> Moment:
+        """Return the moment at which all that was asked of the device so far is done; None: of the current device."""
+        ...
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        """Return the time between two moments; waits until both have come."""
+        ...
+
+    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+        """Return the most memory in use since the last call, and begin anew; None where that cannot be told.
+
+        Args:
+            where: The device; None: the current one.
+        """
+        ...
+
+
+class HostMeter:
+    """The host's clock, and the resident size of the process."""
+
+    def moment(self, where: torch.device | None) -> float:
+        """Return the clock's time: what was asked of a CPU is done."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return the time between two moments."""
+        return end - begin
+
+    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+        """Return the largest resident size since the last call."""
+        try:
+            found = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:"))
+            _CLEAR.write_text(_FORGET_PEAK)
+        except (OSError, StopIteration):  # no Linux, or a container that forbids it
+            return None
+        return int(found.split()[1]) * 1024
+
+
+class DeviceMeter:
+    """Events of the compute stream, and what torch's allocator has handed out.
+
+    Args:
+        device: Knows streams and events.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def moment(self, where: torch.device | None) -> Moment:
+        """Return an event of the compute stream of that device."""
+        device = torch.accelerator.current_accelerator() if where is None else where
+        if device is None:
+            raise RuntimeError("a moment of no device")
+        return self._device.record(self._device.compute_stream(device), timed=True)
+
+    def seconds(self, begin: Moment, end: Moment) -> float:
+        """Return the device's own time between two events."""
+        self._device.synchronize(end)
+        return self._device.elapsed_seconds(begin, end)
+
+    def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
+        """Return the most that was allocated since the last call; resets the peak that torch reports."""
+        if not torch.accelerator.is_available():
+            return None
+        peak = torch.accelerator.max_memory_allocated(where)
+        torch.accelerator.reset_peak_memory_stats(where)
+        return int(peak)
+
+
+def meter_for(tier: Tier) -> Meter:
+    """Return what measures steps whose offloaded bytes go to ``tier``."""
+    host = tier.host if isinstance(tier, SpillTier) else tier
+    return DeviceMeter(host.device) if isinstance(host, HostTier) else HostMeter()
