@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.commands import LIMIT_SECONDS, ROOT, replaced, start
+from tests.integrations.commands import ROOT, Forks, replaced
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import make_llava, make_pictures
 
@@ -43,6 +44,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-256"), positions=256)
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as made:
+        yield made
+
+
 @pytest.mark.parametrize("mode", [*MODES, "fast"])
 def test_a_mode_of_a_script_is_the_mode_of_the_run(mode: str, tmp_path: Path) -> None:
     from ebbtide.cli.arguments import read_arguments
@@ -59,9 +66,11 @@ def test_a_mode_of_a_script_is_the_mode_of_the_run(mode: str, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_SECONDS + 50)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("script", "mode"), RUNS, ids=[f"{script[9:]}-{mode}" for script, mode in RUNS])
-def test_a_script_trains_a_tiny_model_on_two_ranks(script: str, mode: str, model: Path, tmp_path: Path) -> None:
+def test_a_script_trains_a_tiny_model_on_two_ranks(
+    script: str, mode: str, model: Path, forks: Forks, tmp_path: Path
+) -> None:
     noted = command_of(script, mode, tmp_path)
     words, out = noted["argv"][1:], tmp_path / "out"
     values = {
@@ -76,10 +85,25 @@ def test_a_script_trains_a_tiny_model_on_two_ranks(script: str, mode: str, model
         words += ["--per_device_train_batch_size", "3"]
     words = [*replaced(words, values), "--max_steps", "2"]
     words += [] if seeing or "--packing" in words else ["--packing", "true"]
-    result = start(words, torchrun=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+    forks.sft(words, 2)
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["mode"], summary["status"], summary["steps"], summary["world_size"]) == (mode, "ok", 2, 2)
     if mode == "ebbtide":
         assert summary["memory_saved_bytes"] > 0
         assert "for FSDP2 strategy" in (out / "training.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("preset", sorted(path.name for path in (ROOT / "examples" / "presets").glob("*.yaml")))
+def test_a_preset_trains_a_tiny_model(preset: str, model: Path, forks: Forks, tmp_path: Path) -> None:
+    if preset == "least-memory.yaml":
+        pytest.importorskip("bitsandbytes")
+    out = tmp_path / "out"
+    words = [f"examples/presets/{preset}", "--model", str(model), "--dataset", "builtin:pydoc#60", "--packing", "true"]
+    words += ["--max_length", "256", "--max_steps", "2", "--gradient_accumulation_steps", "2"]
+    forks.sft([*words, "--output_dir", str(out)], 1)
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["mode"], summary["status"], summary["steps"]) == ("ebbtide", "ok", 2)
+    assert summary["memory_saved_bytes"] > 0
+    assert summary["plan"]["name"] == ("minimal" if preset == "least-memory.yaml" else "auto")

@@ -113,6 +113,7 @@ def test_a_vision_language_model_learns_from_images_and_goes_on(
         "gradient_accumulation_steps": 1,
     }  # fmt: skip
     both(model, tmp_path, **changes)
+    changes["activation_cpu_offload"] = True
     whole = train(model, tmp_path / "whole", **changes, save_steps=1, save=True)
     first = str(tmp_path / "whole" / "checkpoint-1")
     assert train(model, tmp_path / "rest", **changes, resume_from_checkpoint=first)["losses"] == {2: whole["losses"][2]}
