@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def shard_on_cpus() -> Callable[[], None]:
     """Install the shim; before the trainer's arguments are made. Returns what takes it away."""
@@ -24,6 +26,8 @@ def shard_on_cpus() -> Callable[[], None]:
         shared = PartialState._shared_state
         if shared.get("distributed_type") == DistributedType.MULTI_CPU:
             shared["distributed_type"] = self.__dict__["distributed_type"] = DistributedType.MULTI_GPU
+            # FSDP1 takes the numbered device, cpu:0, for another than the one it computes on.
+            shared["device"] = self.__dict__["device"] = torch.device("cpu")
 
     PartialState.__init__ = init
 

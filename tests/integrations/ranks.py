@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import warnings
@@ -16,7 +17,7 @@ FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": Tr
 
 
 @contextlib.contextmanager
-def fresh_world(*, sharded: bool) -> Iterator[None]:
+def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[None]:
     """Let accelerate find the ranks anew, as if the process had just begun."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -25,7 +26,7 @@ def fresh_world(*, sharded: bool) -> Iterator[None]:
             state._shared_state.clear()
 
     forget()
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_a_node or os.environ["WORLD_SIZE"])
     undo = shard_on_cpus() if sharded else (lambda: None)
     try:
         yield
@@ -34,8 +35,13 @@ def fresh_world(*, sharded: bool) -> Iterator[None]:
         forget()
 
 
-def recipe(model: str, folder: str, /, **changes: Any) -> dict[str, Any]:
-    """Train by the recipe; return the losses, what wraps the model, and what was saved."""
+def recipe(
+    model: str, folder: str, /, *, ranks_a_node: int | None = None, digest: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Train by the recipe; return the losses, what wraps the model, and what was saved.
+
+    With ``digest`` also a digest of each weight and of the optimizer's state, both whole.
+    """
     from ebbtide.wrap.strategy import found_strategy
     from ebbtide_recipes.sft import main
     from ebbtide_recipes.sft.config import SftConfig
@@ -51,13 +57,18 @@ def recipe(model: str, folder: str, /, **changes: Any) -> dict[str, Any]:
         "save": False,
         "output_dir": folder,
     }
-    with warnings.catch_warnings(), fresh_world(sharded=changes.get("fsdp_strategy", "none") != "none"):
+    sharded = changes.get("fsdp_strategy", "none") != "none"
+    with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=ranks_a_node):
         warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
         config = main.check(SftConfig(**{**values, **changes}))
         main._claimed(config)
         trainer = main._prepared(config)
         main._train(config, trainer, Path(folder))
         wrapped = found_strategy(trainer.model_wrapped)
+        state = _digests(trainer) if digest else None
+        shards = {
+            len({p.shape, p.to_local().shape}) for p in trainer.model_wrapped.parameters() if hasattr(p, "to_local")
+        }
     if os.environ["RANK"] != "0":
         return {"wrapped": wrapped}
     events = [json.loads(line) for line in Path(folder, "run.jsonl").read_text().splitlines()]
@@ -69,7 +80,20 @@ def recipe(model: str, folder: str, /, **changes: Any) -> dict[str, Any]:
         "tokens": [event["tokens"] for event in steps],
         "saved": stats[-1]["memory_saved_bytes"] if stats else None,
         "begin": events[0],
+        "state": state,
+        "cut": shards == {2},
     }
+
+
+def _digests(trainer: Any) -> dict[str, str]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, optimizer = get_state_dict(trainer.model_wrapped, trainer.optimizer.optimizer, options=options)
+    found = {f"weight {name}": value for name, value in weights.items()}
+    for name, values in optimizer.get("state", {}).items():
+        found |= {f"{kind} {name}": value for kind, value in values.items()}
+    return {name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in found.items()}
 
 
 def recipe_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:

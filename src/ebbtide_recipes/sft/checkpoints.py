@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError, nearest
+from ebbtide_recipes.sft.adapter_kinds import kind_of
 
 if TYPE_CHECKING:
     from ebbtide_recipes.sft.config import SftConfig
@@ -45,6 +46,7 @@ class Sealed:
         world_size: Processes that wrote it.
         sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: how its weights lie in its files.
         train_type: What was trained.
+        adapters: The kind of adapters, as PEFT names it; ``None``: none, or not told.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class Sealed:
     world_size: int
     sharding: str
     train_type: str
+    adapters: str | None = None
 
 
 def sharding_of(config: SftConfig) -> str:
@@ -63,6 +66,7 @@ def seal(folder: Path, config: SftConfig, *, step: int, world_size: int) -> None
     """Write the seal of a checkpoint whose files are all written. See [Note: a checkpoint's seal]."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
+    facts["adapters"] = kind_of(config)
     draft = folder / f"{SEAL}.part"
     draft.write_text(json.dumps({"schema": 1, **facts, "files": files}, indent=1) + "\n")
     draft.replace(folder / SEAL)
@@ -79,6 +83,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
             world_size=int(said["world_size"]),
             sharding=str(said["sharding"]),
             train_type=str(said["train_type"]),
+            adapters=said.get("adapters"),
         )
     except FileNotFoundError:
         return None, f"has no {SEAL}, which is written last"
@@ -189,9 +194,10 @@ def _check_kind(sealed: Sealed, config: SftConfig) -> None:
     """Refuse a checkpoint whose files hold something else than this run would load."""
     for name, theirs, ours, hint in (
         ("train_type", sealed.train_type, config.train_type, f"--train_type {sealed.train_type}"),
+        ("adapters", sealed.adapters, kind_of(config), f"--adapter_config {str(sealed.adapters).lower()}"),
         ("sharding", sealed.sharding, sharding_of(config), _sharding_hint(sealed.sharding)),
     ):
-        if theirs != ours:
+        if theirs is not None and theirs != ours:
             raise ConfigError(
                 f"{sealed.folder} was written with {name} {theirs!r}, and this run has {ours!r}",
                 expected="a run of the same kind",

@@ -125,8 +125,10 @@ def trainer_settings(config: SftConfig) -> dict[str, Any]:
         reshard: bool | str = config.fsdp_strategy != "shard_grad_op"
     else:
         reshard = config.fsdp_strategy
-    if config.memory_efficient_init and config.fsdp_version == 1:
-        settings["sync_module_states"] = False  # each rank has read its own part
+        # Each rank reads the same weights, or its own part of them: there is nothing to send.
+        if config.memory_efficient_init:
+            settings["sync_module_states"] = False
+        settings.setdefault("sync_module_states", False)
     settings |= {"version": config.fsdp_version, "reshard_after_forward": reshard}
     return {"fsdp": True, "fsdp_config": settings}
 

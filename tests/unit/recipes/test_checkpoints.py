@@ -78,6 +78,14 @@ def test_another_kind_of_run_is_refused(tmp_path: Path, changes: dict, said: str
         find(tmp_path, **changes)
 
 
+def test_another_kind_of_adapters_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, 4, train_type="adapter", adapter_config="boft")
+    said = "written with adapters 'BOFT', and this run has 'VERA'.*\nhint: --adapter_config boft"
+    with pytest.raises(ConfigError, match=said):
+        find(tmp_path, train_type="adapter", adapter_config="vera")
+    assert find(tmp_path, train_type="adapter", adapter_config="boft") is not None
+
+
 def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, 4)
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")

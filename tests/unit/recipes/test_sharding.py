@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -53,14 +54,13 @@ def test_accelerates_word_for_loading_is_ours_but_for_four_bits(
     assert "cpu_ram_efficient_loading" not in trainer_settings(config)["fsdp_config"]
 
 
-def test_nothing_is_sent_where_each_rank_has_read_its_part() -> None:
-    settings = {
-        efficient: trainer_settings(
-            SftConfig(fsdp_strategy="full_shard", fsdp_version=1, memory_efficient_init=efficient)
-        )["fsdp_config"]
-        for efficient in (False, True)
-    }
-    assert settings[True] == {**settings[False], "sync_module_states": False}
+def test_nothing_is_sent_where_each_rank_reads(tmp_path: Path) -> None:
+    config = SftConfig(fsdp_strategy="full_shard", fsdp_version=1)
+    assert trainer_settings(config)["fsdp_config"]["sync_module_states"] is False
+    asked = dataclasses.replace(config, fsdp_config=written(tmp_path, {"sync_module_states": True}))
+    assert trainer_settings(asked)["fsdp_config"]["sync_module_states"] is True
+    parts = dataclasses.replace(asked, memory_efficient_init=True)
+    assert trainer_settings(parts)["fsdp_config"]["sync_module_states"] is False
 
 
 @pytest.mark.parametrize("flag", ["fsdp_config", "fsdp"])

@@ -1,0 +1,129 @@
+"""Kinds of adapters: what a name, a file or a folder says of them, as PEFT's config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+    from ebbtide_recipes.sft.config import SftConfig
+
+KINDS = (
+    "beft", "boft", "c3a", "delora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora",
+    "miss", "oft", "randlora", "road", "vblora", "vera", "waveft",
+)  # fmt: skip
+"""Kinds of adapters that lie in the model's modules and that train like any other weight."""
+
+FILE = "adapter_config.json"
+_OF_A_RUN = ("inference_mode", "base_model_name_or_path", "revision", "auto_mapping")
+"""What PEFT writes into the file beside an adapter's settings."""
+
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+_EXAMPLE = '{"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}'
+
+
+def said_by(text: str) -> dict[str, Any]:
+    """Return what ``--adapter_config`` says: a kind's name, or a file in the form of PEFT's ``adapter_config.json``.
+
+    Raises:
+        ConfigError: There is no such kind.
+        DataError: The file cannot be read.
+    """
+    if not text.endswith(".json") and "/" not in text:
+        return {"peft_type": _kind(text, "adapter_config")}
+    path = Path(text).expanduser()
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        raise DataError(
+            f"adapter_config file {text!r} cannot be read ({error.strerror})",
+            expected=f"a file in the form of PEFT's {FILE}, or one of {', '.join(KINDS)}",
+            hint=nearest(path.name, others) or f"such as {_EXAMPLE}",
+        ) from error
+    except ValueError as error:
+        raise DataError(
+            f"adapter_config file {text!r} is not JSON: {error}",
+            expected="a JSON object of settings",
+            hint=f"such as {_EXAMPLE}",
+        ) from error
+    if not isinstance(content, dict) or not isinstance(cast("dict[str, Any]", content).get("peft_type"), str):
+        raise DataError(f"{text} names no peft_type", expected="a JSON object with one", hint=f"such as {_EXAMPLE}")
+    told = cast("dict[str, Any]", content)
+    said = {name: value for name, value in told.items() if value is not None and name not in _OF_A_RUN}
+    return {**said, "peft_type": _kind(told["peft_type"], f"peft_type in {text}")}
+
+
+def _kind(text: str, what: str) -> str:
+    """Return PEFT's name for a kind of adapter."""
+    if text.lower() not in KINDS:
+        raise ConfigError(
+            f"{what} is {text!r}",
+            expected=f"one of {', '.join(KINDS)}, or a .json file",
+            hint=nearest(text.lower(), KINDS) or "kinds that need more of a trainer than to train weights are not here",
+        )
+    return text.upper()
+
+
+def kind_of(config: SftConfig) -> str | None:
+    """Return PEFT's name for the kind of adapters that a config trains; ``None``: none.
+
+    Raises:
+        EbbtideError: As ``said_by`` and ``said_by_folder``.
+    """
+    if not config.trains_adapters:
+        return None
+    if config.adapters is not None:
+        return said_by_folder(Path(config.adapters).expanduser())["peft_type"]
+    return said_by(config.adapter_config)["peft_type"] if config.adapter_config is not None else "LORA"
+
+
+def said_by_folder(folder: Path) -> dict[str, Any]:
+    """Return what a folder of adapters says of them.
+
+    Raises:
+        DataError: It holds none.
+        ConfigError: They are of a kind that is not trained here.
+    """
+    if not (folder / FILE).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
+        near = [path.parent.name for path in folder.parent.glob(f"*/{FILE}")] if folder.parent.is_dir() else []
+        raise DataError(
+            f"adapters {str(folder)!r} holds no adapters",
+            expected=f"a folder with {FILE} and {_WEIGHTS[0]}",
+            hint=nearest(folder.name, near) or "give the folder that a run with adapters wrote",
+        )
+    return said_by(str(folder / FILE))
+
+
+def config_of(said: Mapping[str, Any], where: str) -> PeftConfig:
+    """Make PEFT's config.
+
+    Raises:
+        ConfigError: A setting is unknown, or cannot be had.
+    """
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[said["peft_type"]]
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in said:
+        if name not in known:
+            raise ConfigError(
+                f"unknown setting {name!r} in {where or kind.__name__}",
+                expected=f"a setting of PEFT's {kind.__name__}",
+                hint=nearest(name, known) or f"such as {_EXAMPLE}",
+            )
+    try:
+        return kind(**{name: value for name, value in said.items() if name in known and name != "peft_type"})
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where or kind.__name__} cannot be used: {str(error).splitlines()[0]}",
+            expected=f"settings of PEFT's {kind.__name__}",
+            hint=f"such as {_EXAMPLE}",
+        ) from error

@@ -1,0 +1,160 @@
+"""Which adapters are trained: by a kind's name, by a file, by a folder of those trained before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import BOFTConfig, LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft import adapters
+from ebbtide_recipes.sft.adapter_kinds import KINDS, kind_of
+from ebbtide_recipes.sft.config import SftConfig
+
+# PEFT asks a transformers model by the name that transformers 5.2x deprecates.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension:UserWarning"),  # of BOFT, which does without
+    pytest.mark.filterwarnings("ignore:Setting boft_n_butterfly_factor to 1:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected that the base layer has no bias term:UserWarning"),  # of BEFT
+]
+
+
+def llama(device: str = "meta") -> LlamaForCausalLM:
+    with torch.device(device):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=64, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
+            )
+        )
+
+
+def adapter(**changes: Any) -> SftConfig:
+    return SftConfig(train_type="adapter", **changes)
+
+
+def written(folder: Path, content: object) -> str:
+    (folder / "boft.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(folder / "boft.json")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_fits_a_decoder_by_its_name_alone(kind: str) -> None:
+    config = adapter(adapter_config=kind)
+    adapters.check(config)
+    made = adapters.chosen(config, llama())
+    assert (made.peft_type, made.task_type) == (kind.upper(), "CAUSAL_LM")
+    assert not made.is_prompt_learning
+
+
+def test_a_file_says_how_and_where(tmp_path: Path) -> None:
+    file = written(tmp_path, {"peft_type": "boft", "boft_block_size": 8, "target_modules": ["q_proj"]})
+    made = adapters.chosen(adapter(adapter_config=file, target_modules=("v_proj",)), llama())
+    assert isinstance(made, BOFTConfig)
+    assert (made.boft_block_size, made.target_modules) == (8, {"q_proj"})  # the file's own modules
+    file = written(tmp_path, {"peft_type": "BOFT", "boft_block_size": 8})
+    assert adapters.chosen(adapter(adapter_config=file, target_modules=("v_proj",)), llama()).target_modules == {
+        "v_proj"
+    }
+
+
+def test_what_peft_writes_is_read(tmp_path: Path) -> None:
+    BOFTConfig(boft_block_size=8, target_modules=["q_proj"], base_model_name_or_path="gone").save_pretrained(tmp_path)
+    made = adapters.chosen(adapter(adapter_config=str(tmp_path / "adapter_config.json")), llama())
+    assert (made.peft_type, made.base_model_name_or_path, made.inference_mode) == ("BOFT", None, False)
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "text"),
+    [
+        ("bft", ConfigError, "adapter_config is 'bft'; expected one of beft, .*\nhint: did you mean 'boft'"),
+        ("prefix_tuning", ConfigError, "adapter_config is 'prefix_tuning'; expected one of"),
+        ("zzzzz", ConfigError, "\nhint: kinds that need more of a trainer"),
+        ("nosuch/a.json", DataError, "adapter_config file 'nosuch/a.json' cannot be read"),
+        ({"boft_block_size": 8}, DataError, "names no peft_type; expected a JSON object with one\nhint: such as"),
+        ([1], DataError, "names no peft_type"),
+        ("{", DataError, "is not JSON"),
+        ({"peft_type": "CPT"}, ConfigError, "peft_type in .*boft.json is 'CPT'"),
+    ],
+)
+def test_what_names_no_kind_is_refused_before_the_model_is_looked_for(
+    tmp_path: Path, said: object, error: type[Exception], text: str
+) -> None:
+    name = written(tmp_path, said) if not isinstance(said, str) or said == "{" else said
+    with pytest.raises(error, match=f"(?s){text}"):
+        adapters.check(adapter(adapter_config=name))
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ({"boft_blok_size": 4}, "unknown setting 'boft_blok_size' in .*\nhint: did you mean 'boft_block_size'"),
+        (
+            {"boft_block_size": 4, "boft_block_num": 4},
+            "cannot be used: .*expected settings of PEFT's BOFTConfig\nhint: ",
+        ),
+        ({"boft_block_size": 7}, "do not fit the model: .*divisible.*expected settings that its modules can have"),
+    ],
+)
+def test_settings_that_cannot_be_had_are_refused(tmp_path: Path, content: dict[str, Any], text: str) -> None:
+    config = adapter(adapter_config=written(tmp_path, {"peft_type": "BOFT", **content}))
+    with pytest.raises(ConfigError, match=f"(?s){text}"):
+        adapters.chosen(config, llama())
+
+
+def test_adapters_of_a_folder_go_on_with_their_values(tmp_path: Path) -> None:
+    config = SftConfig(train_type="lora", lora_rank=2, target_modules=("q_proj",))
+    first = adapters.put_on(llama("cpu"), adapters.chosen(config, llama()), config)
+    with torch.no_grad():
+        for name, value in first.named_parameters():
+            if "lora_B" in name:
+                value.fill_(0.5)
+    first.save_pretrained(tmp_path)
+    again = SftConfig(train_type="lora", adapters=str(tmp_path), seed=7)
+    second = adapters.put_on(llama("cpu"), made := adapters.chosen(again, llama()), again)
+    assert isinstance(made, LoraConfig) and made.r == 2
+    values = dict(first.named_parameters())
+    for name, value in second.named_parameters():
+        assert value.requires_grad is ("lora_" in name)
+        assert "lora_" not in name or value.equal(values[name])
+
+
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    LoraConfig(r=2, target_modules=["nosuch"]).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").touch()
+    config = SftConfig(train_type="lora", adapters=str(tmp_path))
+    adapters.check(config)
+    with pytest.raises(ConfigError, match="the adapters in .*; expected the model that they were trained on\nhint: "):
+        adapters.chosen(config, llama())
+
+
+def test_a_damaged_file_of_values_is_an_error(tmp_path: Path) -> None:
+    LoraConfig(r=2, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"half")
+    config = SftConfig(train_type="lora", adapters=str(tmp_path))
+    with pytest.raises(DataError, match="the adapters in .* cannot be loaded: .*expected adapters that were trained"):
+        adapters.put_on(llama("cpu"), adapters.chosen(config, llama()), config)
+
+
+def test_a_folder_without_adapters_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "run-a").mkdir()
+    (tmp_path / "run-a" / "adapter_config.json").write_text("{}")
+    config = SftConfig(train_type="lora", adapters=str(tmp_path / "run-b"))
+    with pytest.raises(
+        DataError, match="run-b' holds no adapters; expected a folder with .*\nhint: did you mean 'run-a'"
+    ):
+        adapters.check(config)
+
+
+def test_the_kind_is_told_of_every_training_type(tmp_path: Path) -> None:
+    BOFTConfig().save_pretrained(tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    assert kind_of(SftConfig()) is None
+    assert kind_of(SftConfig(train_type="lora")) == kind_of(SftConfig(train_type="qlora")) == "LORA"
+    assert kind_of(adapter(adapter_config="vera")) == "VERA"
+    assert kind_of(adapter(adapters=str(tmp_path))) == "BOFT"
