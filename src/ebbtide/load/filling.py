@@ -116,9 +116,9 @@ def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initial
         old: Any = target.old
         if name in sourced:
             continue
-        if old is None or name in initialiser.names:
+        if name in initialiser.names:
             computed[name] = target
-        else:
+        elif old is not None:  # FSDP1 took what was there into its flat parameter
             target.local.copy_(getattr(old, "_local_tensor", old))
     if computed:
         for name, whole in initialiser.values(computed, next(iter(computed.values())).local.device):
