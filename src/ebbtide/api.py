@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ContextDecorator
 from os import PathLike
@@ -12,16 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.arguments import check_choosers, chosen_policy, options_of, path_of, policy_of
 from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
-from ebbtide.base.units import format_size, parse_size
-from ebbtide.config import MIN_BYTES, Auto, Keep, Minimal, Offload, Options, Policy, policy_named
+from ebbtide.base.units import format_size
+from ebbtide.config import MIN_BYTES, Auto, Keep, Offload, Options, Policy
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
-from ebbtide.planner import plan_for
+from ebbtide.measuring import MeasuredPlan
+from ebbtide.planner import TablePlan, plan_for
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading
@@ -78,7 +79,7 @@ class Handle:
         import json
         from pathlib import Path
 
-        out = Path(_path("folder", folder))
+        out = Path(path_of("folder", folder))
         try:
             out.mkdir(parents=True, exist_ok=True)
             (out / "stats.json").write_text(json.dumps(self.stats().as_dict(), indent=2) + "\n")
@@ -135,7 +136,7 @@ def enable_activation_offloading(
     strategy: str = "auto",
     enable_ckpt: bool = False,
     *,
-    policy: Policy | str | None = None,
+    policy: Policy | Plan | str | PathLike[str] | None = None,
     target: str = "auto",
     blocks: Sequence[str] | None = None,
     tensor_filter: Callable[[torch.Tensor], bool] | None = None,
@@ -152,7 +153,8 @@ def enable_activation_offloading(
         model: Any module, before or after FSDP, DDP or compilation of its blocks.
         strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"`` or ``"fsdp2"``: checked against the model.
         enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
-        policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, or its name.
+        policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, its name, the plan
+            of another handle, or the file in which one was saved (``handle.plan.save("plan.json")``).
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure.
         tensor_filter: False for a saved tensor that is never moved; it may be remade.
@@ -182,9 +184,9 @@ def enable_activation_offloading(
             expected="a torch.nn.Module",
             hint="pass the model itself",
         )
-    chosen = _chosen_policy(enable_ckpt, policy)
-    _check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
-    options = _options(target, min_bytes, window, disk_path, verify, host_budget)
+    chosen = chosen_policy(enable_ckpt, policy)
+    check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
+    options = options_of(target, min_bytes, window, disk_path, verify, host_budget)
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     engine = _open_engine(
@@ -225,14 +227,14 @@ class offload_saved_tensors(ContextDecorator):
     def __init__(
         self,
         *,
-        policy: Policy | str | None = None,
+        policy: Policy | Plan | str | PathLike[str] | None = None,
         target: str = "auto",
         min_bytes: int | str = MIN_BYTES,
         window: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
         verify: bool = False,
     ) -> None:
-        self._options = _options(target, min_bytes, window, disk_path, verify)
+        self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
         self._entered: list[tuple[Engine, offloading]] = []  # a context may be entered anew inside itself
 
@@ -274,87 +276,6 @@ def register_recompute(name: str, rule: Rule) -> None:
     _custom_rules[name] = rule
 
 
-def policy_of(policy: Policy | str | None) -> Policy:
-    """Return the policy meant by a policy, its name, or None (``Auto()``).
-
-    Raises:
-        ConfigError: It is none of these.
-    """
-    if policy is None:
-        return Auto()
-    if isinstance(policy, str):
-        return policy_named(policy)
-    if not isinstance(policy, Policy):
-        raise ConfigError(
-            f"policy is {policy!r:.80}",
-            expected="Auto(...), Offload(), Inputs(), Minimal(), Keep() or a name",
-            hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
-        )
-    return policy
-
-
-def _chosen_policy(enable_ckpt: bool, policy: Policy | str | None) -> Policy:
-    """Return the policy that ``enable_ckpt`` and ``policy`` mean together."""
-    check_value("enable_ckpt", enable_ckpt, bool)
-    if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
-        raise ConfigError(
-            f"enable_ckpt=True and policy={policy!r}",
-            expected="one of the two",
-            hint="enable_ckpt means policy=Minimal()",
-        )
-    return Minimal() if enable_ckpt else policy_of(policy)
-
-
-def _check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:
-    """Refuse what cannot choose blocks or tensors, before a forward would meet it."""
-    paths = [blocks] if isinstance(blocks, str) else blocks
-    if paths is not None and not (
-        isinstance(paths, Sequence) and len(paths) > 0 and all(isinstance(path, str) for path in paths)
-    ):
-        raise ConfigError(
-            f"blocks is {blocks!r:.80}",
-            expected="a list of paths from model.named_modules(), as text",
-            hint="such as blocks=['encoder', 'decoder.*']; leave it out to find them by structure",
-        )
-    for name, function in filters.items():
-        if function is not None and not callable(function):
-            raise ConfigError(
-                f"{name} is {function!r:.80}",
-                expected="a function of a tensor that returns true or false",
-                hint=f"such as {name}=lambda t: t.numel() > 1000",
-            )
-
-
-def _options(
-    target: str,
-    min_bytes: int | str,
-    window: int | str | None,
-    disk_path: str | PathLike[str] | None,
-    verify: bool,
-    host_budget: int | str | None = None,
-) -> Options:
-    """Read what users write for sizes and paths into options."""
-    return Options(
-        target=target,  # pyright: ignore[reportArgumentType]
-        min_bytes=_size_or_zero(min_bytes),
-        window_bytes=None if window is None else parse_size(window, name="window"),
-        host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
-        disk_path=None if disk_path is None else _path("disk_path", disk_path),
-        verify=verify,
-    )
-
-
-def _size_or_zero(min_bytes: int | str) -> int:
-    number = str(min_bytes).strip()
-    return int(number) if re.fullmatch(r"-?\d+", number) else parse_size(min_bytes, name="min_bytes")
-
-
-def _path(name: str, path: str | PathLike[str]) -> str:
-    if not isinstance(path, (str, PathLike)) or not str(path).strip():
-        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='some/folder'")
-    return str(path)
-
-
 def _tell_idle(engine: Engine, *, host_budget: object) -> None:
     """Say that an option has no effect with the chosen target. A disk path has: the host target falls back to it."""
     if host_budget is not None and engine.tier.name != "host":
@@ -362,7 +283,12 @@ def _tell_idle(engine: Engine, *, host_budget: object) -> None:
 
 
 def _open_engine(
-    policy: Policy, options: Options, *, model: nn.Module | None = None, weights_move: bool = False, **filters: Any
+    policy: Policy | TablePlan,
+    options: Options,
+    *,
+    model: nn.Module | None = None,
+    weights_move: bool = False,
+    **filters: Any,
 ) -> Engine:
     tier = open_tier(
         options.target if not isinstance(policy, Keep) else "auto",
@@ -376,6 +302,13 @@ def _open_engine(
             yield from model.buffers()
 
     rules = {**rule_table(), **_custom_rules}
-    return Engine(
-        plan_for(policy), tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=rules, **filters
-    )
+    measured = MeasuredPlan(policy, tier, options.window_bytes, BUS) if isinstance(policy, Auto) else None
+    plan = measured or (policy if isinstance(policy, TablePlan) else plan_for(policy))
+    engine = Engine(plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=rules, **filters)
+    if measured is not None:
+        try:
+            measured.watch(engine)
+        except BaseException:
+            tier.close()
+            raise
+    return engine

@@ -44,14 +44,14 @@ class Minimal:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Let ebbtide choose.
+    """Let ebbtide choose: it measures a few steps and makes a plan.
 
-    Until the planner measures the machine, ``Auto`` remakes what is cheap (element-wise chains, casts, norms, views)
-    and offloads the rest; ``handle.plan.explain()`` says so.
+    Until the plan is made, what is cheap is remade (element-wise chains, casts, norms, views) and the rest offloaded;
+    ``handle.plan.explain()`` says what is done and why.
 
     Args:
-        memory_budget: The fastest plan whose peak fits, such as ``"40GiB"``. Needs the measuring planner: refused until
-            it is there.
+        memory_budget: The fastest plan whose peak fits, such as ``"40GiB"``: of the device's memory, or without an
+            accelerator of the process. ``max_slowdown`` then plays no part.
         max_slowdown: The smallest peak whose step is at most this much slower; 0.05 is 5 %.
     """
 
@@ -61,11 +61,6 @@ class Auto:
     def __post_init__(self) -> None:
         if self.memory_budget is not None:
             parse_size(self.memory_budget, name="memory_budget")
-            raise ConfigError(
-                f"memory_budget is {self.memory_budget!r}",
-                expected="no budget: the planner that measures the machine is not part of this release",
-                hint="use Minimal() for the least memory, Auto() for cheap recompute and offload",
-            )
         check_value("max_slowdown", self.max_slowdown, float, advice="0.05 allows a step that is 5 % slower")
         if not 0 <= self.max_slowdown <= 10:
             raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ebbtide
-from ebbtide.base.errors import ConfigError, EbbtideError
+from ebbtide.base.errors import BudgetError, EbbtideError
 from ebbtide.integrations import transformers
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.main import main
@@ -137,6 +137,12 @@ def test_flags_without_effect_are_warned_of_once(model: Path, tmp_path: Path) ->
     assert log.count("WARNING ebbtide.sft: --verify has no effect here: the mode is plain") == 1
 
 
-def test_a_budget_is_refused_until_it_can_be_kept(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="memory_budget"):
-        train(model, tmp_path, activation_cpu_offload=True, memory_budget="40GiB")
+def test_a_budget_that_holds_everything_keeps_everything(model: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, activation_cpu_offload=True, memory_budget="1TiB", max_steps=5, log_level="debug")
+    log = (tmp_path / "training.log").read_text()
+    assert "plan made (memory_budget='1TiB': the fastest step that fits)" in log
+
+
+def test_a_budget_that_cannot_be_kept_says_what_could(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"memory_budget is 1.0 MiB; expected at least .* the smallest peak"):
+        train(model, tmp_path, activation_cpu_offload=True, memory_budget="1MiB", max_steps=5)

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable
 
 import torch
-from torch.nn.parameter import is_lazy
 
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
@@ -20,14 +19,16 @@ from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import CopyIn, CopyOut, Window
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
+from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import StallBook, Stats, Tally
 from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
+from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
-from ebbtide.engine.wrappers import WrapperTicket, plain_tensors
+from ebbtide.engine.wrappers import WrapperTicket
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
@@ -72,20 +73,18 @@ class Engine:
         rules: dict[str, Rule] | None = None,
     ) -> None:
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
-        self.weights_move = weights_move
+        self.weights = ModelWeights(model_weights, move=weights_move)
         self.rules = rules if rules is not None else rule_table()
         self.lock = threading.RLock()
         self.live_tickets: set[weakref.ref[Life]] = set()
         self.live_entries: set[weakref.ref[Life]] = set()
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.trust = Trust(bus)
+        self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
         self.last_pass = Pass()
+        self._kept: dict[weakref.ref[Entry], int] = {}
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
-        self._model_weights = model_weights
-        self._weight_keys: set[int] = set()
-        self._ask_lasting: Callable[[], Iterable[torch.Tensor]] = tuple
-        self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
@@ -95,19 +94,13 @@ class Engine:
         self._stalls = StallBook(tier, bus)
         self._recomputes, self._recompute_seconds = 0, 0.0
 
-    @property
-    def checks_weights(self) -> bool:
-        """Whether a weight that was changed in place since it was saved is an error."""
-        return not self.weights_move
-
     # Passes and blocks
 
     def begin_pass(self, lasting: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
         """A forward of the model begins: a new graph.
 
         Args:
-            lasting: Returns, where weights move, those that have their bytes through the whole forward and backward.
-                Asked when the first block begins: the root unit may be unsharded only then.
+            lasting: See ``ModelWeights.begin_pass``.
         """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
@@ -116,22 +109,25 @@ class Engine:
             if self._pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
             self._pass = Pass()
-            self._weight_keys = self.storage_keys(self._model_weights())
-            self._ask_lasting, self._lasting = lasting, None
+            self.weights.begin_pass(lasting)
 
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
         done = self._pass
         done.latest = None
-        if self._lasting is not None:  # unsharded weights are views, which hold a graph
-            self._lasting = [], self._lasting[1]
+        self.weights.end_pass()
         self._copy_out.end_pass(done)
         self.last_tally, self.last_pass = done.tally, done
+        if self.timer is not None:
+            self.timer.pass_ends(done.tally.unique)
         self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
 
     def begin_block(self, block: Block, inputs: list[torch.Tensor]) -> BlockRun:
         """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-        return BlockRun(self, block, self._pass, inputs)
+        run = BlockRun(self, block, self._pass, inputs)
+        if self.timer is not None:
+            self.timer.block_begins(run)
+        return run
 
     def end_block(self, run: BlockRun, *, checkpointed: bool = False) -> None:
         """A block's forward is over, or was left by an exception."""
@@ -147,6 +143,8 @@ class Engine:
                 note_place(error, f"at the end of the forward of block {run.block.name!r}")
                 raise
             self._stalls.tell()
+            if self.timer is not None:
+                self.timer.block_ends(run)
         block = run.block
         logger.debug("Offloading activation group %d/%d", block.index + 1, block.count)
         if not self.bus.active:
@@ -156,42 +154,6 @@ class Engine:
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
             **run.tally.fields(),
         )  # fmt: skip
-
-    # Weights
-
-    @staticmethod
-    def storage_key(storage: torch.UntypedStorage) -> int:
-        """Return a number that names a storage while it lives: for weights, which the model holds."""
-        return storage._cdata
-
-    def storage_keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Return the keys of the storages that have bytes now."""
-        keys: set[int] = set()
-        for tensor in plain_tensors(tensors):
-            if is_lazy(tensor):  # has no memory yet
-                continue
-            if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
-                keys.add(self.storage_key(storage))
-        return keys
-
-    def is_weight(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is one of the model's parameters or buffers."""
-        key = self.storage_key(storage)
-        return key in self._weight_keys or (self.weights_move and key in self._lasting_weights()[1])
-
-    def lasts(self, weight: torch.Tensor) -> bool:
-        """Whether a weight has its bytes in every block's backward."""
-        return not self.weights_move or self.storage_key(weight.untyped_storage()) in self._lasting_weights()[1]
-
-    def lasting_weights(self) -> list[torch.Tensor]:
-        """Return, where weights move, those that have their bytes in every block's forward and backward."""
-        return self._lasting_weights()[0] if self.weights_move else []
-
-    def _lasting_weights(self) -> tuple[list[torch.Tensor], set[int]]:
-        if self._lasting is None:
-            weights = list(self._ask_lasting())
-            self._lasting = weights, self.storage_keys(weights)
-        return self._lasting
 
     # What a block asks while it packs
 
@@ -216,8 +178,18 @@ class Engine:
         self._stalls.serve("forward", run.block.name)
         self._copy_out.add(entry, run.pass_)
 
+    def keep(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Keep an entry's bytes on the device, and count them while it lives."""
+        self.hold(entry, tensor)
+        self._kept[weakref.ref(entry, self._kept.pop)] = entry.nbytes  # nothing interrupts a dictionary's ``pop``
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that graphs which are alive keep on the device because the plan said so."""
+        return sum(self._kept.values())
+
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Keep an entry's bytes on the device."""
+        """Let an entry have its bytes on the device for now."""
         entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last)
 
     def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
@@ -227,6 +199,24 @@ class Engine:
             return exactly(base.device.type, None, lambda: evaluate(expr, self._content, None))
 
         return self.trust.holds(entry, recipe, base, remake)
+
+    def remake_alone(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
+        """Return what makes a tensor again from operands that are there, to be timed; None if it may not be remade."""
+        if not self.trusts(entry, recipe, base):
+            return None
+        there: dict[Entry, torch.Tensor] = {}
+
+        def read(operand: Entry) -> torch.Tensor | None:
+            content = there.get(operand)
+            return self._content(operand) if content is None else content
+
+        def once() -> torch.Tensor:
+            return exactly(base.device.type, None, lambda: evaluate(recipe, read, there.__setitem__))
+
+        for ticket in recipe.tickets():
+            content = read(ticket.entry)
+            there[ticket.entry] = evaluate(ticket.entry, read, there.__setitem__) if content is None else content
+        return once
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
@@ -339,6 +329,8 @@ class Engine:
         self._stalls.serve("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
+        if self.timer is not None:
+            self.timer.backward_begins(run)
         flow.reach(run)
         flow.advance()
 
@@ -355,6 +347,8 @@ class Engine:
                 flow.put_back()
             self.tier.trim()
             self._stalls.tell()
+            if self.timer is not None:
+                self.timer.backward_ends()
 
     @staticmethod
     def _keep(backward: _Backward, entry: Entry, content: torch.Tensor) -> None:

@@ -79,6 +79,21 @@ def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return fresh.copy_(value)
 
 
+def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
+    """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
+
+    Args:
+        layout: The view.
+        storage_bytes: Size of its storage.
+        taken_bytes: Bytes of other parts that have entries of their own. All parts together stay under half of the
+            storage: many overlapping windows would cross the link more often than the storage does.
+    """
+    first, last = layout.extent()
+    aligned = first % 16 == 0
+    apart = aligned and 2 * (taken_bytes + last - first) < storage_bytes
+    return (first, last) if apart else (0, storage_bytes)
+
+
 def checksum(data: torch.Tensor) -> tuple[int, int]:
     """Return two sums over a ``uint8`` tensor's bytes, one of them weighted by position; for ``verify=True``."""
     values = data.to(torch.int64)

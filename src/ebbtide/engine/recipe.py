@@ -11,7 +11,7 @@ remade until its last reader in this backward; without that, a diamond of depth 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,14 @@ class Expr:
         self.depth = 1 + max(map(_depth, operands), default=0)
         self.flops = flops + sum(o.flops for o in inner)
         self.signature = hash((key, tuple(_signature(o) for o in operands)))
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Yield the tickets that the expression, and those in it, read."""
+        for operand in self.operands:
+            if isinstance(operand, Ticket):
+                yield operand
+            elif isinstance(operand, Expr):
+                yield from operand.tickets()
 
 
 Operand = Expr | Ticket | LightTicket

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +15,7 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
-from ebbtide.engine.layout import Layout
+from ebbtide.engine.layout import Layout, region
 from ebbtide.engine.modules import Running
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
@@ -90,15 +91,16 @@ class BlockRun:
         ] = {}  # that light tickets keep, and that were counted
         self.running: list[Running] = []  # modules of the block, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
-        self.weights = Weights(engine, block.weights())
+        self.weights = Weights(engine.weights, block.weights())
         self._inputs = Inputs(inputs)
+        self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
         self.builder: Builder | None = Builder(
             engine.rules,
             self.weights,
             self._inputs,
             self._saved_input,
-            checks_weights=engine.checks_weights,
+            checks_weights=engine.weights.checked,
         )
 
     # Forward
@@ -173,7 +175,7 @@ class BlockRun:
         engine = self.engine
         base = tensor._base
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
-            return LightTicket(tensor, weight=True, checked=engine.checks_weights, place=self._place)
+            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
         if type(tensor) is not torch.Tensor:
             copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
@@ -182,7 +184,7 @@ class BlockRun:
             return LightTicket(tensor, place=self._place)
         storage = tensor.untyped_storage()
         if self.weights.holds(storage):
-            return LightTicket(tensor, weight=True, checked=engine.checks_weights, place=self._place)
+            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             self.tally.add_saved(nbytes)
@@ -273,7 +275,7 @@ class BlockRun:
         weight = self.weights.copied(base, self._innermost) if whole and engine.may_remake(tensor) else None
         recipe = None
         if weight is not None:
-            ticket = LightTicket(weight, weight=True, checked=engine.checks_weights)
+            ticket = LightTicket(weight, weight=True, checked=engine.weights.checked)
             recipe = Expr(lambda w: w.to(base_layout.dtype), (ticket,), key=("cast", base_layout.dtype))
         elif (
             whole
@@ -285,27 +287,32 @@ class BlockRun:
         ):
             recipe = self.builder.recipe(node, base.output_nr)
         taken = engine.index.bytes_apart(storage, at)
-        region = (0, nbytes) if recipe is not None else _region(layout, nbytes, taken)
+        moved = (0, nbytes) if recipe is not None else region(layout, nbytes, taken)
         entry = Entry(
             tensor,
             site=site,
-            region=region,
+            region=moved,
             base_layout=base_layout,
             at=at,
             living=engine.live_entries,
         )
         candidate = Candidate(
             site=site,
+            block_name=self.block.name,
             block=self.block.index,
             bytes_=nbytes,
             block_input=is_input,
             recompute_flops=None if recipe is None else recipe.flops,
+            kept_bytes=engine.kept_bytes,
         )
         action = engine.plan.choose(candidate)
         if weight is not None and action is not Action.KEEP:
             action = Action.RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
         self._carry_out(action, entry, tensor, base, recipe)
+        if engine.timer is not None:
+            prepare = None if recipe is None else functools.partial(engine.remake_alone, entry, recipe, base)
+            engine.timer.saw(self, entry, candidate, movable=engine.may_move(tensor), prepare=prepare)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
@@ -329,7 +336,7 @@ class BlockRun:
             return
         entry.action, entry.checksum = Action.KEEP, None
         entry.first, entry.last = 0, tensor.untyped_storage().nbytes()  # a part would hold the whole storage too
-        engine.hold(entry, tensor)
+        engine.keep(entry, tensor)
 
     def _narrowed(self, entry: Entry, base: torch.Tensor) -> Expr | None:
         """Store a tensor that was cast up in the type it came from; return how to cast it up again."""
@@ -382,18 +389,3 @@ class BlockRun:
         unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
         self.engine.orders[self.order_key] = tuple(read + unread)
         self.reads = []
-
-
-def _region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
-    """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
-
-    Args:
-        layout: The view.
-        storage_bytes: Size of its storage.
-        taken_bytes: Bytes of other parts that have entries of their own. All parts together stay under half of the
-            storage: many overlapping windows would cross the link more often than the storage does.
-    """
-    first, last = layout.extent()
-    aligned = first % 16 == 0
-    apart = aligned and 2 * (taken_bytes + last - first) < storage_bytes
-    return (first, last) if apart else (0, storage_bytes)

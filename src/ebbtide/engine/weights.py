@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ebbtide.engine.model import ModelWeights, storage_key, storage_keys
 from ebbtide.engine.modules import Running, computes_as_told
-
-if TYPE_CHECKING:
-    from ebbtide.engine.engine import Engine
 
 
 class Weights:
     """Tells a block's weights, their views and their copies from activations.
 
     Args:
-        engine: Knows the model's weights, and which have bytes through the whole forward and backward.
+        model: Knows the model's weights, and which have bytes through the whole forward and backward.
         own: Parameters and buffers of the block whose bytes are there in its forward and in its backward.
     """
 
-    def __init__(self, engine: Engine, own: Iterable[torch.Tensor]) -> None:
-        self._engine = engine
+    def __init__(self, model: ModelWeights, own: Iterable[torch.Tensor]) -> None:
+        self._model = model
         own = list(own)
-        self._own = engine.storage_keys(own)
+        self._own = storage_keys(own)
         self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
-        if engine.weights_move:
-            self._note_nodes([*own, *engine.lasting_weights()])
+        if model.move:
+            self._note_nodes([*own, *model.lasting()])
 
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
         weights = list(weights)
-        self._passing |= self._engine.storage_keys(weights) - self._own
+        self._passing |= storage_keys(weights) - self._own
         self._note_nodes(weights)
 
     def forget(self) -> None:
@@ -42,8 +40,8 @@ class Weights:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is a weight's."""
-        key = self._engine.storage_key(storage)
-        return key in self._own or key in self._passing or self._engine.is_weight(storage)
+        key = storage_key(storage)
+        return key in self._own or key in self._passing or self._model.include(storage)
 
     def include(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, or lies in the storage of one."""
@@ -53,7 +51,7 @@ class Weights:
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward remakes."""
-        return self._engine.lasts(weight) or self._engine.storage_key(weight.untyped_storage()) in self._own
+        return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
 
     def copied(self, tensor: torch.Tensor, running: Running | None) -> torch.Tensor | None:
         """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
@@ -80,7 +78,7 @@ class Weights:
                 weight = same[0]
         if weight is None or self.usable(weight):
             return weight
-        return weight if self._engine.storage_key(weight.untyped_storage()) in self._passing else None
+        return weight if storage_key(weight.untyped_storage()) in self._passing else None
 
     def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:
         for weight in weights:

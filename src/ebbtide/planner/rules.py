@@ -1,4 +1,4 @@
-"""Plans that follow from a policy alone, before anything is measured."""
+"""Plans that follow from a policy alone: ``Auto``'s until its steps are measured, all others for good."""
 
 from __future__ import annotations
 
@@ -90,6 +90,5 @@ def plan_for(policy: Policy) -> Plan:
                 policy,
                 "auto",
                 "by rule: what is cheap is remade (element-wise chains, casts, norms, views: at most "
-                f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded. The planner that measures the machine "
-                f"is not part of this release, so max_slowdown={policy.max_slowdown:g} is a wish, not a bound",
+                f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded",
             )

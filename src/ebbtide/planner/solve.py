@@ -28,8 +28,9 @@ SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.4, 0.0)
 TAILS = (0, 1, 2, 4, 8)
 """Of how many last blocks all that is not remade stays, if there is room: the numbers tried."""
 
-SAME = 1e-3
-"""Steps that differ by less than this part are alike: the one that moves fewer bytes leaves more of the link free."""
+DISTURBANCE = 0.05
+"""Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
+them. What is remade faster than that is not moved."""
 
 HALVINGS = 9
 """Steps of the search for the bytes that stay: to 1/512 of what is saved."""
@@ -93,16 +94,21 @@ def shrink(profile: Profile, max_slowdown: float) -> Solution:
     def too_slow(found: Solution) -> bool:
         return found.predicted.overhead_seconds > slack
 
-    search = _Search(profile)
+    search = _Search(profile, slack)
     least, everything = search.candidate(profile.stubborn_bytes), search.candidate(profile.saved_bytes)
     return search.border(least, everything, too_slow)[1] if too_slow(least) else least
 
 
 class _Search:
-    """Candidates of one profile."""
+    """Candidates of one profile.
 
-    def __init__(self, profile: Profile) -> None:
-        self.profile, self._bound = profile, Bound(profile)
+    Args:
+        profile: The step.
+        slack_seconds: Of candidates that keep the same, those with no more overhead than this come first.
+    """
+
+    def __init__(self, profile: Profile, slack_seconds: float = math.inf) -> None:
+        self.profile, self._bound, self._slack_seconds = profile, Bound(profile), slack_seconds
         self._by_cost = _cheapest_first(profile)
         keep = tuple((Action.KEEP,) * len(block.units) for block in profile.blocks)
         self._everything = simulate(profile, keep)
@@ -119,11 +125,13 @@ class _Search:
     def _best(self, kept_bytes: int, moved_bytes: float, bound_seconds: float) -> Solution:
         """Return the best of a few: first how much is offloaded, then how many of the last blocks stay."""
 
-        grain = SAME * self.profile.step_seconds or 1.0
+        rates = self.profile.rates
+        price = DISTURBANCE * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
 
-        def cost(found: Solution) -> tuple[bool, int, int]:
+        def cost(found: Solution) -> tuple[bool, bool, float]:
             p = found.predicted
-            return p.kept_bytes > kept_bytes, round(p.overhead_seconds / grain), p.offloaded_bytes
+            disturbed = p.overhead_seconds + price * p.offloaded_bytes
+            return p.kept_bytes > kept_bytes, p.overhead_seconds > self._slack_seconds, disturbed
 
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         middle = tails[len(tails) // 2]

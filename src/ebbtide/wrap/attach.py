@@ -127,7 +127,7 @@ class Attachment:
     def _begin_pass(self) -> None:
         self._before = None
         moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
-        self.engine.weights_move = moves
+        self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
 
     def _block_call(
@@ -182,7 +182,7 @@ class Attachment:
 
     def _moment(self, scope: _Scope) -> Moment:
         module = scope.module
-        weights = () if self.engine.weights_move else (*module.parameters(), *module.buffers())
+        weights = () if self.engine.weights.move else (*module.parameters(), *module.buffers())
         return Moment(module, scope.block.name, weights)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
@@ -288,7 +288,7 @@ class _Scope:
         if run is not None:
             self.others.look(run)
             run.enter(name, module)
-            if run.engine.weights_move:
+            if run.engine.weights.move:
                 run.weights.see(weights_of(module))
 
     def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:

@@ -94,7 +94,6 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"activation_cpu_offload": True, "max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"activation_cpu_offload": True, "memory_budget": "0"}, "memory_budget is '0'"),
         ({"activation_cpu_offload": True, "memory_budget": "-1"}, "memory_budget is '-1'"),
-        ({"activation_cpu_offload": True, "memory_budget": "40GiB"}, "the planner that measures"),
         ({"activation_cpu_offload": True, "policy": "offload", "max_slowdown": 0.1}, "beside policy 'offload'"),
         (
             {"activation_cpu_offload": True, "gradient_checkpointing": True, "policy": "offload"},

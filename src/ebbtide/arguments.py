@@ -1,0 +1,103 @@
+"""What users write for policies, sizes, paths and filters, read and checked before anything is done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from os import PathLike, fspath
+
+import torch
+
+from ebbtide.base.actions import Plan
+from ebbtide.base.checks import check_value
+from ebbtide.base.errors import ConfigError
+from ebbtide.base.units import parse_size
+from ebbtide.config import Auto, Minimal, Options, Policy, policy_named
+from ebbtide.measuring import MeasuredPlan
+from ebbtide.planner import TablePlan, load_plan
+
+
+def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | TablePlan:
+    """Return the policy meant by a policy, its name, a plan, a plan file, or None (``Auto()``).
+
+    Raises:
+        ConfigError: It is none of these, or a plan that is not made yet.
+        DataError: The plan file cannot be read.
+    """
+    if policy is None:
+        return Auto()
+    if isinstance(policy, PathLike) or (isinstance(policy, str) and policy.endswith(".json")):
+        return load_plan(fspath(policy))
+    if isinstance(policy, str):
+        return policy_named(policy)
+    if isinstance(policy, MeasuredPlan):
+        return policy.made()
+    if isinstance(policy, (Policy, TablePlan)):
+        return policy  # pyright: ignore[reportReturnType]
+    raise ConfigError(
+        f"policy is {policy!r:.80}",
+        expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan that was made or saved",
+        hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
+    )
+
+
+def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | TablePlan:
+    """Return the policy that ``enable_ckpt`` and ``policy`` mean together."""
+    check_value("enable_ckpt", enable_ckpt, bool)
+    if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
+        raise ConfigError(
+            f"enable_ckpt=True and policy={policy!r}",
+            expected="one of the two",
+            hint="enable_ckpt means policy=Minimal()",
+        )
+    return Minimal() if enable_ckpt else policy_of(policy)
+
+
+def check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:
+    """Refuse what cannot choose blocks or tensors, before a forward would meet it."""
+    paths = [blocks] if isinstance(blocks, str) else blocks
+    if paths is not None and not (
+        isinstance(paths, Sequence) and len(paths) > 0 and all(isinstance(path, str) for path in paths)
+    ):
+        raise ConfigError(
+            f"blocks is {blocks!r:.80}",
+            expected="a list of paths from model.named_modules(), as text",
+            hint="such as blocks=['encoder', 'decoder.*']; leave it out to find them by structure",
+        )
+    for name, function in filters.items():
+        if function is not None and not callable(function):
+            raise ConfigError(
+                f"{name} is {function!r:.80}",
+                expected="a function of a tensor that returns true or false",
+                hint=f"such as {name}=lambda t: t.numel() > 1000",
+            )
+
+
+def options_of(
+    target: str,
+    min_bytes: int | str,
+    window: int | str | None,
+    disk_path: str | PathLike[str] | None,
+    verify: bool,
+    host_budget: int | str | None = None,
+) -> Options:
+    """Read what users write for sizes and paths into options."""
+    return Options(
+        target=target,  # pyright: ignore[reportArgumentType]
+        min_bytes=_size_or_zero(min_bytes),
+        window_bytes=None if window is None else parse_size(window, name="window"),
+        host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
+        disk_path=None if disk_path is None else path_of("disk_path", disk_path),
+        verify=verify,
+    )
+
+
+def _size_or_zero(min_bytes: int | str) -> int:
+    number = str(min_bytes).strip()
+    return int(number) if re.fullmatch(r"-?\d+", number) else parse_size(min_bytes, name="min_bytes")
+
+
+def path_of(name: str, path: str | PathLike[str]) -> str:
+    if not isinstance(path, (str, PathLike)) or not str(path).strip():
+        raise ConfigError(f"{name} is {path!r:.80}", expected="a path", hint=f"such as {name}='some/folder'")
+    return str(path)

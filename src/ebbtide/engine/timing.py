@@ -1,0 +1,304 @@
+"""A measured step: how long each block takes, what it saves, and what remaking that costs.
+
+[Note: a measured step]
+Events cut one step into stretches, one after the other: a block's forward begins or ends, a block shows in backward,
+the backward ends. A stretch belongs to the block that began it; what lies between two blocks belongs to the one before;
+what lies between the last forward and the first backward is the turn-around; what lies between the end of the backward
+and the next pass is the tail. Blocks of other graphs, which may come in between, end a stretch like any other and are
+not counted. Each kind of saved tensor that can be remade is remade right after it was saved, from operands that are
+there, and timed: what an operand costs is the operand's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.store.meter import Meter, Moment
+
+if TYPE_CHECKING:
+    from ebbtide.engine.run import BlockRun, Pass
+    from ebbtide.engine.tickets import Entry
+
+Edges = tuple[Moment, Moment]
+Prepare = Callable[[], Callable[[], object] | None]
+
+GROWTH = 1.1
+"""A pass that saves this many times the bytes of those that were measured is measured too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedUnit:
+    """One storage that a block saved.
+
+    Attributes:
+        site: Where it was saved.
+        nbytes: Its size in bytes.
+        block_input: It came into the block from outside.
+        movable: The user's filters let it be offloaded.
+        action: What was done with it in the measured step.
+        remake_seconds: Time of making it again; None if that cannot be done.
+    """
+
+    site: Site
+    nbytes: int
+    block_input: bool
+    movable: bool
+    action: Action
+    remake_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedBlock:
+    """One executed block.
+
+    Attributes:
+        name: Path of the module in the model.
+        kind: Its class.
+        units: What it saved, in that order.
+        forward_seconds: From the start of its forward to what follows, without waits for copies.
+        backward_seconds: The same of its backward; remakes included.
+        forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
+        backward_peak_bytes: The same of its backward.
+    """
+
+    name: str
+    kind: str
+    units: tuple[TimedUnit, ...]
+    forward_seconds: float
+    backward_seconds: float
+    forward_peak_bytes: int | None
+    backward_peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One measured step.
+
+    Attributes:
+        blocks: In the order in which their forwards began.
+        turn_seconds: Between the last forward and the first backward.
+        tail_seconds: From the end of the backward to the first block of the next pass.
+        turn_peak_bytes: Most memory in the former; None if not asked for, or not known.
+    """
+
+    blocks: tuple[TimedBlock, ...]
+    turn_seconds: float
+    tail_seconds: float
+    turn_peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class _Stretches:
+    """Pieces of time that belong together, and the most memory in them."""
+
+    pieces: list[Edges] = field(default_factory=list[Edges])
+    peak_bytes: int | None = None
+
+    def add(self, pieces: list[Edges], peak_bytes: int | None) -> None:
+        self.pieces += pieces
+        if peak_bytes is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
+
+    def seconds(self, meter: Meter) -> float:
+        return sum(meter.seconds(begin, end) for begin, end in self.pieces)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Unit:
+    site: Site
+    nbytes: int
+    block_input: bool
+    movable: bool
+    action: Action
+    remake: Edges | None
+
+
+@dataclass(slots=True)
+class _Block:
+    name: str
+    kind: str
+    forward: _Stretches = field(default_factory=_Stretches)
+    backward: _Stretches = field(default_factory=_Stretches)
+    units: list[_Unit] = field(default_factory=list[_Unit])
+    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing remakes
+
+
+class _Pass:
+    """What is known so far of the pass that is measured."""
+
+    def __init__(self, measured: Pass, waited: dict[str, float]) -> None:
+        self.measured, self.waited = weakref.ref(measured), waited
+        self.blocks: list[_Block] = []
+        self.by_run: weakref.WeakKeyDictionary[BlockRun, _Block] = weakref.WeakKeyDictionary()
+        self.between = _Stretches()  # since the latest forward ended
+        self.tail: _Stretches | None = None
+        self.turned = False
+        self.remakes: dict[tuple[Site, int], Edges | None] = {}
+
+
+class StepTimer:
+    """Measures one pass after another while it is wanted. See [Note: a measured step].
+
+    Args:
+        meter: Tells moments and memory.
+        done: Told of each measured step, when the first block of the next pass begins. Returns whether another step is
+            to be measured.
+        waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them.
+        memory: Whether memory is measured too.
+    """
+
+    def __init__(
+        self,
+        meter: Meter,
+        done: Callable[[TimedStep], bool],
+        *,
+        waited: Callable[[], Mapping[str, float]],
+        memory: bool,
+    ) -> None:
+        self._meter, self._done, self._waited, self._memory = meter, done, waited, memory
+        self._wanted, self._largest_bytes = False, 0
+        self._pass: _Pass | None = None
+        self._where: torch.device | None = None
+        self._open: tuple[_Stretches, Moment] | None = None
+
+    def want(self) -> None:
+        """Measure from the next pass on."""
+        self._wanted = True
+
+    # What the engine tells
+
+    def pass_ends(self, saved_bytes: int) -> None:
+        """A forward is over. One that saved clearly more than all that were measured is worth another measurement.
+
+        Args:
+            saved_bytes: What its blocks saved.
+        """
+        if self._wanted:
+            self._largest_bytes = max(self._largest_bytes, saved_bytes)
+        elif saved_bytes > GROWTH * self._largest_bytes:
+            self._wanted = True
+
+    def block_begins(self, run: BlockRun) -> None:
+        """A block's forward begins."""
+        if not self._wanted:
+            return
+        self._where = run.where or self._where
+        if self._pass is not None and self._pass.tail is not None:
+            self._cut(None)
+            self._finish(self._pass)
+            if not self._wanted:
+                return
+        if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
+            self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
+        now = self._pass
+        if run.pass_ is not now.measured() or now.turned:
+            self._cut(None)
+            return
+        block = _Block(run.block.name, run.block.kind)
+        self._cut(block.forward)
+        if now.blocks:
+            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes)
+        now.between = _Stretches()
+        now.blocks.append(block)
+        now.by_run[run] = block
+
+    def block_ends(self, run: BlockRun) -> None:
+        """A block's forward is over."""
+        if self._pass is not None and run in self._pass.by_run:
+            self._cut(self._pass.between)
+
+    def backward_begins(self, run: BlockRun) -> None:
+        """A block shows in backward."""
+        if self._pass is not None:
+            block = self._pass.by_run.get(run)
+            self._pass.turned = self._pass.turned or block is not None
+            self._cut(None if block is None else block.backward)
+
+    def backward_ends(self) -> None:
+        """A backward is over."""
+        if self._pass is not None and self._pass.turned and self._pass.tail is None:
+            self._pass.tail = _Stretches()
+            self._cut(self._pass.tail)
+
+    def saw(self, run: BlockRun, entry: Entry, unit: Candidate, *, movable: bool, prepare: Prepare | None) -> None:
+        """A block saved a storage.
+
+        Args:
+            run: The block.
+            entry: The storage's.
+            unit: What the plan was told about it.
+            movable: The user's filters let it be offloaded.
+            prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
+        """
+        block = None if self._pass is None else self._pass.by_run.get(run)
+        if self._pass is None or block is None:
+            return
+        key, remakes = (unit.site, unit.bytes_), self._pass.remakes
+        if prepare is not None and key not in remakes:
+            began = self._meter.moment(run.where or self._where)
+            remake = prepare()
+            remakes[key] = None if remake is None else self._time(remake, run.where or self._where)
+            block.aside.append((began, self._meter.moment(run.where or self._where)))
+        block.units.append(
+            _Unit(
+                site=unit.site, nbytes=unit.bytes_, block_input=unit.block_input, movable=movable, action=entry.action,
+                remake=None if prepare is None else remakes[key],
+            )
+        )  # fmt: skip
+
+    # Inside
+
+    def _time(self, remake: Callable[[], object], where: torch.device | None) -> Edges:
+        remake()  # warms up
+        began = self._meter.moment(where)
+        remake()
+        return began, self._meter.moment(where)
+
+    def _cut(self, then: _Stretches | None) -> None:
+        """End the stretch that is open, and begin one of ``then``."""
+        now = self._meter.moment(self._where)
+        peak = self._meter.take_peak_bytes(self._where) if self._memory else None
+        if self._open is not None:
+            stretches, began = self._open
+            stretches.add([(began, now)], peak)
+        self._open = None if then is None else (then, now)
+
+    def _finish(self, found: _Pass) -> None:
+        meter, waited = self._meter, self._waited()
+
+        def own(stretches: _Stretches, where: str, aside: list[Edges]) -> float:
+            stall = waited.get(where, 0.0) - found.waited.get(where, 0.0)
+            return max(stretches.seconds(meter) - stall - sum(meter.seconds(*edges) for edges in aside), 0.0)
+
+        blocks = tuple(
+            TimedBlock(
+                name=block.name,
+                kind=block.kind,
+                units=tuple(
+                    TimedUnit(
+                        site=u.site, nbytes=u.nbytes, block_input=u.block_input, movable=u.movable, action=u.action,
+                        remake_seconds=None if u.remake is None else meter.seconds(*u.remake),
+                    )
+                    for u in block.units
+                ),
+                forward_seconds=own(block.forward, f"forward {block.name}", block.aside),
+                backward_seconds=own(block.backward, f"backward {block.name}", []),
+                forward_peak_bytes=block.forward.peak_bytes,
+                backward_peak_bytes=block.backward.peak_bytes,
+            )
+            for block in found.blocks
+        )  # fmt: skip
+        step = TimedStep(
+            blocks=blocks,
+            turn_seconds=found.between.seconds(meter),
+            tail_seconds=0.0 if found.tail is None else found.tail.seconds(meter),
+            turn_peak_bytes=found.between.peak_bytes,
+        )
+        self._pass = self._open = None
+        self._wanted = self._done(step)

@@ -1,0 +1,198 @@
+"""A measured step: which stretch of time belongs to which block, on a clock that the test turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.timing import StepTimer, TimedStep
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A meter whose time and memory are what the test sets."""
+
+    def __init__(self) -> None:
+        self.now, self.peak = 0.0, 0
+
+    def moment(self, where: torch.device | None) -> float:
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def take_peak_bytes(self, where: torch.device | None = None) -> int:
+        peak, self.peak = self.peak, 0
+        return peak
+
+
+class Scene:
+    """A timer on a clock, and passes whose blocks take the time that they are told to."""
+
+    def __init__(self, *, more: bool = False, memory: bool = False) -> None:
+        self.clock, self.found, self.waits = Clock(), list[TimedStep](), dict[str, float]()
+        self.timer = StepTimer(
+            self.clock, lambda step: self.found.append(step) or more, waited=lambda: self.waits, memory=memory
+        )
+        self.timer.want()
+
+    def spend(self, seconds: float, peak: int = 0) -> None:
+        self.clock.now += seconds
+        self.clock.peak = max(self.clock.peak, peak)
+
+    def forward(self, pass_: Any, *names: str, seconds: float = 1.0, between: float = 0.25, peak: int = 0) -> list[Any]:
+        runs: list[Any] = []
+        for name in names:
+            run: Any = Run(pass_, name)
+            self.timer.block_begins(run)
+            self.spend(seconds, peak)
+            self.timer.block_ends(run)
+            self.spend(between)
+            runs.append(run)
+        return runs
+
+    def backward(self, runs: list[Any], *, seconds: float = 2.0, peak: int = 0) -> None:
+        for run in reversed(runs):
+            self.timer.backward_begins(run)
+            self.spend(seconds, peak)
+        self.timer.backward_ends()
+
+
+class Pass:
+    """Stands where the engine's pass stands: weakly referenced."""
+
+
+class Run:
+    """Stands where a run of a block stands."""
+
+    def __init__(self, pass_: Any, name: str) -> None:
+        self.pass_, self.where = pass_, CPU
+        self.block = SimpleNamespace(name=name, kind="Layer")
+
+
+def unit(nbytes: int = 8, name: str = "a") -> Candidate:
+    site = Site("Layer", name, "Node", 0)
+    return Candidate(site=site, block_name="x", block=0, bytes_=nbytes, block_input=False, recompute_flops=None)
+
+
+def entry(action: Action = Action.OFFLOAD) -> Any:
+    return SimpleNamespace(action=action)
+
+
+def test_every_second_of_a_step_belongs_to_one_stretch() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "b")
+    scene.spend(3.0)  # the head and the loss, after the quarter of a second that follows each block
+    scene.backward(runs)
+    scene.spend(5.0)  # the optimizer
+    scene.forward(Pass(), "a", "b")
+    (step,) = scene.found
+    assert [block.name for block in step.blocks] == ["a", "b"]
+    assert [block.forward_seconds for block in step.blocks] == [1.25, 1.0]
+    assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
+    assert (step.turn_seconds, step.tail_seconds) == (3.25, 5.0)
+    assert step.turn_peak_bytes is None
+
+
+def test_waits_for_copies_are_taken_out() -> None:
+    scene, one = Scene(), Pass()
+    scene.waits["forward a"] = 100.0  # of earlier steps
+    runs = scene.forward(one, "a", "b")
+    scene.waits.update({"forward a": 100.5, "backward b": 0.75})
+    scene.backward(runs)
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [0.75, 1.0]
+    assert [block.backward_seconds for block in step.blocks] == [2.0, 1.25]
+
+
+def test_peaks_are_those_of_their_stretch() -> None:
+    scene, one = Scene(memory=True), Pass()
+    runs = scene.forward(one, "a", "b", peak=10)
+    scene.spend(1.0, peak=30)
+    scene.backward(runs, peak=20)
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_peak_bytes for block in step.blocks] == [10, 10]
+    assert [block.backward_peak_bytes for block in step.blocks] == [20, 20]
+    assert step.turn_peak_bytes == 30
+
+
+def test_blocks_of_other_graphs_count_for_nobody() -> None:
+    scene, one, other = Scene(), Pass(), Pass()
+    runs = scene.forward(one, "a", "b")
+    others = scene.forward(other, "a", "b", seconds=50.0)
+    scene.backward(others, seconds=70.0)
+    scene.backward(runs)
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [1.25, 1.0]
+    assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
+    assert step.turn_seconds == 0.25
+
+
+def test_a_graph_that_was_dropped_is_forgotten() -> None:
+    scene = Scene()
+    scene.forward(Pass(), "a", "b", "c", seconds=9.0)  # no one holds this pass: its graph is gone
+    one = Pass()
+    scene.backward(scene.forward(one, "a"))
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [1.0]
+
+
+def test_it_measures_as_long_as_more_is_wanted() -> None:
+    scene = Scene(more=True)
+    passes = [Pass() for _ in range(4)]
+    for pass_ in passes:
+        scene.backward(scene.forward(pass_, "a"))
+    assert len(scene.found) == 3  # the last one's tail is not over
+
+
+def test_when_enough_was_measured_only_a_larger_pass_is() -> None:
+    scene = Scene()
+    for saved_bytes in (100, 100, 109, 111, 100):
+        pass_ = Pass()
+        runs = scene.forward(pass_, "a")
+        scene.timer.pass_ends(saved_bytes)
+        scene.backward(runs)
+    # The first was measured; 109 is within a tenth; 111 is not, so the next one is measured, which ends with the scene.
+    assert len(scene.found) == 1
+    scene.forward(Pass(), "a")
+    assert len(scene.found) == 2
+
+
+def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
+    scene, one = Scene(), Pass()
+    calls: list[str] = []
+
+    def prepared(seconds: float) -> Callable[[], Callable[[], object]]:
+        def remake() -> None:
+            calls.append("remake")
+            scene.spend(seconds)
+
+        return lambda: remake
+
+    runs: list[Any] = []
+    for name in ("a", "b"):
+        run: Any = Run(one, name)
+        scene.timer.block_begins(run)
+        scene.timer.saw(run, entry(), unit(name="x"), movable=True, prepare=prepared(0.5))
+        scene.timer.saw(run, entry(Action.KEEP), unit(name="y"), movable=False, prepare=None)
+        scene.timer.saw(run, entry(), unit(name="z"), movable=True, prepare=lambda: None)
+        scene.timer.block_ends(run)
+        runs.append(run)
+    scene.backward(runs)
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert calls == ["remake"] * 2  # once to warm up, once timed
+    assert [block.forward_seconds for block in step.blocks] == [0.0, 0.0]  # the remakes were not the block's own
+    for block in step.blocks:
+        assert [u.remake_seconds for u in block.units] == [0.5, None, None]
+        assert [u.movable for u in block.units] == [True, False, True]
+        assert [u.action for u in block.units] == [Action.OFFLOAD, Action.KEEP, Action.OFFLOAD]

@@ -1,0 +1,168 @@
+"""``Auto`` on real models: steps are measured, a plan is made and carried out, and no bit changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import BudgetError
+from ebbtide.measuring import MeasuredPlan
+from ebbtide.planner.table import TablePlan, load_plan
+from tests.helpers.engines import assert_nothing_left, drain
+from tests.helpers.models import build
+from tests.helpers.oracle import differences
+
+STEPS = 5
+"""One warms up, two are measured, the plan is made at the start of the fourth."""
+
+
+def enabled(model: torch.nn.Module, policy: ebbtide.Auto, **options: Any) -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, **options)
+
+
+def table_of(handle: ebbtide.Handle) -> TablePlan:
+    assert isinstance(handle.plan, MeasuredPlan)
+    assert handle.plan.table is not None, "no plan was made"
+    return handle.plan.table
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mlp", "t5"])
+@pytest.mark.parametrize("slowdown", [0.0, 10.0])
+def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: float) -> None:
+    tiny = build(family)
+    plain = tiny.step()
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=slowdown), verify=True) as handle:
+        for _ in range(STEPS):
+            assert not differences(plain, tiny.step())
+        table = table_of(handle)
+        drain()
+        assert_nothing_left(handle._engine)
+        assert not handle._engine.kept_bytes
+    assert table.predicted.overhead_percent <= 100 * slowdown + 1e-6
+
+
+def test_the_plan_is_made_once_and_carried_out() -> None:
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(3):
+            tiny.step()
+        assert isinstance(handle.plan, MeasuredPlan) and handle.plan.table is None
+        by_rule = handle.stats()
+        tiny.step()
+        table, stats = table_of(handle), handle.stats()
+        assert by_rule.unique_bytes == stats.unique_bytes
+        # Wide tensors that were cast up are offloaded in the narrow type, which the table does not know.
+        assert stats.kept_bytes == table.predicted.kept_bytes
+        assert stats.unique_bytes == (
+            table.predicted.kept_bytes + table.predicted.offloaded_bytes + table.predicted.remade_bytes
+        )
+        tiny.step()
+        assert table_of(handle) is table
+
+
+def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(4):
+            tiny.step()
+        profile = handle.plan.profile  # type: ignore[attr-defined]
+        blocks = {block.name for block in profile.blocks}
+        assert blocks == {f"model.layers.{i}" for i in range(len(tiny.block_list()))}
+        prices = [unit.remake_seconds for _, _, unit in profile.units()]
+        assert any(price is not None and price > 0 for price in prices)
+        assert all(block.forward_seconds > 0 and block.backward_seconds > 0 for block in profile.blocks)
+        assert set(table_of(handle).actions) == {
+            (profile.blocks[place].name, unit.site) for place, _, unit in profile.units()
+        }
+
+
+def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -> None:
+    tiny = build("llama")
+    plain = tiny.step()
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(2):
+            one, two = tiny.loss()[0], tiny.loss()[0]  # two forwards before their backwards
+            two.backward()
+            one.backward()
+            tiny.loss()  # dropped
+            with torch.no_grad():
+                tiny.loss()
+        tiny.model.zero_grad()
+        for _ in range(4):
+            assert not differences(plain, tiny.step())
+        count = len(tiny.block_list())
+        profile = handle.plan.profile  # type: ignore[attr-defined]
+        assert len(profile.blocks) == count
+        drain()
+        assert not handle._engine.kept_bytes
+
+
+def test_a_larger_batch_is_measured_anew() -> None:
+    tiny = build("llama")
+    small = {name: value[:1] for name, value in tiny.inputs.items()}
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
+        for _ in range(4):
+            tiny.loss(lambda **inputs: tiny.model(**small))[0].backward()
+        first = table_of(handle)
+        for _ in range(5):
+            tiny.step()
+        second = table_of(handle)
+        total = [p.kept_bytes + p.offloaded_bytes + p.remade_bytes for p in (first.predicted, second.predicted)]
+        assert total[1] > 1.1 * total[0]
+
+
+def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
+    """Between a larger batch and the plan made for it, no more is kept than the old plan said."""
+    tiny = build("llama")
+    small = {name: value[:1] for name, value in tiny.inputs.items()}
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=0.0)) as handle:
+        for _ in range(4):
+            tiny.loss(lambda **inputs: tiny.model(**small))[0].backward()
+        allowed = table_of(handle).predicted.kept_bytes
+        tiny.step()
+        assert handle.stats().kept_bytes <= allowed
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+def test_a_budget_below_what_the_process_needs_is_refused_with_what_would_do() -> None:
+    tiny = build("llama")
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1MiB")) as handle:
+        for _ in range(3):
+            tiny.step()
+        with pytest.raises(BudgetError, match="memory_budget is 1.0 MiB.*at least .*iB"):
+            tiny.step()
+        drain()
+        assert_nothing_left(handle._engine)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+def test_a_budget_that_holds_everything_keeps_everything() -> None:
+    tiny = build("llama")
+    plain = tiny.step()
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+        for _ in range(STEPS):
+            assert not differences(plain, tiny.step())
+        stats = handle.stats()
+        assert stats.kept_bytes == stats.unique_bytes > 0
+        assert set(table_of(handle).actions.values()) == {Action.KEEP}
+
+
+def test_a_plan_file_is_a_policy(tmp_path: Path) -> None:
+    tiny = build("llama")
+    plain = tiny.step()
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(4):
+            tiny.step()
+        handle.plan.save(tmp_path / "plan.json")  # type: ignore[attr-defined]
+        stats = handle.stats()
+    with ebbtide.enable_activation_offloading(
+        tiny.model, policy=load_plan(tmp_path / "plan.json"), min_bytes=0
+    ) as handle:
+        assert not differences(plain, tiny.step())
+        again = handle.stats()
+    assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)

@@ -1,0 +1,135 @@
+"""From measured steps to a plan: what is subtracted, what is calibrated, and when a plan is made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.errors import BudgetError, ConfigError
+from ebbtide.base.events import Bus
+from ebbtide.config import Auto
+from ebbtide.engine.timing import TimedBlock, TimedStep, TimedUnit
+from ebbtide.measuring import MeasuredPlan, profile_of
+from ebbtide.planner.profile import Rates
+from ebbtide.planner.simulate import simulate
+from ebbtide.planner.table import load_plan
+
+MB = 10**6
+RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)
+
+
+def unit(name: str, nbytes: int, action: Action, remake: float | None = None) -> TimedUnit:
+    site = Site("Layer", name, "Node", 0)
+    return TimedUnit(
+        site=site, nbytes=nbytes, block_input=False, movable=True, action=action, remake_seconds=remake
+    )  # fmt: skip
+
+
+def step(
+    *, blocks: int = 4, scale: float = 1.0, nbytes: int = 100 * MB, peak: int | None = None, slower: float = 1.0
+) -> TimedStep:
+    """Return a measured step of blocks that remade half of what they saved and offloaded the other half."""
+    units = (unit("light", nbytes, Action.RECOMPUTE, 0.25), unit("dear", nbytes, Action.OFFLOAD, 30.0))
+    return TimedStep(
+        blocks=tuple(
+            TimedBlock(
+                name=f"layers.{i}", kind="Layer", units=units, forward_seconds=1.0 * scale * slower,
+                backward_seconds=2.25 * scale * slower, forward_peak_bytes=peak, backward_peak_bytes=peak,
+            )
+            for i in range(blocks)
+        ),
+        turn_seconds=0.5, tail_seconds=0.25, turn_peak_bytes=peak,
+    )  # fmt: skip
+
+
+def tier(out_bytes: int = 100 * MB) -> Any:
+    counters = SimpleNamespace(out_bytes=out_bytes, out_seconds=1.0, in_bytes=out_bytes, in_seconds=1.0)
+    return SimpleNamespace(name="disk", counters=counters)
+
+
+def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action:
+    site = Site("Layer", module, "Node", 0)
+    return plan.choose(
+        Candidate(
+            site=site, block_name="layers.1", block=1, bytes_=100 * MB, block_input=False, recompute_flops=flops
+        )
+    )  # fmt: skip
+
+
+def test_remakes_that_the_step_did_are_taken_out_of_its_backward() -> None:
+    profile = profile_of(step(), RATES, None)
+    assert [block.backward_seconds for block in profile.blocks] == [2.0] * 4
+    assert profile.step_seconds == pytest.approx(4 * 3.0 + 0.75)
+
+
+def test_memory_beside_is_what_was_measured_less_what_the_schedule_holds() -> None:
+    measured = step(peak=10**9)
+    profile = profile_of(measured, RATES, None)
+    again = simulate(profile, [[unit.action for unit in block.units] for block in measured.blocks])
+    assert again.peak_bytes == 10**9
+    assert profile.turn_beside_bytes + again.levels_bytes[4] == 10**9
+
+
+def test_without_measured_memory_nothing_is_made_up() -> None:
+    profile = profile_of(step(), RATES, None)
+    assert profile.turn_beside_bytes == 0
+    assert all(block.forward_beside_bytes == block.backward_beside_bytes == 0 for block in profile.blocks)
+
+
+def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:
+    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to remake, as far as FLOP tell
+    assert plan.saw_step(step(scale=9.0))
+    assert plan.saw_step(step())
+    assert plan.saw_step(step(slower=3.0)) is False
+    assert plan.profile is not None and plan.table is not None
+    assert plan.profile.blocks[0].forward_seconds == 1.0
+    assert ask(plan, "light") is Action.RECOMPUTE
+    assert ask(plan, "dear") in {Action.OFFLOAD, Action.KEEP}
+    assert plan.table.predicted.overhead_percent <= 5.0 + 1e-6
+
+
+def test_steps_that_differ_are_not_mixed() -> None:
+    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    plan.saw_step(step())
+    assert plan.saw_step(step(blocks=3))
+    assert plan.saw_step(step(blocks=4))
+    assert plan.saw_step(step(blocks=4)) is False
+    assert plan.profile is not None and len(plan.profile.blocks) == 4
+
+
+def test_a_budget_is_fitted_with_what_is_there_beside() -> None:
+    plan = MeasuredPlan(Auto(memory_budget=1_500 * MB), tier(), 100 * MB, Bus())
+    for _ in range(3):
+        plan.saw_step(step(peak=1_300 * MB))
+    assert plan.table is not None
+    assert plan.table.predicted.peak_bytes <= 1_500 * MB
+    assert plan.table.predicted.kept_bytes > 0
+
+
+def test_a_budget_that_nothing_fits_is_an_error_that_says_what_would() -> None:
+    plan = MeasuredPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
+    plan.saw_step(step(peak=1_300 * MB))
+    plan.saw_step(step(peak=1_300 * MB))
+    with pytest.raises(BudgetError, match=r"memory_budget is .*smallest peak"):
+        plan.saw_step(step(peak=1_300 * MB))
+
+
+def test_it_says_what_it_does_before_and_after(tmp_path: Path) -> None:
+    told: list[str] = []
+    bus = Bus()
+    bus.subscribe(lambda kind, fields: told.append(f"{kind}: {fields['text']}"))
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, bus)
+    assert "after 3 steps" in plan.explain() and "max_slowdown=0.1" in plan.explain()
+    with pytest.raises(ConfigError, match="not made yet"):
+        plan.save(tmp_path / "plan.json")
+    for _ in range(3):
+        plan.saw_step(step())
+    assert "predicted" in plan.explain()
+    plan.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan.table
+    assert told == [f"plan: {plan.explain()}"]
