@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -76,8 +78,8 @@ class Decoder(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, order: Sequence[int] | None = None) -> Tensor:
         x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x, self.shared)
+        for i in range(len(self.layers)) if order is None else order:
+            x = self.layers[i](x, self.shared)
         return self.head(self.norm(x))

@@ -37,7 +37,11 @@ _ROWS = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """One case; names are told by what differs from the defaults."""
+    """One case; names are told by what differs from the defaults.
+
+    ``adapters`` are made ``before`` or ``after`` the model is sharded; ``four`` is the dtype in which 4-bit weights are
+    stored, with ``nested`` scales, and with ``column`` as the checkpoint has them.
+    """
 
     family: str = "qwen3"
     wrapper: str = "fsdp2"
@@ -50,8 +54,11 @@ class Setup:
     replicas: int = 1
     tensor: int = 1
     sharding: str = "FULL_SHARD"
-    adapters: bool = False
+    adapters: str = ""
     optimizer: bool = False
+    four: str = ""
+    nested: bool = False
+    column: bool = False
 
 
 def spelled(setup: Setup) -> str:
@@ -74,10 +81,41 @@ def built(family: str, *, tied: bool = False) -> tuple[Any, dict[str, Any], str]
     return model, batch, blocks
 
 
-def write_checkpoint(folder: Path, family: str, *, tied: bool = False) -> None:
-    """Save a family's model in several files, in bf16, as its library does."""
-    model, _, _ = built(family, tied=tied)
+def write_checkpoint(folder: Path, setup: Setup) -> None:
+    """Save a setup's model in several files, in bf16 or in 4 bits, as its library does."""
+    model, _, _ = built(setup.family, tied=setup.tied)
     model.to(torch.bfloat16).save_pretrained(folder, max_shard_size="40KB")
+    if setup.column:
+        quantised = type(model).from_pretrained(folder, dtype=torch.bfloat16, quantization_config=_four_bit(setup))
+        quantised.save_pretrained(folder / "column", max_shard_size="20KB")
+
+
+def checkpoint_of(setup: Setup) -> Setup:
+    """Return what two setups have in common that read the same checkpoint."""
+    four = (setup.four, setup.nested) if setup.column else ("", False)
+    return Setup(family=setup.family, tied=setup.tied, column=setup.column, four=four[0], nested=four[1])
+
+
+def _four_bit(setup: Setup) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=setup.nested,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=getattr(torch, setup.four),
+    )
+
+
+def _model_on_meta(setup: Setup, dtype: torch.dtype) -> Any:
+    """Build a setup's model on meta, its linear layers in 4 bits if it says so."""
+    model = on_meta(setup.family, dtype, tied=setup.tied)
+    if setup.four:
+        from transformers.integrations import replace_with_bnb_linear
+
+        replace_with_bnb_linear(model, ["lm_head"], _four_bit(setup))
+    return model
 
 
 def on_meta(family: str, dtype: torch.dtype, *, tied: bool = False) -> Any:
@@ -147,10 +185,15 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
     dtype = getattr(torch, setup.dtype) if setup.dtype else torch.bfloat16
     real, batch, blocks = built(setup.family, tied=setup.tied)
     shard = sharder(setup, blocks)
-    meta = on_meta(setup.family, torch.bfloat16, tied=setup.tied)
-    plain = type(real).from_pretrained(folder, dtype=dtype) if _is_host(real) else _plainly(real, folder, dtype)
+    meta = _model_on_meta(setup, torch.bfloat16)
+    if setup.column:
+        folder += "/column"
+    quantised = {"quantization_config": _four_bit(setup)} if setup.four and not setup.column else {}
+    plain = type(real).from_pretrained(folder, dtype=dtype, **quantised)
+    if setup.adapters == "before":
+        meta = _adapted(meta)
     if setup.adapters:
-        meta, plain = _adapted(meta), _adapted(plain)
+        plain = _adapted(plain)
     optimizer = _optimizer(meta) if setup.optimizer else None
     seen: list[tuple[int, int]] = []
     ours = ebbtide.load_sharded(
@@ -162,8 +205,12 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
         optimizer=optimizer,
         progress=lambda done, total: seen.append((done, total)),
     )
-    if setup.adapters:
+    if setup.adapters == "before":
         _copy_adapters(ours, plain)
+    if setup.adapters == "after":
+        ours = _adapted(ours)
+        for layer in ours.get_base_model().get_submodule(blocks):
+            fully_shard([m for n, m in layer.named_modules() if n.split(".")[-2:-1] in (["lora_A"], ["lora_B"])])
     plain = shard(plain)
     ours.train(), plain.train()
     batch = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
@@ -198,13 +245,10 @@ def _is_host(model: nn.Module) -> bool:
     return hasattr(type(model), "base_model_prefix")
 
 
-def _plainly(real: Any, folder: str, dtype: torch.dtype) -> nn.Module:
-    return type(real).from_pretrained(folder, torch_dtype=dtype)
-
-
 def _adapted(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
+    torch.manual_seed(11)
     return get_peft_model(model, LoraConfig(r=3, target_modules=["q_proj", "down_proj"]))  # type: ignore[arg-type]
 
 
@@ -223,7 +267,7 @@ def _copy_adapters(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    named = list(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
         {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
         {"params": [p for n, p in named if "norm" not in n]},
@@ -262,6 +306,9 @@ def _locals(model: nn.Module) -> dict[str, Tensor]:
     )
     for name, tensor in tensors:
         found[name] = getattr(tensor, "_local_tensor", tensor).detach()
+    for name, module in model.named_modules():
+        if (state := getattr(module, "quant_state", None)) is not None:
+            found |= {f"{name}.{kind}": value for kind, value in state.as_dict(packed=True).items()}
     return found
 
 
@@ -269,14 +316,20 @@ def _differences(ours: nn.Module, plain: nn.Module) -> list[str]:
     one, two = _locals(ours), _locals(plain)
     if one.keys() != two.keys():
         return [f"names {one.keys() ^ two.keys()}"]
-    return [n for n in one if one[n].dtype != two[n].dtype or not torch.equal(one[n], two[n])]
+    return [n for n in one if not _same(one[n], two[n])]
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Compare bits: packed numbers in a floating-point dtype may be no numbers."""
+    if (one.dtype, one.shape) != (two.dtype, two.shape):
+        return False
+    return torch.equal(one.reshape(-1).contiguous().view(torch.uint8), two.reshape(-1).contiguous().view(torch.uint8))
 
 
 def save(setup: Setup, folder: str, out: str) -> int:
     """Load in this rank, save with the others; return the bytes of this rank's part."""
     _, _, blocks = built(setup.family, tied=setup.tied)
-    meta = on_meta(setup.family, torch.bfloat16, tied=setup.tied)
-    model = ebbtide.load_sharded(meta, folder, shard=sharder(setup, blocks))
+    model = ebbtide.load_sharded(_model_on_meta(setup, torch.bfloat16), folder, shard=sharder(setup, blocks))
     ebbtide.save_sharded(model, out, max_file_bytes=30_000)
     return sum(p.numel() for p in _locals(model).values())
 

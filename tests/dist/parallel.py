@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.dist.schedules import Order, job_of
 from tests.dist.trial import Enable, Findings, Job, Record, compare, note_step, randomise
 
 WIDTH, HEAD, INNER, VOCABULARY, SEQUENCE = 32, 8, 64, 64, 12
@@ -36,12 +38,14 @@ class Setup:
         shard: FSDP2 over the ranks that the style leaves.
         checkpointed: Every block is checkpointed, from the outside.
         mixed: FSDP2's bfloat16 parameters.
+        schedule: A name of ``SCHEDULES``.
     """
 
     style: str = "tensor"
     shard: bool = False
     checkpointed: bool = False
     mixed: bool = False
+    schedule: str = "one"
 
 
 class Attention(nn.Module):
@@ -85,9 +89,9 @@ class Decoder(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.checkpointed = checkpointed
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, order: Sequence[int] | None = None) -> Tensor:
         x = self.embed(ids)
-        for layer in self.layers:
+        for layer in self.layers if order is None else [self.layers[i] for i in order]:
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.head(self.norm(x))
 
@@ -98,30 +102,39 @@ def compare_setup(setup: Setup, policies: tuple[str, ...]) -> dict[str, Findings
 
 
 def _job(setup: Setup, enable: Enable) -> Job:
-    model = Decoder(checkpointed=setup.checkpointed)
-    whole = randomise(model)
     world = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("shard", "tensor"))
-    _parallelise(model, setup.style, mesh["tensor"])
-    if setup.shard:
-        dtype = torch.bfloat16 if setup.mixed else None
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["shard"], mp_policy=policy)
-        fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
-    enable(model, strategy="fsdp2" if setup.shard else "single")
-    return Job(model=model, step=partial(_step, setup, model, mesh["shard"].get_local_rank()), whole=whole)
+
+    def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        model = Decoder(checkpointed=setup.checkpointed)
+        whole = randomise(model)
+        _parallelise(model, setup.style, mesh["tensor"])
+        if setup.shard:
+            dtype = torch.bfloat16 if setup.mixed else None
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
+            for layer in model.layers:
+                fully_shard(layer, mesh=mesh["shard"], mp_policy=policy)
+            fully_shard(model, mesh=mesh["shard"], mp_policy=policy)
+        enable(model, strategy="fsdp2" if setup.shard else "single")
+        return model, whole
+
+    if setup.style == "loss":  # its backward belongs into a context
+        model, whole = make()
+        return Job(model=model, step=partial(_step_of_split_loss, model), whole=whole)
+    return job_of(setup.schedule, make, partial(_loss, mesh["shard"].get_local_rank()))
 
 
-def _step(setup: Setup, model: nn.Module, replica: int, step: int, record: Record) -> None:
+def _loss(replica: int, model: nn.Module, number: int, order: Order) -> Tensor:
     # Ranks that share a layer see the same batch.
-    ids = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(10 * step + replica))
-    if setup.style == "loss":
-        with loss_parallel():
-            value = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
-            value.backward()
-    else:
-        value = nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+    ids = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(100 * number + replica))
+    logits = model(ids) if order is None else model(ids, order)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+def _step_of_split_loss(model: nn.Module, step: int, record: Record) -> None:
+    ids = torch.randint(VOCABULARY, (2, SEQUENCE), generator=torch.Generator().manual_seed(step))
+    with loss_parallel():
+        value = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
         value.backward()
     note_step(record, str(step), model, value)
 

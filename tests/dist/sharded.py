@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import pairwise
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -25,10 +22,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.dist.decoder import VOCABULARY, Decoder, Expert
-from tests.dist.trial import POLICIES, Enable, Findings, Job, Record, compare, note_step, randomise
+from tests.dist.schedules import SCHEDULES, Order, job_of
+from tests.dist.trial import POLICIES, Enable, Findings, Job, compare, randomise
 from tests.helpers.models import Mlp, Tiny, build
-
-Loss = Callable[[nn.Module, int], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,7 @@ class Setup:
         wrapper: ``"fsdp2"``, ``"fsdp"``, ``"ddp"`` or ``"single"``.
         units: FSDP2 units: ``"blocks"``; ``"nested"``: blocks and parts of them; ``"parts"``: parts of blocks only;
             ``"experts"``: blocks and single experts; ``"together"``: all blocks in one unit; ``"norm and head"``:
-            blocks, and a unit of two modules.
+            blocks, and a unit of two modules; ``"root"``: the model is the one unit (FSDP1 too).
         reshard: ``reshard_after_forward``.
         mixed: bfloat16 parameters in forward and backward (FSDP2's policy), or ``"autocast"``.
         frozen: Part of the weights takes no gradient.
@@ -49,7 +45,7 @@ class Setup:
         host: FSDP2's ``CPUOffloadPolicy``.
         prefetch: FSDP2 is told which units to gather next.
         replicas: Copies of the shards (hybrid sharding): FSDP2 and FSDP1.
-        accumulate: Microbatches a step; gradients are reduced in the last one only.
+        schedule: A name of ``SCHEDULES``.
         early: Offloading is enabled before the model is wrapped.
         flat: FSDP1 with ``use_orig_params=False``.
         sharding: FSDP1's strategy.
@@ -68,7 +64,7 @@ class Setup:
     host: bool = False
     prefetch: bool = False
     replicas: int = 1
-    accumulate: int = 1
+    schedule: str = "one"
     early: bool = False
     flat: bool = False
     sharding: str = "FULL_SHARD"
@@ -78,40 +74,42 @@ class Setup:
 
 def compare_setup(setup: Setup, policies: tuple[str, ...] = POLICIES) -> dict[str, Findings]:
     """Train plainly, then with each policy; return the findings of each."""
-    return compare(partial(_job, setup), policies)
+    return compare(partial(make_job, setup), policies)
 
 
-def _job(setup: Setup, enable: Enable) -> Job:
-    model, blocks, loss = _build(setup)
-    whole = randomise(model)
-    # Some are found by structure, some are named.
-    options: dict[str, Any] = {"strategy": "auto", "blocks": None if setup.model == "decoder" else blocks}
-    if setup.early:
-        enable(model, **options)
-    wrapped = _wrap(model, setup, blocks)
-    if not setup.early:
-        enable(wrapped, **options | {"strategy": setup.wrapper})
-    return Job(model=wrapped, step=partial(_step, setup, wrapped, loss), whole=whole)
+def make_job(setup: Setup, enable: Enable) -> Job:
+    """Build, wrap and enable what a setup says."""
+
+    def make() -> tuple[nn.Module, dict[str, Tensor]]:
+        model, blocks = _build(setup)
+        whole = randomise(model)
+        # Some are found by structure, some are named.
+        options: dict[str, Any] = {"strategy": "auto", "blocks": None if setup.model == "decoder" else blocks}
+        if setup.early:
+            enable(model, **options)
+        wrapped = _wrap(model, setup, blocks)
+        if not setup.early:
+            enable(wrapped, **options | {"strategy": setup.wrapper})
+        return wrapped, whole
+
+    return job_of(setup.schedule, make, partial(_loss, setup))
 
 
-def _step(setup: Setup, model: nn.Module, loss: Loss, step: int, record: Record) -> None:
-    for micro in range(setup.accumulate):
-        last = micro == setup.accumulate - 1
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(last)
-        no_sync = getattr(model, "no_sync", contextlib.nullcontext)
-        with contextlib.nullcontext() if last else no_sync():
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.mixed == "autocast"):
-                value = loss(model, step * setup.accumulate + micro)
-            value.backward()
-        note_step(record, f"{step}.{micro}", model, value)
+def _loss(setup: Setup, model: nn.Module, number: int, order: Order) -> Tensor:
+    rank = torch.distributed.get_rank()
+    ids = torch.randint(VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(100 * number + rank))
+    with torch.autocast("cpu", torch.bfloat16, enabled=setup.mixed == "autocast"):
+        if setup.model != "decoder":
+            return model(input_ids=ids, labels=ids).loss
+        logits = model(ids) if order is None else model(ids, order)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
 # Models
 
 
-def _build(setup: Setup) -> tuple[nn.Module, list[str], Loss]:
-    """Return the model, the paths of its blocks, and what computes the loss of a microbatch."""
+def _build(setup: Setup) -> tuple[nn.Module, list[str]]:
+    """Return the model and the paths of its blocks."""
     if setup.model == "decoder":
         model: nn.Module = Decoder(tied=setup.tied)
         names = [f"layers.{i}" for i in range(2)]
@@ -126,14 +124,7 @@ def _build(setup: Setup) -> tuple[nn.Module, list[str], Loss]:
         for k, p in model.named_parameters():
             p.requires_grad_(not ("attention" in k or "self_attn" in k or "norm" in k))
 
-    def loss(wrapped: nn.Module, number: int) -> Tensor:
-        rank = torch.distributed.get_rank()
-        ids = torch.randint(VOCABULARY, (2, 10), generator=torch.Generator().manual_seed(100 * number + rank))
-        if setup.model != "decoder":
-            return wrapped(input_ids=ids, labels=ids).loss
-        return nn.functional.cross_entropy(wrapped(ids).flatten(0, 1).float(), ids.flatten())
-
-    return model, names, loss
+    return model, names
 
 
 def _adapt(model: nn.Module) -> None:
@@ -158,7 +149,7 @@ def _wrap(model: nn.Module, setup: Setup, blocks: list[str]) -> nn.Module:
         case "fsdp":
             return FullyShardedDataParallel(
                 model,
-                auto_wrap_policy=ModuleWrapPolicy({type(layer) for layer in layers} | {Mlp, Expert}),
+                auto_wrap_policy=None if setup.units == "root" else ModuleWrapPolicy({type(layers[0]), Mlp, Expert}),
                 use_orig_params=not setup.flat,
                 device_id=torch.device("cpu"),
                 sharding_strategy=ShardingStrategy[setup.sharding],
@@ -179,7 +170,7 @@ def _shard(model: nn.Module, setup: Setup, layers: list[nn.Module], mesh: Any) -
     for layer in layers:
         for part in _parts(layer, setup.units):
             fully_shard(part, **options)
-        if setup.units not in ("parts", "together"):
+        if setup.units not in ("parts", "together", "root"):
             fully_shard(layer, **options)
     if setup.units == "together":
         fully_shard(layers, **options)
@@ -215,59 +206,91 @@ NESTED, PARTS = Setup(units="nested"), Setup(units="parts")
 FSDP, DDP = Setup(wrapper="fsdp"), Setup(wrapper="ddp")
 
 USUAL = (
-    Setup(),
     PARTS,
-    NESTED,
-    Setup(units="norm and head", reshard=False),
     replace(NESTED, mixed="autocast", frozen=True),
-    replace(NESTED, early=True, accumulate=2, frozen=True),
-    replace(PARTS, accumulate=2, reshard=False, mixed=True),
-    Setup(host=True, tied=True),
-    Setup(lora=True),
-    replace(NESTED, prefetch=True, accumulate=2),
+    replace(NESTED, early=True, schedule="accumulated", frozen=True),
+    replace(PARTS, schedule="accumulated", reshard=False, mixed=True),
+    replace(NESTED, prefetch=True, schedule="accumulated"),
     replace(NESTED, model="qwen3", mixed=True),
-    replace(FSDP, flat=True),
     replace(FSDP, sharding="SHARD_GRAD_OP", tied=True),
-    replace(DDP, accumulate=2, ddp=("gradient_as_bucket_view",)),
+    replace(DDP, schedule="accumulated", ddp=("gradient_as_bucket_view",)),
     replace(DDP, ddp=("static_graph",)),
     replace(DDP, ddp=("find_unused_parameters",), unused=True),
 )
-"""On two ranks, in every run of the tests."""
+"""Combinations, on two ranks, in every run of the tests."""
 
 FURTHER = (
-    Setup(wrapper="single"),
-    Setup(reshard=False),
     Setup(units="experts"),
     Setup(units="together", frozen=True),
     replace(NESTED, reshard=False),
     replace(NESTED, mixed=True),
     replace(NESTED, frozen=True),
-    replace(NESTED, accumulate=2),
     replace(NESTED, early=True),
+    Setup(units="root", early=True),
+    replace(FSDP, units="root", early=True),
+    replace(FSDP, units="root", flat=True, early=True),
     replace(NESTED, lora=True, mixed=True),
     replace(NESTED, host=True, mixed=True),
     replace(NESTED, tied=True, mixed="autocast"),
     replace(NESTED, unused=True),
     replace(PARTS, model="qwen3", mixed=True),
     replace(NESTED, model="qwen3", lora=True),
-    FSDP,
-    replace(FSDP, accumulate=2, flat=True),
     replace(FSDP, frozen=True),
     replace(FSDP, sharding="NO_SHARD"),
     replace(FSDP, sharding="NO_SHARD", flat=True),
     replace(FSDP, flat=True, mixed="autocast"),
     replace(FSDP, sharding="SHARD_GRAD_OP", flat=True),
     replace(FSDP, early=True, mixed="autocast"),
-    replace(DDP, accumulate=2),
     replace(DDP, ddp=("static_graph", "gradient_as_bucket_view")),
-    replace(DDP, ddp=("find_unused_parameters",), unused=True, accumulate=2, tied=True),
+    replace(DDP, ddp=("find_unused_parameters",), unused=True, schedule="accumulated", tied=True),
+    replace(DDP, ddp=("find_unused_parameters",), schedule="skipped and repeated"),
     replace(DDP, lora=True, mixed="autocast"),
     replace(DDP, early=True, frozen=True),
 )
 """On two ranks, with the slow tests."""
 
+STRATEGIES = (
+    Setup(wrapper="single"),
+    Setup(),
+    Setup(reshard=False),
+    Setup(units="root"),
+    NESTED,
+    Setup(units="norm and head", reshard=False, mixed=True),
+    Setup(host=True, tied=True),
+    Setup(frozen=True),
+    Setup(lora=True),
+    Setup(model="qwen3", mixed=True),
+    FSDP,
+    replace(FSDP, flat=True),
+    replace(FSDP, units="root"),
+    DDP,
+)
+"""Every way to wrap and to hold weights once: each is tried with every schedule."""
+
+
+def refused_by_torch(setup: Setup) -> bool:
+    """Whether plain training cannot follow the schedule: what then comes of it is no case."""
+    wrapper, schedule = setup.wrapper, setup.schedule
+    return (
+        # FSDP1 takes the last forward's weights for those of all; with original parameters it needs one backward each.
+        (wrapper == "fsdp" and schedule == "forwards, then backwards")
+        or (setup == replace(FSDP, schedule="several forwards"))
+        # Weights that are in no graph.
+        or (schedule == "skipped and repeated" and (wrapper == "ddp" or setup.flat))
+        # Its blocks are run by the model alone.
+        or (schedule == "skipped and repeated" and setup.model != "decoder")
+    )
+
+
+PRODUCT = tuple(
+    setup
+    for strategy in STRATEGIES
+    for schedule in SCHEDULES
+    if not refused_by_torch(setup := replace(strategy, schedule=schedule))
+)
+
 ON_FOUR = (
     Setup(replicas=2, units="nested"),
-    Setup(replicas=2, units="parts", mixed=True, accumulate=2),
+    Setup(replicas=2, units="parts", mixed=True, schedule="accumulated"),
     Setup(wrapper="fsdp", replicas=2, sharding="HYBRID_SHARD", flat=True),
 )

@@ -17,7 +17,8 @@ OFTEN = {spelled(s) for s in USUAL}
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     """Every case that was asked for, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    cases = {name: (compare_setup, (SETUPS[name], POLICIES.get(SETUPS[name].how, MOVING))) for name in wanted}
+    policies = MOVING if len(wanted) <= len(OFTEN) else ("keep", "inputs", *MOVING)
+    cases = {name: (compare_setup, (SETUPS[name], POLICIES.get(SETUPS[name].how, policies))) for name in wanted}
     return run_cases(cases, 2, timeout_seconds=90.0)
 
 

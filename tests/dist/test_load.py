@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist.loading import Setup, compare, spelled, write_checkpoint
+from tests.dist.loading import Setup, checkpoint_of, compare, spelled, write_checkpoint
 from tests.helpers.spawn import CaseResult, run_cases
 
 FSDP = Setup(wrapper="fsdp")
@@ -19,7 +19,11 @@ USUAL = (
     (2, Setup(wrapper="tp", tensor=2)),
     (2, Setup(seeing="first", dtype="float32", tied=True)),
     (2, Setup(seeing="state dict")),
-    (2, Setup(adapters=True)),
+    (2, Setup(adapters="before")),
+    (2, Setup(adapters="after")),
+    (2, Setup(four="uint8", adapters="before")),
+    (2, Setup(four="bfloat16", nested=True, adapters="after")),
+    (2, Setup(four="bfloat16", nested=True, column=True, adapters="before")),
     (2, replace(FSDP, flat=True)),
     (2, replace(FSDP, sharding="NO_SHARD", tied=True)),
     (2, Setup(family="qwen3_moe", seeing="first")),
@@ -27,6 +31,7 @@ USUAL = (
     (2, Setup(family="qwen2_5_vl")),
     (2, Setup(family="wan", dtype="float32")),
     (4, Setup(replicas=2)),
+    (4, Setup(replicas=2, four="uint8", adapters="before")),
     (4, Setup(tensor=2)),
     (4, replace(FSDP, replicas=2, sharding="HYBRID_SHARD")),
 )
@@ -37,7 +42,11 @@ FURTHER = (
     (2, Setup(source="broadcast")),
     (2, Setup(seeing="first")),
     (2, Setup(seeing="model")),
-    (2, Setup(adapters=True, seeing="first")),
+    (2, Setup(adapters="before", seeing="first")),
+    (2, Setup(four="uint8", nested=True)),
+    (2, Setup(four="bfloat16", seeing="first", host=True, adapters="before")),
+    (2, Setup(four="uint8", wrapper="single", adapters="before")),
+    (2, Setup(four="uint8", column=True, seeing="first", adapters="after")),
     (2, FSDP),
     (2, replace(FSDP, flat=True, seeing="first")),
     (2, replace(FSDP, sharding="SHARD_GRAD_OP", optimizer=True)),
@@ -63,16 +72,16 @@ def results(
 ) -> Iterator[dict[str, CaseResult]]:
     """Every case that was asked for; one group of processes a world size, one checkpoint a family."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    folders: dict[tuple[str, bool], Path] = {}
+    folders: dict[Setup, Path] = {}
     found: dict[str, CaseResult] = {}
     for world in (2, 4):
         cases = {}
         for name in (n for n in wanted if CASES[n][0] == world):
             setup = CASES[name][1]
-            key = (setup.family, setup.tied)
+            key = checkpoint_of(setup)
             if key not in folders:
                 folders[key] = tmp_path_factory.mktemp("checkpoint")
-                write_checkpoint(folders[key], setup.family, tied=setup.tied)
+                write_checkpoint(folders[key], key)
             cases[name] = (compare, (setup, str(folders[key])))
         found |= run_cases(cases, world, timeout_seconds=90.0) if cases else {}
     yield found

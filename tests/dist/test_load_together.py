@@ -30,11 +30,11 @@ INITIALISED = {"decoder": Setup(), "experts": Setup(family="qwen3_moe"), "convol
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint, one of which a file is cut off, and another one, beside each other."""
     home = tmp_path_factory.mktemp("together")
-    write_checkpoint(home / "model", "qwen3")
+    write_checkpoint(home / "model", Setup())
     shutil.copytree(home / "model", home / "model-cut")
     victim = sorted((home / "model-cut").glob("*.safetensors"))[-1]
     victim.write_bytes(victim.read_bytes()[:-100])
-    write_checkpoint(home / "model-another", "qwen3", tied=True)
+    write_checkpoint(home / "model-another", Setup(tied=True))
     return home / "model"
 
 
@@ -57,7 +57,7 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
 def test_what_is_saved_on_two_ranks_is_loaded_on_four(tmp_path: Path) -> None:
     cases, loads = {}, {}
     for name, setup in SAVED.items():
-        write_checkpoint(tmp_path / name, setup.family, tied=setup.tied)
+        write_checkpoint(tmp_path / name, setup)
         out = tmp_path / f"{name}-saved"
         cases[name] = (save, (setup, str(tmp_path / name), str(out)))
         loads[name] = (compare, (setup, str(out)))

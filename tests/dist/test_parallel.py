@@ -8,13 +8,24 @@ from typing import Any
 import pytest
 
 from tests.dist import parallel, sharded, stages
+from tests.dist.schedules import SCHEDULES
 from tests.dist.trial import MOVING, POLICIES, Findings, check
 from tests.helpers.spawn import CaseResult, run_cases
 
 Compare = Callable[[Any, tuple[str, ...]], dict[str, Findings]]
 
+
+def _schedules() -> dict[str, tuple[Compare, Any]]:
+    """Every style with every schedule."""
+    return {
+        f"{style} parallel, {schedule}": (parallel.compare_setup, parallel.Setup(style=style, schedule=schedule))
+        for style in ("tensor", "dtensor", "sequence")
+        for schedule in SCHEDULES
+    }
+
+
 TWO: dict[str, tuple[Compare, Any]] = {
-    **{f"{s} parallel": (parallel.compare_setup, parallel.Setup(style=s)) for s in ("tensor", "dtensor", "sequence")},
+    **_schedules(),
     "loss parallel": (parallel.compare_setup, parallel.Setup(style="loss")),
     "sequence parallel, checkpointed": (
         parallel.compare_setup,
@@ -38,8 +49,9 @@ FOUR: dict[str, tuple[Compare, Any]] = {
 }
 CASES = TWO | FOUR
 OFTEN = {
-    "dtensor parallel",
-    "sequence parallel",
+    "tensor parallel, raised",
+    "dtensor parallel, several forwards",
+    "sequence parallel, looked at",
     "1F1B",
     "ZBVZeroBubble",
     "sequence parallel and FSDP2",
@@ -49,7 +61,7 @@ OFTEN = {
 
 def _blocks(name: str) -> int:
     # A rank of the interleaved schedules and of the V holds two stages of two blocks.
-    return 4 if "Interleaved" in name or "ZeroBubble" in name else 2
+    return 4 if any(word in name for word in ("Interleaved", "ZeroBubble", "two models")) else 2
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +70,9 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     found: dict[str, CaseResult] = {}
     for known, size in ((TWO, 2), (FOUR, 4)):
-        # Cases of every run are kept short; the slow ones see the cheap policies too.
-        cases = {
-            name: (known[name][0], (known[name][1], MOVING if name in OFTEN or size == 4 else POLICIES))
-            for name in wanted
-            if name in known
-        }
+        # Those of every run see the policies that move; with the slow ones all see all.
+        policies = MOVING if len(wanted) <= len(OFTEN) else POLICIES
+        cases = {name: (known[name][0], (known[name][1], policies)) for name in wanted if name in known}
         found |= run_cases(cases, size, timeout_seconds=90.0) if cases else {}
     return found
 

@@ -1,44 +1,63 @@
-"""Offloading under FSDP2, FSDP1 and DDP on two ranks: the gradients of every shard, and what the store holds."""
+"""Offloading under FSDP2, FSDP1 and DDP on two ranks: the gradients of every shard, and what the store holds.
+
+Every strategy with every schedule under every policy is the slow part; of it, each run of the tests takes one schedule
+a strategy, and further combinations of what can be wrapped and held.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.dist.sharded import FURTHER, USUAL, Setup, compare_setup, spelled
+from tests.dist.schedules import SCHEDULES
+from tests.dist.sharded import FURTHER, PRODUCT, STRATEGIES, USUAL, Setup, compare_setup, refused_by_torch, spelled
 from tests.dist.trial import MOVING, POLICIES, check
 from tests.helpers.spawn import CaseResult, run_cases
 
-SETUPS = {spelled(s): s for s in (*USUAL, *FURTHER)}
-OFTEN = [spelled(s) for s in USUAL]
+SETUPS = {spelled(s): s for s in (*PRODUCT, *USUAL, *FURTHER)}
+
+
+def _diagonal() -> list[str]:
+    """One schedule a strategy, the next one for the next strategy."""
+    names, schedules = [], list(SCHEDULES)
+    for number, strategy in enumerate(STRATEGIES):
+        schedule = schedules[number % len(schedules)]
+        setup = replace(strategy, schedule=schedule)
+        names.append(spelled(strategy if refused_by_torch(setup) else setup))
+    return names
+
+
+OFTEN = list(dict.fromkeys([*_diagonal(), *map(spelled, USUAL)]))
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     """Every case that was asked for, in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    policies = {name: MOVING if name in OFTEN[2:] else POLICIES for name in wanted}
-    cases = {name: (compare_setup, (SETUPS[name], policies[name])) for name in wanted}
+    # Those of every run see the policies that move, but for two; with the slow ones all see all.
+    few = OFTEN[2:] if len(wanted) <= len(OFTEN) else []
+    cases = {name: (compare_setup, (SETUPS[name], MOVING if name in few else POLICIES)) for name in wanted}
     return run_cases(cases, 2, timeout_seconds=90.0)
 
 
 def _parameter(name: str) -> object:
-    setup = SETUPS[name]
-    marks = [] if name in OFTEN else [pytest.mark.slow]
-    return pytest.param(name, id=name, marks=marks)
+    return pytest.param(name, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", [_parameter(name) for name in SETUPS])
 def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
     setup, values = SETUPS[name], results[name].values()
-    check(values, blocks=2, unknowable=lambda weight: _unknowable(setup, weight))
+    check(
+        values, blocks=4 if setup.schedule == "two models" else 2, unknowable=lambda weight: _unknowable(setup, weight)
+    )
     for by_policy in values:
         assert all((f.units > 0) == (setup.wrapper in ("fsdp", "fsdp2")) for f in by_policy.values())
-        # Under offload only autocast's copies of weights are made again.
-        assert all(f.recomputes > 0 for p, f in by_policy.items() if p not in ("keep", "offload"))
-        assert all(
-            f.recomputes == 0 for p, f in by_policy.items() if p == "keep" or (p == "offload" and not setup.mixed)
-        )
+        # Where nothing is to be remade only autocast's copies of weights are made again.
+        moved = ("inputs", "offload")
+        assert all(f.recomputes > 0 for p, f in by_policy.items() if p not in ("keep", *moved))
+        assert all(f.recomputes == 0 for p, f in by_policy.items() if p == "keep" or (p in moved and not setup.mixed))
 
 
 def _unknowable(setup: Setup, weight: str) -> bool:

@@ -1,0 +1,61 @@
+"""What every rank holds and moves, to the byte, for every way to wrap: by formula from what plain training saves."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.dist.memory import Count, measure_all
+from tests.dist.sharded import STRATEGIES, Setup, spelled
+from tests.helpers.models import WIDTH
+from tests.helpers.spawn import CaseResult, run_cases
+
+BLOCKS, TOKENS = 2, 2 * 10
+SETUPS: dict[str, Setup] = {spelled(s): s for s in STRATEGIES}
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
+    """Every strategy that was asked for, in one group of processes."""
+    wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    return run_cases({name: (measure_all, (SETUPS[name],)) for name in wanted}, 2, timeout_seconds=60.0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_rank_holds_and_moves_what_its_plan_says(results: dict[str, CaseResult], name: str) -> None:
+    for counts in results[name].values():
+        plain = counts.pop("plain")
+        assert plain.saved == plain.alive > plain.inputs > 0
+        if SETUPS[name].model == "decoder" and not SETUPS[name].mixed:
+            # Of adapters' first block nothing leads back to its input.
+            assert plain.inputs == (BLOCKS - SETUPS[name].lora) * TOKENS * WIDTH * 4
+        for policy, count in counts.items():
+            _check_both_counts(policy, count, plain)
+            _check_formula(policy, count, plain, narrowed=bool(SETUPS[name].mixed))
+
+
+def _check_both_counts(policy: str, count: Count, plain: Count) -> None:
+    """What the handle says is what was counted beside it; weights never move."""
+    said = count.stats
+    assert said["unique"] == plain.saved, policy
+    assert said["kept"] == count.alive, policy
+    assert said["offloaded"] == said["store"] == count.parked == count.stored, policy
+    assert said["kept"] + said["offloaded"] + said["recomputed"] == plain.saved, policy
+    assert count.weights == 0, policy
+
+
+def _check_formula(policy: str, count: Count, plain: Count, *, narrowed: bool) -> None:
+    match policy:
+        case "keep":
+            assert (count.alive, count.parked) == (plain.saved, 0)
+        case "inputs":
+            assert count.alive == plain.saved - plain.inputs - plain.widened
+            assert count.parked == plain.inputs + plain.widened // 2
+            assert narrowed or not plain.widened
+        case "offload":
+            assert count.alive == 0
+            # What was cast up is stored as it was before: fewer bytes, and remade from them.
+            assert count.parked == plain.saved - count.stats["recomputed"]
+            assert narrowed or count.stats["recomputed"] == 0
+        case _:
+            assert count.alive == 0 and 0 < count.parked < plain.saved
