@@ -39,8 +39,8 @@ def load_sharded(
 
     Args:
         model: On meta: built under ``with torch.device("meta"):``.
-        weights: A checkpoint's folder, index or file; a state dict or a model in memory, on one rank or more, ``None``
-            on the others; ``None`` everywhere: the model's own first values.
+        weights: A checkpoint's folder, index, file or files; a state dict or a model in memory, on one rank or more,
+            ``None`` on the others; ``None`` everywhere: the model's own first values.
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
             ``None`` if it is wrapped in place; without it every rank holds the whole model.
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
@@ -66,7 +66,7 @@ def load_sharded(
     for name, function in {"shard": shard, "init": init, "progress": progress}.items():
         if function is not None and not callable(function):
             raise ConfigError(f"{name} is {function!r:.80}", expected="a function", hint=_SHARD_ADVICE)
-    if weights is not None and not isinstance(weights, (str, PathLike, Mapping, nn.Module)):
+    if weights is not None and not isinstance(weights, (str, PathLike, Sequence, Mapping, nn.Module)):
         raise ConfigError(
             f"weights is a {type(weights).__name__}",
             expected="a path, a state dict, a model, or None",

@@ -58,11 +58,11 @@ def is_there(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False) -> Checkpoint:
+def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) -> Checkpoint:
     """Read what a checkpoint holds: names, shapes, dtypes and places of its tensors.
 
     Args:
-        path: A folder, an index, or one file.
+        *paths: A folder, an index, one file, or several files.
         allow_pickle: Also take pickled files. They are mapped, not read, and only tensors and plain containers are
             accepted in them.
 
@@ -70,11 +70,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False)
         DataError: There is no checkpoint, a file is missing or damaged, or an index names what is not there.
         ConfigError: It is pickled and that was not asked for.
     """
-    where = Path(path).expanduser()
-    if not where.exists():
-        raise _none(where, "does not exist")
-    file = _front(where) if where.is_dir() else where
-    files, promised = _indexed(file) if file.name.endswith(INDEX_SUFFIX) else ([file], None)
+    if not paths:
+        raise ConfigError("no file is given", expected="a folder, an index, or files", hint="pass the folder")
+    named = [Path(path).expanduser() for path in paths]
+    for one in named:
+        if not one.exists():
+            raise _none(one, "does not exist")
+    where = named[0] if len(named) == 1 else named[0].parent
+    file = _front(where) if where.is_dir() and len(named) == 1 else named[0]
+    files, promised = (
+        _indexed(file) if file.name.endswith(INDEX_SUFFIX) else (named if len(named) > 1 else [file], None)
+    )
     pickled = [f for f in files if f.suffix in _PICKLED]
     if pickled:
         if not allow_pickle:
@@ -94,7 +100,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, allow_pickle: bool = False)
                     hint="remove the file that is not part of the checkpoint",
                 )
             entries[name] = entry
-    if promised is not None:
+    if promised:
         _check_promised(file, promised, entries)
     return Checkpoint(entries=entries, name=str(where))
 

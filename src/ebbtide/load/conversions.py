@@ -61,7 +61,7 @@ def converted(
         core: Any = importlib.import_module("transformers.core_model_loading")
         mapping: Any = importlib.import_module("transformers.conversion_mapping")
     except ImportError:  # a model of another library, built like one of transformers
-        return _unconverted(model.base_model_prefix, wanted, entries)
+        return _renamed(model, wanted, entries)
     transforms = list(mapping.get_model_conversion_mapping(model))
     renamings = [t for t in transforms if isinstance(t, core.WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, core.WeightConverter)]
@@ -86,14 +86,19 @@ def converted(
     return sources, unexpected
 
 
-def _unconverted(
-    prefix: str, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+def _renamed(
+    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
 ) -> tuple[dict[str, Source], list[str]]:
+    """Return what ``converted`` does, for a library that only renames."""
+    names, prefix = {key: key for key in entries}, f"{model.base_model_prefix}."
+    if hasattr(model, "_get_key_renaming_mapping"):
+        names = model._get_key_renaming_mapping(list(entries), type(model)._checkpoint_conversion_mapping)
     sources: dict[str, Source] = {}
     unexpected: list[str] = []
     for key, entry in entries.items():
-        names = [key, f"{prefix}.{key}", key.removeprefix(f"{prefix}.")]
-        name = next((n for n in names if n in wanted), None)
+        renamed: str = names.get(key, key)
+        near = (renamed, prefix + renamed, renamed.removeprefix(prefix))
+        name = next((n for n in near if n in wanted), None)
         if name is None:
             unexpected.append(key)
         else:

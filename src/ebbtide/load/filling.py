@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import Entry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.layout import Box, Layout, Piece, Whole
@@ -48,10 +49,13 @@ class Filling:
         plan: Where the model's names come from.
         targets: What this rank holds, by name.
         entries: What the checkpoint holds.
+        four: The model's 4-bit weights.
     """
 
-    def __init__(self, plan: Plan, targets: Mapping[str, Target], entries: Mapping[str, Entry]) -> None:
-        self._entries = entries
+    def __init__(self, plan: Plan, targets: Mapping[str, Target], entries: Mapping[str, Entry], four: FourBit) -> None:
+        self._entries, self._four = entries, four
+        self._quantised: list[tuple[Layout, Target]] = []
+        self._scaled: list[Target] = []
         self._sliced: list[tuple[Layout, Target]] = []
         self._whole: dict[int, tuple[Whole, dict[str, Target]]] = {}
         for name, source in plan.sources.items():
@@ -59,7 +63,13 @@ class Filling:
             if len(held) > 1:
                 raise _untied(plan.tied[name])
             target = next(iter(held.values()), None)
-            if target is None or not target.boxes:
+            if target is not None and name in four:  # its scales are needed where no part of the column is
+                if four.scales_of(name):
+                    self._scaled.append(target)
+                elif isinstance(source, Layout):
+                    self._quantised.append((source, target))
+                    continue
+            elif target is None or not target.boxes:
                 continue  # another rank holds it
             if isinstance(source, Layout):
                 self._sliced.append((source, target))
@@ -70,23 +80,35 @@ class Filling:
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
         sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._sliced for box, _ in t.boxes)
-        return sliced + sum(self._entries[k].nbytes for whole, _ in self._whole.values() for k in whole.keys)
+        sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
+        keys = [k for whole, _ in self._whole.values() for k in whole.keys]
+        keys += [key for target in self._scaled for key in self._four.scales_of(target.name).values()]
+        return sliced + sum(self._entries[key].nbytes for key in keys)
 
     def shared_keys(self) -> set[str]:
         """Return the tensors of which other ranks read the same bytes."""
         keys = {key for layout, target in self._sliced if target.shared for key in layout.keys}
+        keys = keys.union(*(layout.keys for layout, _ in self._quantised))
+        keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
         return keys.union(*(whole.keys for whole, _ in self._whole.values()))
 
     def fill(self, source: Source, done: Callable[[int], None]) -> None:
-        """Read everything: slices first, then one conversion of whole tensors after the other.
+        """Read everything: slices first, then what is made of whole tensors, one after the other.
 
         Raises:
             DataError: The source cannot be read, or a conversion fails.
         """
         source.read(self._pieces(), done)
+        for layout, target in self._quantised:
+            whole = self._four.empty(target.name)
+            source.read(layout.pieces(Box.whole(whole.shape), whole), done)
+            self._four.quantise(target, whole)
+        for target in self._scaled:
+            keys = self._four.scales_of(target.name)
+            scales = self._wholes(source, keys.values(), done)
+            self._four.restore(target, {kind: scales[key] for kind, key in keys.items()})
         for whole, targets in self._whole.values():
-            tensors = {k: torch.empty(self._entries[k].shape, dtype=self._entries[k].dtype) for k in whole.keys}
-            source.read((Piece(key=k, box=Box.whole(t.shape), into=t) for k, t in tensors.items()), done)
+            tensors = self._wholes(source, whole.keys, done)
             try:
                 made = whole.convert(tensors)
             except Exception as error:
@@ -96,7 +118,15 @@ class Filling:
                     hint="see that the checkpoint belongs to this kind of model",
                 ) from error
             for name, target in targets.items():
-                target.fill(made[name])
+                if target.name in self._four:
+                    self._four.quantise(target, self._four.empty(target.name).copy_(made[name]))
+                else:
+                    target.fill(made[name])
+
+    def _wholes(self, source: Source, keys: Iterable[str], done: Callable[[int], None]) -> dict[str, torch.Tensor]:
+        tensors = {k: torch.empty(self._entries[k].shape, dtype=self._entries[k].dtype) for k in keys}
+        source.read((Piece(key=k, box=Box.whole(t.shape), into=t) for k, t in tensors.items()), done)
+        return tensors
 
     def _pieces(self) -> Iterator[Piece]:
         for layout, target in self._sliced:

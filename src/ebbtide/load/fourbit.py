@@ -212,11 +212,13 @@ def _check_gathered(model: nn.Module) -> None:
         module: Any = param._module_info.module
         if not hasattr(module, "quant_storage") or param._module_info.param_name != "weight":
             continue
-        if param.param_dtype not in (None, module.quant_storage):
+        gathered: torch.dtype | None = param.mp_policy.param_dtype
+        # Integers are gathered as they are.
+        if module.quant_storage.is_floating_point and gathered not in (None, module.quant_storage):
             raise ConfigError(
-                f"4-bit weights are stored as {module.quant_storage} and gathered as {param.param_dtype}",
+                f"4-bit weights are stored as {module.quant_storage} and gathered as {gathered}",
                 expected="one dtype: the numbers are packed bits, and to convert them is to destroy them",
-                hint=f"set bnb_4bit_quant_storage={param.param_dtype}, or no param_dtype in the MixedPrecisionPolicy",
+                hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
             )
 
 

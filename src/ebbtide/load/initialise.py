@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ebbtide.base.errors import DataError
+from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
 _OVERWRITING = ("normal_", "uniform_", "zero_", "fill_", "copy_")
@@ -70,7 +71,9 @@ class Initialiser:
     """
 
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], object] | None, *, seed: int) -> None:
-        self._model, self._init, self._seed = copy.deepcopy(model), init, seed
+        # Those of bitsandbytes cannot be copied on meta, and are never given first values.
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.detach(), False) for p in model.parameters() if is_four_bit(p)}
+        self._model, self._init, self._seed = copy.deepcopy(model, memo), init, seed
         self._owners = owners_of(self._model)
         self.names = {name for name, owner in self._owners.items() if tensor_of(owner).is_meta}
         """What had no values before the model was sharded."""

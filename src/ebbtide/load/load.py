@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_there, open_checkpoint
 from ebbtide.load.filling import Filling, Source, Values, first_values
+from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import Entry
 from ebbtide.load.initialise import Initialiser
 from ebbtide.load.names import Plan, check_plan, make_plan, wanted_of
@@ -47,7 +49,7 @@ class LoadOptions:
         check_fields(self)
 
 
-Weights = str | os.PathLike[str] | Mapping[str, torch.Tensor] | nn.Module | None
+Weights = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, torch.Tensor] | nn.Module | None
 
 
 class Loading:
@@ -107,7 +109,9 @@ class Loading:
 
         self.ranks.tell("read its weights", lambda: self._serving(act))
         (sharded, targets) = found[0]
-        self._rebinding.rebind(sharded, attach(sharded, list(targets.values())))
+        attach(sharded, list(targets.values()))
+        self._four.finish(sharded)
+        self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
         told = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
         logger.info("loaded %s on rank %d by %s in %.1f s", *told)
@@ -121,15 +125,18 @@ class Loading:
         check_model(self.model)
         self._rebinding = Rebinding(self.model, optimizer)
         set_dtype(self.model, dtype)
-        given = self._weights is not None and self.options.source != "initialise"
+        self._four = FourBit(self.model, dtype)
+        given, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if isinstance(self._weights, nn.Module):
             self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None and given and (self.ranks.count == 1 or is_there(self._weights)):
-            self.checkpoint = open_checkpoint(self._weights, allow_pickle=self.options.allow_pickle)
+        elif self._weights is not None and given:
+            paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
+            name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
+            if self.ranks.count == 1 or all(map(is_there, paths)):
+                self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = self.checkpoint.digest() if self.checkpoint is not None else ""
-        name = repr(str(self._weights)) if isinstance(self._weights, (str, os.PathLike)) else "the given values"
         host, seed = os.uname().nodename, torch.initial_seed()
         return {"sees": sees, "given": given, "name": name, "host": host, "seed": seed}
 
@@ -184,8 +191,9 @@ class Loading:
             told = next(c for c in catalogs if c)
             entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in told["entries"].items()}
             self.checkpoint = Checkpoint(entries=entries, name=told["name"])
+        self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialise":
-            self.plan = make_plan(self.model, self.checkpoint.entries)
+            self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
             check_plan(
                 self.plan,
                 self.checkpoint.name,
@@ -193,7 +201,12 @@ class Loading:
                 unexpected=self.options.unexpected,
                 keys=self.checkpoint.entries,
             )
-        self._initialiser = Initialiser(self.model, self._init, seed=seed)
+            told = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
+            for what, names in told.items():
+                if names and self.ranks.me == 0:
+                    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                    logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
+        self._four.settle(self.plan.sources)
         return {}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -218,7 +231,7 @@ class Loading:
         """Make memory for this rank's part and fill it."""
         targets = targets_of(sharded, device)
         if self.checkpoint is not None and self.path != "initialise":
-            filling = Filling(self.plan, targets, self.checkpoint.entries)
+            filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
             if self.ranks.me in self._asked:
                 filling.fill(self._client(), self._done)

@@ -122,7 +122,8 @@ def _assign(
         first, tensor = names[0], wanted[names[0]]
         base = next((base_of[n] for n in names if base_of[n] in found), None)
         if base is None:
-            plan.missing.append(first)
+            if tensor.is_meta:  # what has values keeps them
+                plan.missing.append(first)
             continue
         source = found[base]
         shape = source.shape if isinstance(source, Layout) else source.shapes[base]

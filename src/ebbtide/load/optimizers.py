@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 
@@ -47,12 +45,11 @@ class Rebinding:
                 )
             self._names.append([names[id(parameter)] for parameter in group["params"]])
 
-    def rebind(self, model: nn.Module, replaced: Mapping[int, nn.Parameter]) -> None:
+    def rebind(self, model: nn.Module) -> None:
         """Give the optimizer the parameters that the model has now.
 
         Args:
             model: After it was loaded.
-            replaced: New parameters by the identity of the old ones; what is not in it stays.
 
         Raises:
             ConfigError: The wrapper keeps several parameters as one.
@@ -67,4 +64,4 @@ class Rebinding:
                     expected="parameters that are still there by name",
                     hint="pass use_orig_params=True to FSDP, or make the optimizer after loading",
                 )
-            group["params"] = [replaced.get(id(now[name]), now[name]) for name in names]
+            group["params"] = [now[name] for name in names]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError
+from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.targets import owners_of, tensor_of
 
 
@@ -25,12 +26,11 @@ def check_model(model: object) -> None:
     parameters = list(model.named_parameters())
     for name, parameter in parameters:
         kind = type(parameter).__name__
-        if kind in ("Params4bit", "Int8Params") or hasattr(parameter, "quant_state"):
+        if kind == "Int8Params" or (hasattr(parameter, "quant_state") and not is_four_bit(parameter)):
             raise ConfigError(
                 f"{name!r} is quantised ({kind})",
-                expected="parameters in their own dtype",
-                hint="a quantised base is built tensor by tensor from whole weights: load it with its own library, "
-                "then shard it",
+                expected="parameters in their own dtype, or in 4 bits",
+                hint="quantise the base to 4 bits, or load it with its own library and shard it then",
             )
     if parameters and not any(parameter.is_meta for _, parameter in parameters):
         raise ConfigError(
@@ -67,7 +67,7 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
     patterns = _kept(model, dtype)
     for name, (module, attribute, is_buffer) in owners_of(model).items():
         tensor = tensor_of((module, attribute, is_buffer))
-        if not (tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+        if not (tensor.is_meta and tensor.is_floating_point() and tensor.dtype.itemsize > 1) or is_four_bit(tensor):
             continue
         kept = next((as_dtype for pattern, as_dtype in patterns if pattern.search(name)), None)
         wanted = kept or (None if is_buffer else dtype)

@@ -24,8 +24,9 @@ from torch import nn
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import INDEX_SUFFIX
+from ebbtide.load.fourbit import scales_in
 from ebbtide.load.header import DTYPES, METADATA, Entry
-from ebbtide.load.layout import Piece
+from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by
 from ebbtide.load.together import Meet, Ranks
@@ -87,6 +88,9 @@ class Saving:
 
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
         held.update(held_by(self._model))
+        for name, value in scales_in(self._model):
+            boxes = [(Box.whole(value.shape), value)]
+            held[name] = Target(name=name, old=value, local=value, boxes=boxes, shape=value.shape, shared=True)
         for name, target in held.items():
             if target.local.is_meta:
                 raise ConfigError(

@@ -112,7 +112,7 @@ def _held(model: nn.Module, memory: _Memory, device: torch.device | None) -> dic
     handles = [unit._handle for unit in _flat_units(model)]
     flat = {id(handle.flat_param) for handle in handles}
     tied = {(id(i.module), i.param_name) for handle in handles for i in handle.flat_param._shared_param_infos}
-    on_host = {id(p.sharded_param) for p in _fsdp2_params(model) if p.offload_to_cpu}
+    on_host = {id(p.sharded_param) for p in fsdp2_params(model) if p.offload_to_cpu}
     by_tensor: dict[int, Target] = {}
     for name, owner in owners_of(model).items():
         tensor = tensor_of(owner)
@@ -257,7 +257,8 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
             )
 
 
-def _fsdp2_params(model: nn.Module) -> Iterator[Any]:
+def fsdp2_params(model: nn.Module) -> Iterator[Any]:
+    """Yield FSDP2's own account of each parameter that it shards."""
     fsdp2: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in model.modules():
         if fsdp2 is not None and isinstance(module, fsdp2):
@@ -293,9 +294,8 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
     return empty
 
 
-def attach(model: nn.Module, targets: Sequence[Target]) -> dict[int, nn.Parameter]:
-    """Put loaded memory into the model; return the new parameters by the identity of the old ones."""
-    replaced: dict[int, nn.Parameter] = {}
+def attach(model: nn.Module, targets: Sequence[Target]) -> None:
+    """Put loaded memory into the model."""
     for target in targets:
         if target.old is None:
             continue  # a flat parameter's memory was written in place
@@ -303,13 +303,11 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> dict[int, nn.Paramete
         if isinstance(target.old, nn.Parameter):
             value = nn.Parameter(value, requires_grad=target.old.requires_grad)
             value.__dict__.update(target.old.__dict__)
-            replaced[id(target.old)] = value
         for module, name, is_buffer in target.owners:
             (module._buffers if is_buffer else module._parameters)[name] = value
     with torch.no_grad():
-        for param in _fsdp2_params(model):
+        for param in fsdp2_params(model):
             param.reset_sharded_param()
-    return replaced
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

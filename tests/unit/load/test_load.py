@@ -182,8 +182,8 @@ def test_models_that_weights_cannot_be_loaded_into_are_refused(path: Path) -> No
     with pytest.raises(ConfigError, match="model is a type"):
         ebbtide.load_sharded(Model, path)  # type: ignore[arg-type]
     quantised = meta()
-    quantised.head.weight = type("Params4bit", (nn.Parameter,), {})(quantised.head.weight)
-    with pytest.raises(ConfigError, match=r"'head.weight' is quantised \(Params4bit\)"):
+    quantised.head.weight = type("Int8Params", (nn.Parameter,), {})(quantised.head.weight)
+    with pytest.raises(ConfigError, match=r"'head.weight' is quantised \(Int8Params\)"):
         ebbtide.load_sharded(quantised, path)
 
 

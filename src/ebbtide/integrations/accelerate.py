@@ -1,0 +1,159 @@
+"""Memory-efficient loading under ``accelerate``: ``from_pretrained``, then ``prepare``; no rank holds a whole model.
+
+[Note: loading in prepare]
+``from_pretrained`` inside the context gives a model on meta (see [Note: weights that come later]). ``prepare`` of the
+accelerator then does what it always does, activation checkpointing, compilation, sharding and all, on meta, as the
+``shard`` function of ``load_sharded``, which fills the shards afterwards. Accelerate's own loading, a broadcast of
+whole tensors from one rank that holds everything, is switched off meanwhile. What was changed, in the plugin and in the
+accelerator, is as it was once the model is there; the environment is never touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from ebbtide import load_sharded
+from ebbtide.base.errors import ConfigError
+from ebbtide.integrations.pretrained import Later, weights_later
+from ebbtide.load import empty_module
+
+logger = logging.getLogger("ebbtide.integrations")
+
+
+@contextmanager
+def memory_efficient_init(
+    accelerator: Accelerator,
+    *,
+    missing: Literal["error", "initialise"] = "initialise",
+    unexpected: Literal["error", "ignore"] = "ignore",
+    allow_pickle: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Generator[Later | None, None, None]:
+    """Load models without a copy on any rank: they are made on meta here and filled in ``accelerator.prepare``.
+
+    ::
+
+        with memory_efficient_init(accelerator):
+            model = AutoModelForCausalLM.from_pretrained(path)
+        optimizer = AdamW(model.parameters())
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+    An accelerator that does not shard (one process, DDP) loads as it would without the context, and the log says so.
+
+    Args:
+        accelerator: Prepares the models afterwards.
+        missing: As for ``load_sharded``; what is initialised is logged, as ``from_pretrained`` does.
+        unexpected: As for ``load_sharded``; what is ignored is logged.
+        allow_pickle: As for ``load_sharded``.
+        progress: As for ``load_sharded``.
+
+    Yields:
+        What knows where the models' weights are; ``None`` where nothing is sharded.
+
+    Raises:
+        ConfigError: ``accelerator`` is none, or ``from_pretrained`` was asked for what needs weights at once.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigError(
+            f"accelerator is a {type(accelerator).__name__}",
+            expected="an accelerate.Accelerator",
+            hint="make the accelerator first: it knows how models are sharded",
+        )
+    if getattr(accelerator.state, "fsdp_plugin", None) is None:
+        logger.info("memory_efficient_init: the accelerator does not shard, weights are loaded as usual")
+        yield None
+        return
+    with weights_later() as later:
+        yield later
+    if len(later):
+        options = {"missing": missing, "unexpected": unexpected, "allow_pickle": allow_pickle, "progress": progress}
+        _fill_in_prepare(accelerator, later, options)
+
+
+def _fill_in_prepare(accelerator: Any, later: Later, options: dict[str, Any]) -> None:
+    """Have the accelerator's ``prepare`` load what it is given, until all models have their weights."""
+    plain = accelerator.prepare
+
+    @functools.wraps(plain)
+    def prepare(*args: Any, **kwargs: Any) -> Any:
+        models = [a for a in args if isinstance(a, nn.Module) and later.of(a) is not None]
+        if not models:
+            return plain(*args, **kwargs)
+        if len(models) > 1:
+            raise ConfigError(
+                f"{len(models)} models that have no weights yet are prepared at once",
+                expected="one model in a call of prepare",
+                hint="call accelerator.prepare for each model",
+            )
+        result = _filled(accelerator, models[0], later, lambda: plain(*args, **kwargs), args, options)
+        if not len(later) and vars(accelerator).get("prepare") is prepare:
+            del accelerator.prepare
+        return result
+
+    accelerator.prepare = prepare
+
+
+def _filled(
+    accelerator: Any,
+    model: nn.Module,
+    later: Later,
+    plain: Callable[[], Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> Any:
+    """Prepare on meta and load; returns what ``prepare`` returns."""
+    found = later.of(model)
+    optimizers = [a for a in args if isinstance(a, torch.optim.Optimizer)]
+    if len(optimizers) > 1:
+        raise ConfigError(
+            f"{len(optimizers)} optimizers are prepared with a model",
+            expected="one",
+            hint="give one optimizer several groups of parameters",
+        )
+    prepared: list[Any] = []
+
+    def shard(whole: nn.Module) -> nn.Module:
+        with _on_meta(accelerator):
+            prepared.append(plain())
+        wrapped = [p for p in _listed(prepared[0]) if isinstance(p, nn.Module)]
+        return wrapped[0] if wrapped else whole
+
+    optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
+    load_sharded(model, found, shard=shard, optimizer=optimizer, **options)  # type: ignore[arg-type]
+    later.done(model)
+    return prepared[0]
+
+
+@contextmanager
+def _on_meta(accelerator: Any) -> Generator[None, None, None]:
+    """Let the plugin shard models on meta as they are, without its own loading."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    changed: dict[str, Any] = {"cpu_ram_efficient_loading": False}
+    if not accelerator.is_fsdp2:
+        empty = empty_module(accelerator.device)
+
+        def emptied(module: nn.Module) -> nn.Module:
+            empty(module)
+            return module  # accelerate ties again what it is given back
+
+        changed |= {"sync_module_states": False, "param_init_fn": emptied}
+    before = {name: getattr(plugin, name) for name in changed}
+    try:
+        for name, value in changed.items():
+            setattr(plugin, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(plugin, name, value)
+
+
+def _listed(prepared: Any) -> list[Any]:
+    return list(prepared) if isinstance(prepared, tuple | list) else [prepared]

@@ -1,0 +1,158 @@
+"""``from_pretrained`` of transformers without the weights: they come later, to where each rank needs them.
+
+[Note: weights that come later]
+``from_pretrained`` finds and downloads the files, reads the configuration, chooses dtype and attention, replaces layers
+by those of a quantiser, and then reads weights. Inside ``weights_later`` it does all but the last: the step that reads
+gives the model back as it is, on meta, and the files it would have read are remembered. The library is as it was when
+the context ends. Versions 4 and 5 call that step with other arguments, and only 5 has one more that fills what no file
+has: that is left to ``load_sharded`` too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ebbtide.base.errors import ConfigError
+
+_READ, _FINALIZE = "_load_pretrained_model", "_finalize_model_loading"
+
+Found = Sequence[Path] | Mapping[str, torch.Tensor]
+"""Where the weights of a model are: its files, or the state dict that was given."""
+
+
+class Later:
+    """The models that were made without weights, and where those are."""
+
+    def __init__(self) -> None:
+        self._found: weakref.WeakKeyDictionary[nn.Module, Found] = weakref.WeakKeyDictionary()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def note(self, model: nn.Module, found: Found) -> None:
+        """Remember where a model's weights are."""
+        self._found[model] = found
+
+    def of(self, model: nn.Module) -> Found | None:
+        """Return where the weights of a model are, or of the one that it wraps; ``None``: it was not made here."""
+        return next((self._found[m] for m in model.modules() if m in self._found), None)
+
+    def done(self, model: nn.Module) -> None:
+        """Forget a model: its weights are there."""
+        for module in model.modules():
+            self._found.pop(module, None)
+
+
+@contextmanager
+def weights_later() -> Generator[Later, None, None]:
+    """Make ``from_pretrained`` of transformers give models on meta. See [Note: weights that come later].
+
+    ::
+
+        with weights_later() as later:
+            model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+        model = ebbtide.load_sharded(model, later.of(model), shard=shard)
+
+    Not for several threads at a time: what it changes is the library's.
+
+    Yields:
+        What knows where the weights of the models are.
+
+    Raises:
+        ConfigError: ``from_pretrained`` was asked for what needs weights at once, or this transformers is not known.
+    """
+    read = inspect.getattr_static(PreTrainedModel, _READ, None)
+    finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
+    if not isinstance(read, classmethod | staticmethod):
+        raise ConfigError(
+            "this transformers reads weights in a way that is not known",
+            expected="4.57 or 5, as docs/reference/versions.md lists them",
+            hint="build the model on meta from its configuration, and pass it to ebbtide.load_sharded",
+        )
+    later = Later()
+    replaced = {_READ: _reading(later, read)}
+    if finalize is not None:
+        replaced[_FINALIZE] = staticmethod(_finalized)
+    try:
+        for name, function in replaced.items():
+            setattr(PreTrainedModel, name, function)
+        yield later
+    finally:
+        for name, function in ((_READ, read), (_FINALIZE, finalize)):
+            if function is not None:
+                setattr(PreTrainedModel, name, function)
+
+
+class _NothingYet:
+    """What from_pretrained of version 5 tells of loading."""
+
+    def to_dict(self) -> dict[str, set[str]]:
+        return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
+
+
+def _reading(later: Later, read: Any) -> Any:
+    """Return what stands in for the step that reads weights."""
+    names = list(inspect.signature(read.__func__).parameters)
+    class_bound = isinstance(read, classmethod)
+
+    def noted(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        model = given["model"]
+        # Version 5 gathers into one value what version 4 hands over one by one.
+        _check(model, lambda name: given.get(name, getattr(given.get("load_config"), name, None)))
+        files: Sequence[str | os.PathLike[str]] | None = given["checkpoint_files"]
+        state_dict: Mapping[str, torch.Tensor] | None = given["state_dict"]
+        if state_dict is None and not files:
+            raise ConfigError("there are no weights", expected="a checkpoint", hint="pass the folder of the checkpoint")
+        later.note(model, state_dict if state_dict is not None else [Path(file) for file in files or ()])
+        if (kept := given.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
+            for name, parameter in model.named_parameters():
+                if kept.search(name):
+                    parameter.data = parameter.data.to(torch.float32)
+        return (model, [], [], [], None, []) if class_bound else (_NothingYet(), None)
+
+    return classmethod(noted) if class_bound else staticmethod(noted)
+
+
+def _finalized(model: Any, load_config: Any, loading_info: Any) -> Any:
+    """Tie what is one weight: all that is done to a model on meta once its weights were read."""
+    model.tie_weights()
+    return loading_info
+
+
+def _check(model: Any, options: Callable[[str], Any]) -> None:
+    device_map, quantiser = options("device_map"), options("hf_quantizer")
+    if device_map is not None and quantiser is None:  # a quantiser chooses one device by itself
+        raise ConfigError(
+            f"device_map is {device_map!r:.60}",
+            expected="none: the wrapper says where shards are",
+            hint="leave device_map out",
+        )
+    if options("device_mesh") is not None:
+        raise ConfigError(
+            "from_pretrained shards the model itself (tp_plan or distributed_config)",
+            expected="a model that is wrapped afterwards",
+            hint="leave those arguments out, or load without this context: that path holds no whole model either",
+        )
+    if options("ignore_mismatched_sizes"):
+        raise ConfigError(
+            "ignore_mismatched_sizes is set",
+            expected="a checkpoint whose weights have the model's shapes",
+            hint="leave the weights that differ out of the checkpoint: what is missing is initialised",
+        )
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(model).__name__} was not made on meta",
+            expected="a model without memory",
+            hint="load it without this context",
+        )
