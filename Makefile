@@ -13,7 +13,7 @@ SOURCES := src tests benchmarks
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead sft sft_types families scaling examples loading
-GPU_SUITES := host
+GPU_SUITES := host link overhead pareto longest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check bench gpu format cli-surface clean

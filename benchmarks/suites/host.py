@@ -144,6 +144,9 @@ def main() -> None:
     parser.add_argument("--total-mib", type=int, default=1024)
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
+    if not torch.accelerator.is_available():
+        print("Nothing measured: torch finds no accelerator on this machine, and the host tier serves nothing else")
+        return
     sizes: dict[str, dict[str, dict[str, float]]] = {}
     runs: dict[str, dict[str, list[float]]] = {}
     for size_mib in SIZES_MIB:

@@ -1,9 +1,10 @@
-"""What a saved tensor costs, by what is done with it: µs of pack and unpack together.
+"""What a saved tensor costs the host, by what is done with it: µs of pack and unpack together.
 
 A chain of element-wise operators saves one tensor each. The same chain runs without hooks, with hooks that do nothing,
 and under the engine with every tensor light (below ``min_bytes``), kept, offloaded, or recomputed; all variants run in
 turn, so that what else the machine does meets each. Gradients are compared with the plain chain's first: no number on a
-red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes.
+red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes. On a device the chain's kernels
+are asked for behind one another and waited for at the end.
 
     python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
 """
@@ -20,6 +21,8 @@ from pathlib import Path
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.case import synchronize
+from benchmarks.cases import device_name
 from benchmarks.results_folder import result_folder, summary, write_result
 from ebbtide.base.events import Bus
 from ebbtide.config import Keep, Minimal, Offload, Options, Policy
@@ -60,7 +63,7 @@ def variants() -> dict[str, Scope]:
     """Return how each variant opens its hooks."""
 
     def engine(policy: Policy, min_bytes: int) -> Scope:
-        made = Engine(plan_for(policy), open_tier("disk"), Options(target="disk", min_bytes=min_bytes), Bus())
+        made = Engine(plan_for(policy), open_tier("auto"), Options(min_bytes=min_bytes), Bus())
         return lambda: under(made)
 
     return {
@@ -75,7 +78,8 @@ def variants() -> dict[str, Scope]:
 
 def measure(pairs: int) -> dict[str, list[float]]:
     """Return µs per saved tensor of every variant, in every round."""
-    scopes, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1]).view(SHAPE)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    scopes, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1], device=device).view(SHAPE)
     expected = chain(x, nullcontext())
     for name, scope in scopes.items():
         if not torch.equal(chain(x, scope()), expected):
@@ -83,8 +87,10 @@ def measure(pairs: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in scopes}
     for _ in range(pairs):
         for name, scope in scopes.items():
+            synchronize(device)
             started = time.perf_counter()
             chain(x, scope())
+            synchronize(device)
             found[name].append((time.perf_counter() - started) / SAVED * 1e6)
     return found
 
@@ -107,9 +113,9 @@ def main() -> None:
         [
             "# What a saved tensor costs",
             "",
-            f"A chain of {SAVED} `sin` on {SHAPE[0]} x {SHAPE[1]} float32, forward and backward, one thread.",
-            "`offload` includes a direct write and read of 16 KiB, `recompute` one `sin`; a training step moves",
-            "tensors of MiB, where the bytes count and this does not.",
+            f"A chain of {SAVED} `sin` on {SHAPE[0]} x {SHAPE[1]} float32, one thread; {device_name()}.",
+            "`offload` includes a copy of 16 KiB out and in (on a CPU: a direct write and read), `recompute` one",
+            "`sin`; a training step moves tensors of MiB, where the bytes count and this does not.",
             "",
             *rows,
             "",

@@ -1,0 +1,273 @@
+"""One case of a benchmark: one way to spare memory on one model at one length, in a process of its own.
+
+Before anything is timed, the gate: on the same weights and inputs, all gradients of a step under the way must be, bit
+by bit, those of a plain step. Then its own length: steps that warm up, steps that are timed, and one more in which the
+bytes that leave and come back are counted from outside: on a device by a dispatch mode that sees every copy between
+devices, on a CPU by the kernel's own account of the process. The loss is the mean square of the last hidden state: the
+head, which ways treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
+inputs take.
+
+    python -m benchmarks.case '{"way": "plain", "model": "tiny", "tokens": 128}'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.peers import Prepared, absent, all_ways
+from benchmarks.shapes import SHAPES, Shape
+from ebbtide.store import return_freed_memory
+
+WARMUP_STEPS = 3
+_PIECE = 1 << 23
+MARK = "CASE "
+"""Begins the line that holds the result: packages print lines of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run.
+
+    Attributes:
+        way: Name of the way: see ``benchmarks.peers``.
+        model: Name of the shape: see ``benchmarks.shapes``.
+        tokens: Length of each sequence.
+        batch: Sequences.
+        tuning: ``"full"``, or ``"lora"``: adapters of rank 8 on every linear layer, the rest frozen.
+        steps: Timed steps.
+        gate_tokens: Length at which gradients are compared, if it is the shorter.
+    """
+
+    way: str
+    model: str
+    tokens: int
+    batch: int = 1
+    tuning: str = "full"
+    steps: int = 5
+    gate_tokens: int = 512
+
+
+@dataclass(kw_only=True)
+class Row:
+    """What came of a case.
+
+    Attributes:
+        case: What was run.
+        status: ``"ok"``, or why there is no number: ``"out of memory"``, ``"differs"``, ``"not installed: ..."``, ...
+        seconds: Every timed step.
+        peak_bytes: The most memory of a step, above weights, gradients and inputs.
+        base_bytes: Those.
+        out_bytes: Bytes that left the device (on a CPU: that were written) in a step, counted from outside.
+        in_bytes: Bytes that came back.
+        gate: How gradients were compared.
+        notes: What a way says of itself.
+    """
+
+    case: Case
+    status: str = "ok"
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    base_bytes: int = 0
+    out_bytes: int = 0
+    in_bytes: int = 0
+    gate: str = ""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class CopyCount(TorchDispatchMode):
+    """Counts bytes that cross between the accelerator and the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out_bytes = self.in_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("aten::copy_", "aten::_to_copy") and isinstance(args[0], torch.Tensor):
+            source, target = (args[1], args[0]) if name == "aten::copy_" else (args[0], result)
+            if isinstance(source, torch.Tensor) and source.device.type != target.device.type:
+                nbytes = target.numel() * target.element_size()
+                if target.device.type == "cpu":
+                    self.out_bytes += nbytes
+                else:
+                    self.in_bytes += nbytes
+        return result
+
+
+@contextlib.contextmanager
+def counted(row: Row, device: torch.device) -> Iterator[None]:
+    """Count the bytes of one step from outside."""
+    if device.type != "cpu":
+        with CopyCount() as count:
+            yield
+        row.out_bytes, row.in_bytes = count.out_bytes, count.in_bytes
+        return
+    before = _process_io()
+    yield
+    after = _process_io()
+    row.out_bytes, row.in_bytes = after[0] - before[0], after[1] - before[1]
+
+
+def _process_io() -> tuple[int, int]:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["write_bytes"]), int(fields["read_bytes"])
+
+
+def memory_now(device: torch.device) -> int:
+    """Return the bytes in use: of the device, or resident."""
+    if device.type != "cpu":
+        return torch.accelerator.memory_allocated()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def forget_peak(device: torch.device) -> None:
+    """Begin to look for the peak anew."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak(device: torch.device) -> int:
+    """Return the most bytes in use since ``forget_peak``."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated()
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+def step(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Run a forward and a backward; returns the loss."""
+    with prepared.step():
+        with prepared.forward():
+            output = prepared.model(**inputs)
+            loss = output[0].float().square().mean()
+        loss.backward()
+    return loss.detach()
+
+
+def digests(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return two sums over every gradient's bits, one of them weighted by position, by the parameter's name.
+
+    They are made where the gradient lies, piece by piece: a second copy of all gradients may not fit.
+    """
+    found: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            grad = getattr(parameter.grad, "to_local", lambda p=parameter: p.grad)()
+            sums = torch.zeros(2, dtype=torch.int64, device=grad.device)
+            for piece in grad.detach().contiguous().flatten().view(torch.int16).split(_PIECE):
+                bits = piece.to(torch.int64)
+                weights = torch.arange(bits.numel(), device=bits.device) % 65_521 + 1
+                sums = sums * 31 + torch.stack([bits.sum(), (bits * weights).sum()])
+            found[name] = int(sums[0]), int(sums[1])
+    return found
+
+
+def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> Row:
+    """Run a case; whatever goes wrong becomes its row's status.
+
+    Args:
+        case: What to run.
+        progress: Told of what is being done.
+    """
+    row = Row(case=case)
+    way = all_ways()[case.way]
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    reason = absent(way, accelerated=device.type != "cpu")
+    if reason is not None:
+        row.status = reason
+        return row
+    try:
+        _measure(row, device, progress)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        row.status, row.notes["error"] = "out of memory", str(error)[:200]
+    except Exception as error:
+        row.status = f"failed: {type(error).__name__}: {error}"[:300]
+    return row
+
+
+def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) -> None:
+    case, shape = row.case, SHAPES[row.case.model]
+    if device.type == "cpu":
+        return_freed_memory(1 << 16)  # for every way: what the heap keeps for itself would hide what is in use
+    torch.manual_seed(0)
+    model = shape.build(device, case.tuning).train()
+    short = shape.inputs(min(case.tokens, case.gate_tokens), case.batch, device)
+    plain = Prepared(model=model)
+    progress("gate")
+    expected = [_gradients(plain, short) for _ in range(2)]
+    if expected[0] != expected[1]:
+        row.gate = "plain training does not repeat its own bits here: not compared"
+    way = contextlib.contextmanager(all_ways()[case.way].prepare)
+    with way(model) as prepared:
+        if not row.gate:
+            wrong = max((_differing(expected[0], _gradients(prepared, short)) for _ in range(3)), key=len)
+            row.gate = f"{len(expected[0])} gradients, bit by bit, at {min(case.tokens, case.gate_tokens)} tokens"
+            if wrong:
+                row.status = f"differs: {len(wrong)} of {len(expected[0])} gradients, such as {wrong[0]}"
+                return
+        progress("steps")
+        _time(row, prepared, shape, device)
+
+
+def _gradients(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    prepared.model.zero_grad(set_to_none=True)
+    step(prepared, inputs)
+    return digests(prepared.model)
+
+
+def _differing(expected: Mapping[str, object], found: Mapping[str, object]) -> list[str]:
+    return [name for name in expected if found.get(name) != expected[name]]
+
+
+def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> None:
+    case = row.case
+    inputs = shape.inputs(case.tokens, case.batch, device)
+    for _ in range(WARMUP_STEPS):  # gradients stay: they are a part of the base
+        if not math.isfinite(float(step(prepared, inputs))):
+            raise ValueError("the loss is no finite number")
+    synchronize(device)
+    row.base_bytes = memory_now(device)
+    forget_peak(device)
+    for _ in range(case.steps):
+        synchronize(device)
+        begun = time.perf_counter()
+        step(prepared, inputs)
+        synchronize(device)
+        row.seconds.append(time.perf_counter() - begun)
+    row.peak_bytes = max(0, peak(device) - row.base_bytes)
+    with counted(row, device):
+        step(prepared, inputs)
+        synchronize(device)
+
+
+def main() -> None:
+    """Run the case that is given as JSON; the last line printed is its row."""
+    case = Case(**json.loads(sys.argv[1]))
+    row = run(case, progress=lambda text: print(f"{case.way}: {text}", file=sys.stderr, flush=True))
+    print(MARK + json.dumps(asdict(row)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Ways to spare activation memory, ours and others', behind one door.
+
+A *way* prepares a model and says what stands around its forward and around its whole step. Peers run from their own
+published packages, at the setting their documentation recommends; where that is a choice, both stand here. Nothing of
+a package is imported before its way is prepared, in the process of its case.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+Around = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What stands around a prepared model.
+
+    Attributes:
+        model: The model to call: the same, or a wrapper.
+        forward: Opened around each forward.
+        step: Opened around each forward and backward.
+    """
+
+    model: nn.Module
+    forward: Around = nullcontext
+    step: Around = nullcontext
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way, at one setting.
+
+    Attributes:
+        name: As tables call it.
+        prepare: A context manager's generator: yields the prepared model, undoes it afterwards.
+        package: Distribution that it comes from; empty: torch, transformers or ebbtide.
+        accelerator: Whether its package runs on an accelerator only.
+        setting: What was chosen, for people.
+    """
+
+    name: str
+    prepare: Callable[[nn.Module], Generator[Prepared]]
+    package: str = ""
+    accelerator: bool = False
+    setting: str = ""
+
+
+def absent(way: Way, *, accelerated: bool) -> str | None:
+    """Return why a way cannot run here, or None.
+
+    Args:
+        way: The way.
+        accelerated: Whether the case runs on an accelerator.
+    """
+    if way.package:
+        try:
+            importlib.metadata.version(way.package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"not installed: pip install {way.package}"
+    if way.accelerator and not accelerated:
+        return "not run: its package needs an accelerator"
+    return None
+
+
+def all_ways() -> dict[str, Way]:
+    """Return every way by name, plain training first."""
+    from benchmarks.peers.builtin import WAYS as builtin
+    from benchmarks.peers.packages import WAYS as packages
+
+    return {way.name: way for way in (*builtin, *packages)}

@@ -1,0 +1,69 @@
+"""Plain training, what torch and transformers bring, and ebbtide's policies."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+
+import ebbtide
+from benchmarks.peers import Prepared, Way
+
+
+def _decoder(model: nn.Module) -> nn.Module:
+    """Return what has ``gradient_checkpointing_enable``: the model itself, or the one that an adapter wraps."""
+    found = getattr(model, "get_base_model", lambda: model)()
+    if not hasattr(found, "gradient_checkpointing_enable") and not hasattr(found, "enable_gradient_checkpointing"):
+        raise RuntimeError(f"{type(found).__name__} has no gradient checkpointing")
+    return found
+
+
+def plain(model: nn.Module) -> Generator[Prepared]:
+    """Everything is kept."""
+    yield Prepared(model=model)
+
+
+def checkpointing(model: nn.Module) -> Generator[Prepared]:
+    """Each block is re-run."""
+    decoder = _decoder(model)
+    if hasattr(decoder, "gradient_checkpointing_enable"):
+        decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        decoder.enable_gradient_checkpointing()
+    yield Prepared(model=model)
+    (getattr(decoder, "gradient_checkpointing_disable", None) or decoder.disable_gradient_checkpointing)()
+
+
+def checkpointing_offload(model: nn.Module) -> Generator[Prepared]:
+    """Each block is re-run, and its input waits in host memory."""
+    decoder = _decoder(model)
+    decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "offload": True})
+    yield Prepared(model=model)
+    decoder.gradient_checkpointing_disable()
+
+
+def saved_on_cpu(model: nn.Module) -> Generator[Prepared]:
+    """Every saved tensor waits in pinned host memory."""
+    pinned = torch.accelerator.is_available()
+    yield Prepared(model=model, forward=lambda: save_on_cpu(pin_memory=pinned))
+
+
+def policy(name: str) -> Way:
+    """Return the way of one of ebbtide's policies."""
+
+    def prepare(model: nn.Module) -> Generator[Prepared]:
+        with ebbtide.enable_activation_offloading(model, policy=name):
+            yield Prepared(model=model)
+
+    return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
+
+
+WAYS = (
+    Way(name="plain", prepare=plain),
+    Way(name="checkpointing", prepare=checkpointing, setting="use_reentrant=False"),
+    Way(name="transformers offload", prepare=checkpointing_offload, setting="use_reentrant=False, offload=True"),
+    Way(name="save_on_cpu", prepare=saved_on_cpu, setting="pin_memory=True on a device"),
+    *map(policy, ("auto", "minimal", "offload", "inputs")),
+)

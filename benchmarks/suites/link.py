@@ -1,0 +1,137 @@
+"""How fast copies run in a real training step, beside a bare copy loop over tensors of the same sizes.
+
+The step's rate is bytes ÷ the time for which copies ran, as the store counts both; the loop copies one tensor after the
+other, with nothing beside it: on a device between pinned memory and the device, on a CPU between memory and a file.
+Both take turns, and swap who goes first; the first pair warms up. On a device copies compete in the step with kernels
+for memory, on a CPU with kernels for cores.
+
+    python -m benchmarks.suites.link [--small] [--pairs 10] [--model Qwen3-1.7B] [--tokens 8192] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import ebbtide
+from benchmarks.case import step
+from benchmarks.cases import MIB, arguments, device_name
+from benchmarks.peers import Prepared
+from benchmarks.results_folder import RESULTS, hardware, interleaved, result_folder, summary, write_result
+from benchmarks.shapes import SHAPES
+from benchmarks.suites import disk, host
+from ebbtide.base.actions import Action
+from ebbtide.store.aligned import BackingFile
+from ebbtide.store.location import default_directory
+
+GOAL = 0.95
+MOST_RAW_BYTES = 1 << 30
+
+Rates = tuple[float, float]
+
+
+def moved_sizes(handle: ebbtide.Handle) -> list[int]:
+    """Return the sizes of the storages that the latest pass offloaded, of each site its mean."""
+    sites = handle._engine.last_pass.sites.values()
+    sizes = [total // count for count, total, action in sites for _ in range(count) if action is Action.OFFLOAD]
+    if not sizes:
+        raise SystemExit("nothing was offloaded: a longer --tokens has larger tensors")
+    while sum(sizes) > MOST_RAW_BYTES:
+        sizes = sizes[::2]
+    return sizes
+
+
+def raw_loop(sizes: list[int], stack: contextlib.ExitStack) -> Callable[[], Rates]:
+    """Return what copies tensors of these sizes and returns the rates out and in."""
+    where = torch.accelerator.current_accelerator()
+    if where is not None:
+        sources = [torch.ones(n, dtype=torch.uint8, device=where) for n in sizes]
+        pinned = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]
+        stream = torch.Stream(device=where)
+        return lambda: host.raw_rates(stream, sources, pinned)
+    file = BackingFile(default_directory())
+    stack.callback(file.close)
+    size = sum(sizes) // len(sizes) // 4096 * 4096
+    file.grow(0, size * len(sizes))
+    return lambda: disk.raw_rates(file, size, size * len(sizes))
+
+
+def step_rates(handle: ebbtide.Handle, run: Callable[[], object]) -> Rates:
+    """Return the rates of the copies of one step, out and in, while they ran."""
+    tier = handle._engine.tier
+    tier.counters  # noqa: B018  what was under way before counts before
+    before = [getattr(tier.counters, name) for name in ("out_bytes", "out_seconds", "in_bytes", "in_seconds")]
+    run()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    after = [getattr(tier.counters, name) for name in ("out_bytes", "out_seconds", "in_bytes", "in_seconds")]
+    out_bytes, out_seconds, in_bytes, in_seconds = (b - a for a, b in zip(before, after, strict=True))
+    if not out_seconds or not in_seconds:
+        raise SystemExit("a step moved nothing: a smaller --window-mib holds less back")
+    return out_bytes / out_seconds, in_bytes / in_seconds
+
+
+def report(result: dict[str, Any]) -> str:
+    """Return the README of a results folder."""
+    rows = result["summary"]
+    lines = [
+        f"# Copies in a real step, beside a bare loop: {result['device']}, {result['hardware']}",
+        "",
+        f"{result['model']}, {result['tokens']} tokens, {len(result['sizes_bytes'])} tensors, "
+        f"{sum(result['sizes_bytes']) / 1e6:.0f} MB each way, {result['pairs']} alternating pairs; GB/s as median "
+        "(quartiles); the ratio is that of each pair. Made by `python -m benchmarks.suites.link`.",
+        "",
+        f"| way | bare loop | in the step | ratio (goal on a device ≥ {GOAL}) | stall of a step, s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for way in ("out", "in"):
+        raw, tier, ratio = (rows[f"{x}_{way}"] for x in ("raw", "tier", "ratio"))
+        cells = [f"{x['median'] / 1e9:.2f} ({x['q1'] / 1e9:.2f} to {x['q3'] / 1e9:.2f})" for x in (raw, tier)]
+        share = f"{ratio['median']:.3f} ({ratio['q1']:.3f} to {ratio['q3']:.3f})"
+        lines.append(f"| {way} | {cells[0]} | {cells[1]} | {share} | {result['stall_seconds_per_step']:.4f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure and write ``run.json`` and ``README.md``."""
+    given = arguments(__doc__, pairs=10, model="", tokens=0, window_mib=64)
+    name = given.model or ("tiny" if given.small else "Qwen3-1.7B")
+    tokens = given.tokens or (512 if given.small else 8192)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    model = SHAPES[name].build(device, "full").train()
+    inputs, prepared = SHAPES[name].inputs(tokens, 1, device), Prepared(model=model)
+    window = (1 if given.small else given.window_mib) * MIB
+    with contextlib.ExitStack() as stack:
+        handle = stack.enter_context(ebbtide.enable_activation_offloading(model, policy="offload", window=window))
+        for _ in range(2):
+            step(prepared, inputs)
+        sizes = moved_sizes(handle)
+        loop, before = raw_loop(sizes, stack), handle.stats().total_stall_seconds
+        found = interleaved(given.pairs, loop, lambda: step_rates(handle, lambda: step(prepared, inputs)))
+        stall = (handle.stats().total_stall_seconds - before) / (given.pairs + 1)
+    for way in ("out", "in"):
+        pairs = zip(found[f"tier_{way}"], found[f"raw_{way}"], strict=True)
+        found[f"ratio_{way}"] = [tier / raw for tier, raw in pairs]
+    result: dict[str, Any] = {
+        "suite": "link",
+        "hardware": hardware(RESULTS),
+        "device": device_name(),
+        "model": name,
+        "tokens": tokens,
+        "pairs": given.pairs,
+        "window_bytes": window,
+        "sizes_bytes": sizes,
+        "stall_seconds_per_step": stall,
+        "summary": {key: summary(values) for key, values in found.items()},
+        "runs_bytes_per_second": found,
+    }
+    text = report(result)
+    write_result(given.out or result_folder("link"), result, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Peak memory and step time of every way to spare activations, beside plain training.
+
+Each case is a process of its own: see ``benchmarks/case.py`` for what is measured, and for the gate before it. Rows
+without a number stay: out of memory, not installed, gradients that differ, not reached. The last group of cases is
+the table that other projects publish of themselves, 8 and 16 sequences of 256, 512 and 1024 tokens, with what they
+claim beside it.
+
+    python -m benchmarks.suites.pareto [--small] [--minutes 8] [--models Qwen3-8B] [--ways plain,TRL] [--out DIR]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.case import Case, Row
+from benchmarks.cases import Book, arguments, table
+from benchmarks.peers import all_ways
+
+CLAIMS = (
+    "Claimed elsewhere for such batches: 40 to 50 % less memory at 92 to 95 % of the speed without checkpointing, 60 "
+    "to 70 % less at 85 to 90 % with it; peaks of 8 sequences 304, 496, 800 MB against 336, 448, 660 MB, of 16 "
+    "sequences 624, 929, 1505 MB against 576, 788, 1172 MB."
+)
+LENGTHS = {"Qwen3-8B": (8192, 4096, 32768), "Qwen3-1.7B": (8192, 32768, 131072), "Wan-1.3B": (32760,)}
+SHORT = tuple((batch, tokens) for batch in (8, 16) for tokens in (256, 512, 1024))
+
+
+def cases(*, small: bool, models: list[str], ways: list[str]) -> Iterator[Case]:
+    """Yield the cases, those that matter most first.
+
+    Args:
+        small: A tiny model on few tokens.
+        models: Names of shapes; empty: all of ``LENGTHS``.
+        ways: Names of ways; empty: all.
+    """
+    chosen = [way for way in all_ways() if not ways or way in ways]
+    if small:
+        for tuning in ("full", "lora"):
+            yield from (Case(way=way, model="tiny", tokens=256, tuning=tuning, steps=3) for way in chosen)
+        for batch, tokens in SHORT[:2]:
+            yield from (Case(way=way, model="tiny", tokens=tokens // 4, batch=batch, steps=3) for way in chosen)
+        return
+    for model in models or LENGTHS:
+        for tokens in LENGTHS.get(model, (8192,)):
+            for tuning in ("full", "lora") if model.startswith("Qwen") else ("full",):
+                yield from (Case(way=way, model=model, tokens=tokens, tuning=tuning) for way in chosen)
+    for batch, tokens in SHORT:
+        yield from (Case(way=way, model="Qwen3-0.6B", tokens=tokens, batch=batch) for way in chosen)
+
+
+def report(rows: list[Row]) -> str:
+    """Return the README of a results folder."""
+    settings = {row.case.way: all_ways()[row.case.way].setting for row in rows}
+    return "\n".join(
+        [
+            "# Ways to spare activation memory: peak and step time",
+            "",
+            "Forward and backward of one step, no head and no optimizer. Peak: above weights, gradients and inputs.",
+            "Out and in: bytes that were copied (on a CPU: written and read) in one step, counted from outside. Before",
+            "each row its gradients were compared, bit by bit, with those of plain training: no number where they",
+            "differ. Times are medians (quartiles) of one process; a row is a measurement and no claim. Made by",
+            "`python -m benchmarks.suites.pareto`; every step is in `run.json`.",
+            "",
+            *table(rows),
+            "",
+            CLAIMS,
+            "",
+            "Settings: " + "; ".join(f"{way}: {setting}" for way, setting in settings.items() if setting) + ".",
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure and write after every case."""
+    given = arguments(__doc__, models="", ways="")
+    book = Book("pareto", given.out, given.minutes, report, {"small": given.small})
+    split = {name: [x for x in getattr(given, name).split(",") if x] for name in ("models", "ways")}
+    book.run_all(cases(small=given.small, **split))
+    book.close()
+
+
+if __name__ == "__main__":
+    main()
