@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from tests.dist import sharded
 from tests.dist.memory import Count, measure_all
 from tests.dist.sharded import STRATEGIES, Setup, spelled
 from tests.helpers.models import WIDTH
 from tests.helpers.spawn import CaseResult, run_cases
 
 BLOCKS, TOKENS = 2, 2 * 10
-SETUPS: dict[str, Setup] = {spelled(s): s for s in STRATEGIES}
+ON_FOUR = tuple(replace(s, schedule="one") for s in sharded.ON_FOUR)
+SETUPS: dict[str, Setup] = {spelled(s): s for s in (*STRATEGIES, *ON_FOUR)}
+FOUR = {spelled(s) for s in ON_FOUR}
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
-    """Every strategy that was asked for, in one group of processes."""
+    """Every strategy that was asked for, two ranks and four ranks each in one group of processes."""
     wanted = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    return run_cases({name: (measure_all, (SETUPS[name],)) for name in wanted}, 2, timeout_seconds=60.0)
+    found: dict[str, CaseResult] = {}
+    for size in (2, 4):
+        cases = {name: (measure_all, (SETUPS[name],)) for name in wanted if (name in FOUR) == (size == 4)}
+        found |= run_cases(cases, size, timeout_seconds=60.0) if cases else {}
+    return found
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in FOUR else ()) for n in SETUPS])
 def test_a_rank_holds_and_moves_what_its_plan_says(results: dict[str, CaseResult], name: str) -> None:
     for counts in results[name].values():
         plain = counts.pop("plain")
