@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("ebbtide.sft")
 
-PACKAGES = ("transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
 
 def main(config: SftConfig) -> None:
