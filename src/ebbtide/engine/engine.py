@@ -204,6 +204,7 @@ class Engine:
         """Return what makes a tensor again from operands that are there, to be timed; None if it may not be remade."""
         if not self.trusts(entry, recipe, base):
             return None
+        self._stalls.serve_nobody()
         there: dict[Entry, torch.Tensor] = {}
 
         def read(operand: Entry) -> torch.Tensor | None:

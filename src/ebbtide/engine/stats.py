@@ -96,6 +96,10 @@ class StallBook:
         """
         self._tier.stalls.reader = (where, block, nbytes)
 
+    def serve_nobody(self) -> None:
+        """What is asked of the store from now on is asked for no block: its waits count in the total only."""
+        self._tier.stalls.reader = None
+
     def tell(self) -> None:
         """Count, and tell of, the waits that are known by now."""
         found: dict[tuple[str, str], tuple[float, int | None]] = {}
