@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,3 +169,19 @@ def test_what_trl_offloads_is_refused_and_its_flag_named(monkeypatch: pytest.Mon
         ):
             tiny.step()
         tiny.step()
+
+
+def test_what_accelerate_offloads_is_refused_and_its_flag_named() -> None:
+    """``fsdp_activation_checkpointing_offload``: accelerate itself puts its wrappers around the layers."""
+    utils = pytest.importorskip("accelerate.utils")
+    plugin = utils.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        activation_checkpointing=True,
+        activation_checkpointing_offload=True,
+    )
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    model = utils.fsdp_utils.fsdp2_apply_ac(accelerator, build("llama").model)
+    with pytest.raises(ConflictError, match=r"(?s)offload_wrapper.*accelerate: activation_checkpointing_offload=False"):
+        enable(model)
