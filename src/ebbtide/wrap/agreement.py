@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -109,10 +109,10 @@ class Votes:
     """Which kinds of blocks are re-run whole, decided once and by all ranks where a block has collectives inside.
 
     Args:
-        groups: Returns who is asked, when first a kind is decided: the model may be wrapped after the handle is made.
+        groups: Who is asked; may be empty until the model is wrapped.
     """
 
-    def __init__(self, groups: Callable[[], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
         self._decided: dict[str, str | None] = {}  # None: each rank for itself
 
@@ -128,7 +128,7 @@ class Votes:
             ConfigError: A rank did not come to this in time.
         """
         if kind not in self._decided:
-            groups = self._groups() if _has_collectives(block) else []
+            groups = self._groups if _has_collectives(block) else []
             self._decided[kind] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
         return (self._decided[kind] or wish) == AGAIN
 

@@ -74,7 +74,7 @@ class Attachment:
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
-        self._reruns = Reruns(engine.plan, Votes(lambda: self._groups))
+        self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, _Scope]] = []
         self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
@@ -122,7 +122,7 @@ class Attachment:
         groups = [] if self._groups else groups_of(self._model)
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
-            self._groups = groups
+            self._groups += groups
 
     def _begin_pass(self) -> None:
         self._before = None
