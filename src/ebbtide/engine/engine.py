@@ -274,6 +274,8 @@ class Engine:
         self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
     ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
+        if backward is not None and run is not None and run.order_key not in self.orders:
+            run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
         if entry.source is not None:
             if entry.changed:
                 entry.tainted = True
@@ -307,8 +309,6 @@ class Engine:
             self._keep(backward, entry, content)
             if flow is not None:
                 flow.has_read(entry)
-            if run.order_key not in self.orders:
-                run.reads.append(weakref.ref(entry))
         return content
 
     # Backward

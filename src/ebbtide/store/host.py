@@ -17,6 +17,9 @@ from ebbtide.store.hostslot import CopyIn, HostSlot
 
 _MOST_SPANS = 4096
 
+_Span = tuple[Callable[[float], None], EventHandle, EventHandle]
+"""Told of the seconds between two events, when both have happened."""
+
 
 class HostTier:
     """A tier in host memory over a ``Device``.
@@ -39,7 +42,7 @@ class HostTier:
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
-        self._spans: deque[tuple[Callable[[float], None], EventHandle, EventHandle]] = deque()
+        self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
         self._closed = False
 
     @property
@@ -112,7 +115,7 @@ class HostTier:
             TargetError: The tier is closed.
         """
         self._check(None)
-        if len(self._spans) > _MOST_SPANS:
+        if len(self._spans["out"]) > _MOST_SPANS:
             self._harvest()
         if source.dtype is not torch.uint8 or source.dim() != 1 or not source.is_contiguous() or not source.numel():
             raise ConfigError(
@@ -136,7 +139,7 @@ class HostTier:
         for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
             device.copy(part, piece, out)
         slot.done = place.guard.done(device)
-        self._spans.append((functools.partial(self._copied, "out_seconds"), begin, slot.done))
+        self._spans["out"].append((functools.partial(self._copied, "out_seconds"), begin, slot.done))
         return slot
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
@@ -211,7 +214,7 @@ class HostTier:
         begin = self.device.record(stream, timed=True)
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
-        self._spans.append((functools.partial(stalls.add, reader=stalls.reader), begin, end))
+        self._spans["stall"].append((functools.partial(stalls.add, reader=stalls.reader), begin, end))
 
     def bury(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
@@ -269,7 +272,7 @@ class HostTier:
             device.copy(piece, part, into)
         ahead.done = place.guard.done(device)
         self._counters.in_bytes += slot.nbytes
-        self._spans.append((functools.partial(self._copied, "in_seconds"), begin, ahead.done))
+        self._spans["in"].append((functools.partial(self._copied, "in_seconds"), begin, ahead.done))
         return ahead
 
     def _drop_ahead(self, slot: HostSlot) -> None:
@@ -308,10 +311,11 @@ class HostTier:
             self._leaving.popleft()
 
     def _harvest(self) -> None:
-        while self._spans:
-            span = self._spans.popleft()
-            count, begin, end = span
-            if not self.device.query(end):
-                self._spans.appendleft(span)  # most that come after it are not over either
-                return
-            count(self.device.elapsed_seconds(begin, end))
+        for spans in self._spans.values():
+            while spans:
+                span = spans.popleft()
+                count, begin, end = span
+                if not self.device.query(end):
+                    spans.appendleft(span)  # those that come after it, on the same stream, are not over either
+                    break
+                count(self.device.elapsed_seconds(begin, end))
