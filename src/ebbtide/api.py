@@ -59,13 +59,16 @@ class Handle:
         return self._engine.stats()
 
     def explain(self) -> str:
-        """Return one line per site kind of the latest pass: bytes, action, storages; the plan's own words first."""
+        """Return one line per site kind of the latest pass: bytes, action, storages; the plan's own words first.
+
+        At the end: what the store holds and moved, and the blocks that waited longest for it.
+        """
         lines = [self.plan.explain()]
         sites = sorted(self._engine.last_pass.sites.items(), key=lambda item: -item[1][1])
         for site, (count, nbytes, action) in sites:
             lines.append(f"{format_size(nbytes):>10}  {action.value:<9}  x{count:<3} {site}")
         lines += [f"not recomputed: {site}: {reason}" for site, reason in self._engine.trust.demoted.items()]
-        return "\n".join(lines)
+        return "\n".join(lines + self.stats().told())
 
     def report(self, folder: str | PathLike[str]) -> None:
         """Write what is known now into ``folder``: ``stats.json`` and ``explain.txt``.

@@ -229,6 +229,7 @@ def test_explain_names_the_plan_and_every_kind_of_site() -> None:
     assert first == handle.plan.explain()
     assert any(" recompute " in line and " Block/" in line for line in lines)
     assert any(" offload " in line and " Block/" in line for line in lines)
+    assert any(line.startswith("store: ") and line.endswith(" read") for line in lines)
 
 
 def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFixture) -> None:

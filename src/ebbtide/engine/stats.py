@@ -8,10 +8,12 @@ from typing import Any
 
 from ebbtide.base.actions import Action
 from ebbtide.base.events import Bus
+from ebbtide.base.units import format_size
 from ebbtide.store.protocol import Tier
 
 _LEAST_STALL_SECONDS = 1e-4
 """Shorter waits of a block are counted and not told of."""
+_MOST_STALLS_TOLD = 5
 
 
 class Tally:
@@ -168,6 +170,23 @@ class Stats:
     store_bytes: int = 0
     store: Mapping[str, int] = field(default_factory=dict)
     total_refused_bytes: int = 0
+
+    def told(self) -> list[str]:
+        """Return lines on what the store holds and moved, what it could not take, and who waited longest for it."""
+        size = {name: format_size(value) for name, value in self.store.items() if name.endswith("_bytes")}
+        lines: list[str] = []
+        if self.store.get("host_held_bytes"):
+            lines.append(
+                f"store: {size['host_held_bytes']} of host memory, {size['host_pinned_bytes']} of it pinned, in "
+                f"{self.store['host_chunks']} chunks; {size['host_most_parked_bytes']} parked at most"
+            )
+        if self.store.get("disk_file_bytes"):
+            moved = f"{size['disk_written_bytes']} written, {size['disk_read_bytes']} read"
+            lines.append(f"store: {size['disk_file_bytes']} of disk; {moved}")
+        if self.total_refused_bytes:
+            lines.append(f"store: {format_size(self.total_refused_bytes)} stayed on the device for want of room")
+        longest = sorted(self.stalls.items(), key=lambda item: -item[1])[:_MOST_STALLS_TOLD]
+        return lines + [f"stall: {seconds:.4f} s in {name}" for name, seconds in longest if seconds]
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a dictionary."""

@@ -82,6 +82,7 @@ class FakeDevice:
         copy_out_bytes_per_second: Rate of copies to host buffers.
         copy_in_bytes_per_second: Rate of copies from them.
         asynchronous_copies: ``False`` makes a device without side streams.
+        device_limit_bytes: Device memory for what is allocated; ``None``: no end.
         host_limit_bytes: Host memory it has; ``None``: no end.
         pinned_limit_bytes: How much of that may be pinned; ``None``: all.
 
@@ -101,11 +102,13 @@ class FakeDevice:
         copy_in_bytes_per_second: float,
         *,
         asynchronous_copies: bool = True,
+        device_limit_bytes: int | None = None,
         host_limit_bytes: int | None = None,
         pinned_limit_bytes: int | None = None,
     ) -> None:
         self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True)
         self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
+        self._device_limit_bytes = device_limit_bytes
         self._host_limit_bytes, self._pinned_limit_bytes = host_limit_bytes, pinned_limit_bytes
         self._compute = FakeStream("compute")
         self._streams: dict[str, FakeStream] = {"compute": self._compute}
@@ -181,7 +184,13 @@ class FakeDevice:
         return end.seconds - begin.seconds
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
-        """Return poisoned device memory and count it while it lives."""
+        """Return poisoned device memory and count it while it lives.
+
+        Raises:
+            torch.OutOfMemoryError: There is no more.
+        """
+        if self._device_limit_bytes is not None and self.live_bytes + nbytes > self._device_limit_bytes:
+            raise torch.OutOfMemoryError(f"fake device: out of memory, {nbytes} bytes wanted")
         tensor = torch.full((nbytes,), _POISON, dtype=torch.uint8)
         self._uses_of(tensor.untyped_storage()).write("compute", self._compute.step(), 0, nbytes)
         self.live_bytes += nbytes

@@ -208,6 +208,10 @@ def test_an_exception_of_the_store(
         assert_recovers(engine, data)
 
 
+def sites_of(handle: ebbtide.Handle) -> list[str]:
+    return [line for line in handle.explain().splitlines() if not line.startswith(("store: ", "stall: "))]
+
+
 def test_a_model_that_fails_in_a_submodule_forgets_where_it_was() -> None:
     class Inner(nn.Module):
         bomb: Any = None
@@ -232,13 +236,13 @@ def test_a_model_that_fails_in_a_submodule_forgets_where_it_was() -> None:
     for error in (KeyboardInterrupt, ValueError):
         with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
             assert all(map(same_bits, expected, grads()))
-            sites = handle.explain()
+            sites = sites_of(handle)
             model[1][0].bomb = Bomb(error)
             attempt(error, grads)
             model[1][0].bomb = None
             assert hooks_are_closed()
             assert all(map(same_bits, expected, grads()))
-            assert handle.explain() == sites and handle.stats().live_tickets == 0
+            assert sites_of(handle) == sites and handle.stats().live_tickets == 0
 
 
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
