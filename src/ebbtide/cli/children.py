@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ebbtide.base.runs import OUTSIDE_FILE
+from ebbtide.cli.signals import hold_interrupts
 from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
@@ -55,25 +56,30 @@ def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     with (folder / OUTPUT_FILE).open("wb") as output, (folder / OUTSIDE_FILE).open("w", buffering=1) as outside:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=dict(environment),
-            start_new_session=True,
-        )
 
         def write(rss_bytes: int, _device_bytes: int | None) -> None:
             outside.write(json.dumps({"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}) + "\n")
 
-        sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
+        child: subprocess.Popen[bytes] | None = None
+        sampler: Sampler | None = None
         try:
+            with hold_interrupts():
+                child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=dict(environment),
+                    start_new_session=True,
+                )
+            sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
             sampler.start()
             code = child.wait()
         finally:
-            end_family(child)
-            sampler.stop()
+            if child is not None:
+                end_family(child)
+            if sampler is not None:
+                sampler.stop()
     return Ended(folder=folder, code=code, seconds=time.monotonic() - began, tail=_tail(folder / OUTPUT_FILE))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -36,3 +37,27 @@ def terminate_as_interrupt() -> Generator[None, None, None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def hold_interrupts() -> Generator[None, None, None]:
+    """Let SIGINT and SIGTERM wait until the end of the context, for what must not be done by halves.
+
+    A child that was started and not yet noted down would outlive whoever started it. In another thread than the main
+    one nothing is changed.
+    """
+    came: list[int] = []
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda number, _frame: came.append(number))
+    except ValueError:  # not the main thread: signals are somebody else's
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            os.kill(os.getpid(), came[0])
