@@ -7,9 +7,10 @@ dropped from the page cache before; time ends when every byte of every shard was
 been read yet counts too. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
 shards differ fails the suite.
 
-    python -m benchmarks.suites.loading [--work DIR] [--rounds 5] [--worlds 2 4] [--dtypes bfloat16 float32] [--small]
+    python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32] [--small]
 
-With ``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped.
+``--rounds`` has a number for each of ``--worlds``: more ranks than cores tell of memory and bytes, not of time. With
+``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -189,8 +190,9 @@ def report(result: dict[str, Any]) -> str:
         f"# Loading sharded models: {result['hardware']}",
         "",
         f"{result['date']}, {result['filesystem']}, a checkpoint of {result['checkpoint_bytes'] / MIB:.0f} MiB in "
-        f"{result['files']} files that the page cache lacks, a process for each rank and load, {result['rounds']} "
-        "rounds in turn.",
+        f"{result['files']} files that the page cache lacks, a process for each rank and load, in turn, "
+        + " and ".join(f"{n} rounds of {world} ranks" for world, n in result["rounds"].items())
+        + ".",
         "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
         "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
         "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
@@ -250,12 +252,14 @@ def main() -> None:
     """Write a checkpoint, measure, and write ``run.json``, ``README.md`` and ``loading.svg``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="directory on the disk to read from, kept; default: a temporary one")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, nargs="+", default=[5, 3], help="for each of --worlds")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--small", action="store_true", help="a checkpoint of some 80 MiB, to try the suite")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
+    if len(options.rounds) != len(options.worlds):
+        parser.error("--rounds needs a number for each of --worlds")
     from ebbtide.store.location import check_directory, default_directory, filesystem_of
 
     with contextlib.ExitStack() as stack:
@@ -268,8 +272,8 @@ def main() -> None:
         _prepare(work, small=options.small)
         bench = Bench(work)
         cases = {
-            f"{world} ranks, bfloat16 to {dtype}": measure(bench, dtype, world, options.rounds)
-            for world in options.worlds
+            f"{world} ranks, bfloat16 to {dtype}": measure(bench, dtype, world, rounds)
+            for world, rounds in zip(options.worlds, options.rounds, strict=True)
             for dtype in options.dtypes
         }
         drawn = (options.dtypes[-1], options.worlds[0])
@@ -281,7 +285,7 @@ def main() -> None:
             "filesystem": filesystem_of(work),
             "checkpoint_bytes": bench.total_bytes,
             "files": len(bench.files),
-            "rounds": options.rounds,
+            "rounds": dict(zip(options.worlds, options.rounds, strict=True)),
             "cases": cases,
             "drawn": f"{drawn[1]} ranks, bfloat16 to {drawn[0]}",
         }

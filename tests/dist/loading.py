@@ -90,6 +90,11 @@ def write_checkpoint(folder: Path, setup: Setup) -> None:
         quantised.save_pretrained(folder / "column", max_shard_size="20KB")
 
 
+def source_of(setup: Setup, folder: str) -> str:
+    """Return where in its folder the checkpoint is that a setup reads."""
+    return f"{folder}/column" if setup.column else folder
+
+
 def checkpoint_of(setup: Setup) -> Setup:
     """Return what two setups have in common that read the same checkpoint."""
     four = (setup.four, setup.nested) if setup.column else ("", False)
@@ -108,14 +113,16 @@ def _four_bit(setup: Setup) -> Any:
     )
 
 
-def _model_on_meta(setup: Setup, dtype: torch.dtype) -> Any:
+def _model_on_meta(setup: Setup, folder: str, dtype: torch.dtype) -> Any:
     """Build a setup's model on meta, its linear layers in 4 bits if it says so."""
-    model = on_meta(setup.family, dtype, tied=setup.tied)
-    if setup.four:
-        from transformers.integrations import replace_with_bnb_linear
+    if not setup.four:
+        return on_meta(setup.family, dtype, tied=setup.tied)
+    from ebbtide.integrations.pretrained import weights_later
 
-        replace_with_bnb_linear(model, ["lm_head"], _four_bit(setup))
-    return model
+    real, _, _ = built(setup.family, tied=setup.tied)
+    quantised = {} if setup.column else {"quantization_config": _four_bit(setup)}
+    with weights_later():
+        return type(real).from_pretrained(folder, dtype=dtype, **quantised)
 
 
 def on_meta(family: str, dtype: torch.dtype, *, tied: bool = False) -> Any:
@@ -146,8 +153,8 @@ def sharder(setup: Setup, blocks: str) -> Callable[[nn.Module], nn.Module]:
             return model
         if setup.wrapper == "fsdp":
             return _flat(model, setup, layers, world)
-        names = {"dp_replicate": setup.replicas, "dp": world // setup.replicas // setup.tensor, "tp": setup.tensor}
-        kept = {k: n for k, n in names.items() if n > 1 or k == "dp"}
+        names = {"replicate": setup.replicas, "fsdp": world // setup.replicas // setup.tensor, "tp": setup.tensor}
+        kept = {k: n for k, n in names.items() if n > 1 or k == "fsdp"}
         mesh = init_device_mesh("cpu", tuple(kept.values()), mesh_dim_names=tuple(kept))
         if setup.tensor > 1:
             for layer in layers:
@@ -157,7 +164,7 @@ def sharder(setup: Setup, blocks: str) -> Callable[[nn.Module], nn.Module]:
         if setup.wrapper == "tp":
             return model
         policy = CPUOffloadPolicy(pin_memory=False) if setup.host else OffloadPolicy()
-        data = mesh["dp_replicate", "dp"] if setup.replicas > 1 else mesh["dp"]
+        data = mesh["replicate", "fsdp"] if setup.replicas > 1 else mesh["fsdp"]
         for layer in layers:
             fully_shard(layer, mesh=data, offload_policy=policy)
         fully_shard(model, mesh=data, offload_policy=policy)
@@ -185,9 +192,8 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
     dtype = getattr(torch, setup.dtype) if setup.dtype else torch.bfloat16
     real, batch, blocks = built(setup.family, tied=setup.tied)
     shard = sharder(setup, blocks)
-    meta = _model_on_meta(setup, torch.bfloat16)
-    if setup.column:
-        folder += "/column"
+    folder = source_of(setup, folder)
+    meta = _model_on_meta(setup, folder, torch.bfloat16)
     quantised = {"quantization_config": _four_bit(setup)} if setup.four and not setup.column else {}
     plain = type(real).from_pretrained(folder, dtype=dtype, **quantised)
     if setup.adapters == "before":
@@ -329,8 +335,9 @@ def _same(one: Tensor, two: Tensor) -> bool:
 def save(setup: Setup, folder: str, out: str) -> int:
     """Load in this rank, save with the others; return the bytes of this rank's part."""
     _, _, blocks = built(setup.family, tied=setup.tied)
-    model = ebbtide.load_sharded(_model_on_meta(setup, torch.bfloat16), folder, shard=sharder(setup, blocks))
-    ebbtide.save_sharded(model, out, max_file_bytes=30_000)
+    source = source_of(setup, folder)
+    model = ebbtide.load_sharded(_model_on_meta(setup, source, torch.bfloat16), source, shard=sharder(setup, blocks))
+    ebbtide.save_sharded(model, source_of(setup, out), max_file_bytes=30_000)
     return sum(p.numel() for p in _locals(model).values())
 
 

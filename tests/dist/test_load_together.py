@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.dist.loading import Setup, compare, fail, first_values, save, write_checkpoint
+from tests.dist.loading import Setup, compare, fail, first_values, save, source_of, write_checkpoint
 from tests.helpers.spawn import CaseResult, run_cases
 
 FAULTS = {
@@ -22,7 +22,13 @@ FAULTS = {
     "nobody": "no rank sees ",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
-SAVED = {"sharded": Setup(), "tied": Setup(tied=True), "flat": Setup(wrapper="fsdp", flat=True)}
+SAVED = {
+    "sharded": Setup(),
+    "tied": Setup(tied=True),
+    "flat": Setup(wrapper="fsdp", flat=True),
+    "experts": Setup(family="qwen3_moe"),
+    "columns": Setup(four="bfloat16", nested=True, column=True),
+}
 INITIALISED = {"decoder": Setup(), "experts": Setup(family="qwen3_moe"), "convolutions": Setup(family="gpt2")}
 
 
@@ -53,27 +59,34 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
     assert all(on_meta)
 
 
-@pytest.mark.timeout(600)
-def test_what_is_saved_on_two_ranks_is_loaded_on_four(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "others"), [(2, (4, 1)), pytest.param(4, (2,), marks=pytest.mark.slow)], ids=["2 to 4 and 1", "4 to 2"]
+)
+def test_what_is_saved_is_loaded_on_another_number_of_ranks(
+    tmp_path: Path, world: int, others: tuple[int, ...]
+) -> None:
     cases, loads = {}, {}
     for name, setup in SAVED.items():
         write_checkpoint(tmp_path / name, setup)
         out = tmp_path / f"{name}-saved"
         cases[name] = (save, (setup, str(tmp_path / name), str(out)))
         loads[name] = (compare, (setup, str(out)))
-    saved = run_cases(cases, 2, timeout_seconds=60.0)
-    for name in SAVED:
+    saved = run_cases(cases, world, timeout_seconds=90.0)
+    for name, setup in SAVED.items():
         assert sum(saved[name].values()) > 0
-        before, after = _tensors(tmp_path / name), _tensors(tmp_path / f"{name}-saved")
+        source, out = (Path(source_of(setup, str(tmp_path / name) + end)) for end in ("", "-saved"))
+        before, after = _tensors(source), _tensors(out)
         assert before.keys() == after.keys()
-        assert all(torch.equal(before[key], after[key]) for key in before)
-        assert len(list((tmp_path / f"{name}-saved").glob("*.safetensors"))) > 1
-        assert not list((tmp_path / f"{name}-saved").glob("*.part"))
-        shutil.copy(tmp_path / name / "config.json", tmp_path / f"{name}-saved")
-    for name, result in run_cases(loads, 4, timeout_seconds=60.0).items():
-        for found in result.values():
-            assert found["loaded"] == [], name
-            assert found["trained"] == [], name
+        assert all(torch.equal(_bits(before[key]), _bits(after[key])) for key in before)
+        assert len(list(out.glob("*.safetensors"))) > 1
+        assert not list(out.glob("*.part"))
+        shutil.copy(source / "config.json", out)
+    for other in others:
+        for name, result in run_cases(loads, other, timeout_seconds=90.0).items():
+            for found in result.values():
+                assert found["loaded"] == [], name
+                assert found["trained"] == [], name
 
 
 @pytest.mark.timeout(600)
@@ -94,3 +107,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
     return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

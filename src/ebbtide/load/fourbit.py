@@ -12,6 +12,7 @@ other, and its scales are read whole. Nothing is imported here: the model brings
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -54,15 +55,15 @@ class FourBit:
 
     Args:
         model: On meta, not yet sharded.
-        dtype: In which weights are quantised; ``None``: the one of the model's configuration, or of the weight on meta.
+        dtype: In which weights are quantised; ``None``: the one that most of the other parameters have, or of the
+            weight on meta.
 
     Raises:
         ConfigError: A weight is quantised already.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        config: Any = getattr(model, "config", None)
-        self._dtype = dtype or getattr(config, "dtype", None)
+        self._dtype = dtype or _usual_dtype(model)
         self._weights: dict[str, _Weight] = {}
         self._scales: dict[str, dict[str, str]] = {}
         self._packed = False
@@ -176,7 +177,9 @@ class FourBit:
             module: Any = weight.module
             module.quant_state = weight.state
             found: Any = module._parameters.get(weight.attribute)
-            if not weight.flat and not hasattr(found, "device_mesh"):
+            if hasattr(found, "device_mesh"):  # PEFT asks a shard, too, how it was quantised
+                found.compress_statistics, found.quant_type = weight.old.compress_statistics, weight.old.quant_type
+            elif not weight.flat:
                 module._parameters[weight.attribute] = self._parameter(weight, found.data)
 
     def _parameter(self, weight: _Weight, column: torch.Tensor) -> nn.Parameter:
@@ -204,6 +207,14 @@ def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             )
         found: Mapping[str, torch.Tensor] = state.as_dict(packed=True)
         yield from ((f"{name}.{kind}", value) for kind, value in found.items())
+
+
+def _usual_dtype(model: nn.Module) -> torch.dtype | None:
+    numels: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_four_bit(parameter):
+            numels[parameter.dtype] += parameter.numel()
+    return max(numels, key=lambda dtype: numels[dtype]) if numels else None
 
 
 def _check_gathered(model: nn.Module) -> None:
