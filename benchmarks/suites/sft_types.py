@@ -28,8 +28,8 @@ from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE, read_events
 
 ROOT = Path(__file__).parents[2]
 COMMON = (
-    "--model builtin:smollm2 --dataset builtin:pydoc#24 --packing true --max_length 256 "
-    "--per_device_train_batch_size 2 --num_train_epochs 2 --lr_scheduler_type constant --logging_steps 1 --save false"
+    "--model builtin:smollm2 --dataset builtin:pydoc#6 --packing true --max_length 128 "
+    "--num_train_epochs 2 --lr_scheduler_type constant --logging_steps 1 --save false"
 )
 TYPES = {
     "full": "--train_type full --learning_rate 5e-5",
@@ -110,17 +110,8 @@ def rows(found: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    """Run all, and write ``run.json`` and ``README.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(TYPES), default=list(TYPES))
-    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
-    given = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {}
-    for name in given.only:
-        with tempfile.TemporaryDirectory(prefix="ebbtide-types-") as scratch:
-            found[name] = both(f"{COMMON} {TYPES[name]}", Path(scratch))
-        print(f"{name}: {found[name]['first_epoch']:.4f} to {found[name]['last_epoch']:.4f}, equal")
+def page(found: dict[str, dict[str, Any]]) -> str:
+    """Return the text of ``README.md``."""
     text = [
         "# `ebbtide sft` on SmolLM2-135M-Instruct: each way of training",
         "",
@@ -135,8 +126,22 @@ def main() -> None:
         "```",
         "",
     ]
+    return "\n".join(text)
+
+
+def main() -> None:
+    """Run all, and write ``run.json`` and ``README.md``."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(TYPES), default=list(TYPES))
+    parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
+    given = parser.parse_args()
     folder = given.out or result_folder("sft-types")
-    write_result(folder, {"suite": "sft_types", "types": found}, "\n".join(text))
+    found: dict[str, dict[str, Any]] = {}
+    for name in given.only:
+        with tempfile.TemporaryDirectory(prefix="ebbtide-types-") as scratch:
+            found[name] = both(f"{COMMON} {TYPES[name]}", Path(scratch))
+        print(f"{name}: {found[name]['first_epoch']:.4f} to {found[name]['last_epoch']:.4f}, equal", flush=True)
+        write_result(folder, {"suite": "sft_types", "types": found}, page(found))
     print(f"written to {folder}")
 
 

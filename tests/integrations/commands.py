@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LIMIT_SECONDS = 280
+LIMIT_SECONDS = 550
 
 
 def surroundings() -> dict[str, str]:

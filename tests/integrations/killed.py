@@ -32,7 +32,7 @@ from ebbtide_recipes.sft.main import main
 from tests.integrations.ranks import fresh_world
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 900
 """A training that takes longer ends itself: nothing outlives the test."""
 
 

@@ -123,6 +123,19 @@ def test_a_vision_language_model_learns_from_images_and_goes_on(
     assert (tmp_path / "whole" / "processor_config.json").exists()
 
 
+def test_blocks_that_a_model_names_and_has_not_are_left_out_for_fsdp(text_model: Path, tmp_path: Path) -> None:
+    from transformers import LlavaForConditionalGeneration
+
+    from ebbtide_recipes.sft.trainer import name_present_blocks
+
+    model = LlavaForConditionalGeneration.from_pretrained(make_llava(tmp_path / "llava", text_model))
+    before = set(model._no_split_modules)
+    name_present_blocks(model)
+    there = {type(module).__name__ for module in model.modules()}
+    assert set(model._no_split_modules) == before & there
+    assert {"LlamaDecoderLayer", "CLIPEncoderLayer"} <= set(model._no_split_modules)
+
+
 @pytest.mark.slow
 def test_the_vision_part_trains_when_asked_and_adapters_stay_out_of_it_when_not(
     text_model: Path, pictures: Path, tmp_path: Path

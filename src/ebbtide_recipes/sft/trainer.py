@@ -258,6 +258,8 @@ def build(
     """
     from transformers import PrinterCallback, ProcessorMixin
 
+    if config.fsdp_strategy != "none":
+        name_present_blocks(model)
     trainer = RecipeTrainer(
         model=model,
         args=arguments(config, sees=isinstance(processor, ProcessorMixin)),
@@ -278,6 +280,16 @@ def build(
             hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
         )
     return trainer
+
+
+def name_present_blocks(model: PreTrainedModel) -> None:
+    """Leave out, of the classes that a model names as its blocks, those that it has no module of.
+
+    accelerate shards by these names and stops at one that it does not find; a vision-language model names blocks of
+    both halves of CLIP, of which it has one.
+    """
+    there = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
 
 
 def save(trainer: RecipeTrainer, folder: Path) -> None:
