@@ -174,8 +174,10 @@ class CopyOut:
 
     def _begin(self, waiting: _Waiting) -> None:
         entry = waiting.entry()
-        if entry is None or entry.source is None or entry.changed:  # changed while it was held: nobody may read it
+        if entry is None or entry.source is None:
             return
+        if entry.changed or entry.source.untyped_storage().nbytes() < entry.last:
+            return  # changed, or its memory taken away, while it was held: plain autograd could not read it either
         try:
             entry.slot = self._tier.park(entry.source)
         except CapError as error:

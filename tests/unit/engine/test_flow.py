@@ -49,7 +49,7 @@ class Entry:
     """As much of an entry as the schedule looks at."""
 
     def __init__(self, slot: Slot | None = None, nbytes: int = 10, *, source: bool = True) -> None:
-        self.slot, self.nbytes = slot, nbytes
+        self.slot, self.nbytes, self.last = slot, nbytes, 4
         self.source: Tensor | None = torch.zeros(1) if source else None
         self.restored: Tensor | None = None
         self.changed = self.tainted = False
@@ -219,6 +219,17 @@ def test_what_changed_while_it_was_held_is_not_copied() -> None:
     changed.changed = True
     offer(out, next_)
     assert changed.slot is None and changed.source is not None and out.held_bytes == 10
+
+
+def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
+    out = copy_out(10)
+    one_pass(out, 1)
+    emptied, next_ = Entry(), Entry()
+    offer(out, emptied)
+    assert emptied.source is not None
+    emptied.source.untyped_storage().resize_(0)
+    offer(out, next_)
+    assert emptied.slot is None and out.held_bytes == 10
 
 
 def test_a_store_that_withdraws_holds_nothing_back() -> None:
