@@ -8,9 +8,11 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ebbtide.base.runs import OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
@@ -60,27 +62,34 @@ def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str,
         def write(rss_bytes: int, _device_bytes: int | None) -> None:
             outside.write(json.dumps({"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}) + "\n")
 
-        child: subprocess.Popen[bytes] | None = None
-        sampler: Sampler | None = None
-        try:
-            with hold_interrupts():
-                child = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=dict(environment),
-                    start_new_session=True,
-                )
+        with family(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(environment)
+        ) as child:
             sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
             sampler.start()
-            code = child.wait()
-        finally:
-            if child is not None:
-                end_family(child)
-            if sampler is not None:
+            try:
+                code = child.wait()
+            finally:
                 sampler.stop()
     return Ended(folder=folder, code=code, seconds=time.monotonic() - began, tail=_tail(folder / OUTPUT_FILE))
+
+
+@contextmanager
+def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen[bytes], None, None]:
+    """Start a child that leads a process group of its own; end the whole family when the context is left.
+
+    Args:
+        command: The program and its arguments.
+        options: Further arguments of ``subprocess.Popen``.
+    """
+    started: list[subprocess.Popen[Any]] = []
+    try:
+        with hold_interrupts():
+            started.append(subprocess.Popen(command, start_new_session=True, **options))
+        yield started[0]
+    finally:
+        for child in started:
+            end_family(child)
 
 
 def end_family(child: subprocess.Popen[bytes]) -> None:

@@ -9,13 +9,12 @@ or FSDP is wanted, starts torchrun on the same arguments and waits. Bad input ha
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
-from ebbtide.cli.children import end_family
+from ebbtide.cli.children import family
 
 if TYPE_CHECKING:
     from ebbtide_recipes.sft.config import SftConfig
@@ -122,12 +121,9 @@ def start(argv: Sequence[str], count: int) -> int:
     environment = dict(os.environ)
     # torchrun sets 1 and says so at length where nothing is set.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    child = subprocess.Popen(torchrun(argv, count), env=environment, start_new_session=True)
-    try:
+    # A session of its own: an interrupt reaches the ranks through here alone.
+    with family(torchrun(argv, count), env=environment) as child:
         return 1 if child.wait() else 0
-    except KeyboardInterrupt:
-        end_family(child)  # a session of its own: an interrupt reaches the ranks through here alone
-        raise
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:
