@@ -243,13 +243,13 @@ def cases() -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, CaseResult]:
-    return run_cases(cases(), 2, timeout_seconds=30.0)
+    return run_cases(cases(), 2, timeout_seconds=90.0)
 
 
 @pytest.fixture(scope="module")
 def four() -> dict[str, CaseResult]:
     cases: dict[str, Case] = {f.__name__: (f, ()) for f in (apart, replicated, crossing)}
-    return run_cases(cases, 4, timeout_seconds=30.0)
+    return run_cases(cases, 4, timeout_seconds=90.0)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -130,7 +130,7 @@ def results() -> dict[str, CaseResult]:
         "short": (border, ("fsdp2", (4, 6))),
         "minimal": (uneven, ("fsdp2", LENGTHS)),
     }
-    return run_cases(cases, 2, timeout_seconds=30.0)
+    return run_cases(cases, 2, timeout_seconds=90.0)
 
 
 def test_one_rank_that_wishes_it_has_all_run_again_what_has_collectives(results: dict[str, CaseResult]) -> None:

@@ -77,7 +77,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     return found
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.slow) for n in CASES])
 def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
     values = results[name].values()

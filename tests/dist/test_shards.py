@@ -45,7 +45,7 @@ def _parameter(name: str) -> object:
     return pytest.param(name, id=name, marks=[] if name in OFTEN else [pytest.mark.slow])
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", [_parameter(name) for name in SETUPS])
 def test_shards_are_bitwise_those_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
     setup, values = SETUPS[name], results[name].values()
