@@ -27,6 +27,7 @@ def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[N
 
     forget()
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks_a_node or os.environ["WORLD_SIZE"])
+    os.environ.setdefault("MASTER_ADDR", "localhost")  # asked for where there are several nodes
     undo = shard_on_cpus() if sharded else (lambda: None)
     try:
         yield

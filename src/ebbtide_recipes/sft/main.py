@@ -17,6 +17,7 @@ from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.logging import LOG_FILE, logging_to, quiet_hosts
 
 if TYPE_CHECKING:
+    from ebbtide.integrations.pretrained import Found
     from ebbtide.integrations.transformers import OffloadCallback
     from ebbtide_recipes.sft.models import Source
     from ebbtide_recipes.sft.trainer import RecipeTrainer
@@ -191,24 +192,28 @@ def _prepared(config: SftConfig) -> RecipeTrainer:
         raise ConfigError(
             "packing is true, and the rows have images", expected="one row a sequence", hint="leave --packing out"
         )
-    model, processor = models.load(config, source)
+    weights: Found | None = None
+    if config.memory_efficient_init:
+        model, weights = models.load_empty(config, source)
+    else:
+        model, _ = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
     trained: Any = model if made is None else adapters.put_on(model, made, config)
-    return _built(config, trained, processor, dataset, evaluation, source)
+    return _built(config, trained, source, dataset, evaluation, weights)
 
 
 def _built(
-    config: SftConfig, model: Any, processor: Any, dataset: Any, evaluation: Any, source: Source
+    config: SftConfig, model: Any, source: Source, dataset: Any, evaluation: Any, weights: Found | None
 ) -> RecipeTrainer:
     """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
     from ebbtide_recipes.sft import meta, trainer
 
     sharded = config.fsdp_strategy != "none"
-    if config.memory_efficient_init and not sharded:
-        meta.fill(model, source)
-    built = trainer.build(config, model, processor, dataset, evaluation)
-    if config.memory_efficient_init and sharded:
-        meta.fill_sharded(built, source)
+    if weights is not None and not sharded:
+        meta.fill(model, weights)
+    built = trainer.build(config, model, source.processor, dataset, evaluation)
+    if weights is not None and sharded:
+        meta.fill_sharded(built, weights)
     return built
 
 

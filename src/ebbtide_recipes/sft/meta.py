@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,32 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ebbtide import load_sharded
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError
 from ebbtide.load import empty_module
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, Trainer
+    from transformers import Trainer
 
-    from ebbtide_recipes.sft.models import Source
+    from ebbtide.integrations.pretrained import Found
 
 _COPIES = ("clone", "_to_copy")
 _OF_SHAPES = ("empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones")
-_INDEXES = ("model.safetensors", "model.safetensors.index.json")
-
-
-def dress(model: PreTrainedModel, source: Source) -> None:
-    """Give a model made from its config what ``from_pretrained`` adds beside the weights.
-
-    Args:
-        model: As ``from_config`` made it.
-        source: Where it comes from.
-    """
-    from transformers import GenerationConfig
-
-    model.name_or_path = model.config._name_or_path
-    if model.can_generate():
-        with contextlib.suppress(OSError):  # there is none: what the model's config says stays
-            model.generation_config = GenerationConfig.from_pretrained(source.place)
 
 
 @contextlib.contextmanager
@@ -58,6 +41,9 @@ def standing_in(model: nn.Module) -> Generator[None]:
     Raises:
         ConfigError: Something inside the context reads the weights.
     """
+    if not any(weight.is_meta for weight in model.parameters()):
+        yield
+        return
     guard = _StandIns()
     for module in model.modules():
         for name, weight in module._parameters.items():
@@ -133,21 +119,25 @@ class _StandIns(TorchDispatchMode):
         return element.expand(shape)
 
 
-def fill(model: nn.Module, source: Source) -> nn.Module:
+def fill(model: nn.Module, weights: Found) -> nn.Module:
     """Read the whole model's weights onto this process's device.
+
+    Args:
+        model: On meta, with or without adapters.
+        weights: Where its weights are.
 
     Raises:
         DataError: They cannot be read, or do not fit.
     """
-    return load_sharded(model, weights_of(source), unexpected="ignore", allow_pickle=True)
+    return load_sharded(model, weights, unexpected="ignore", allow_pickle=True)
 
 
-def fill_sharded(trainer: Trainer, source: Source) -> None:
+def fill_sharded(trainer: Trainer, weights: Found) -> None:
     """Shard a trainer's model on meta as accelerate does, and read this rank's part of the weights.
 
     Args:
         trainer: With FSDP's settings, and a model on meta.
-        source: Where the weights come from.
+        weights: Where its weights are.
 
     Raises:
         DataError: They cannot be read, or do not fit.
@@ -155,9 +145,7 @@ def fill_sharded(trainer: Trainer, source: Source) -> None:
     accelerator = trainer.accelerator
     narrow = {name: p.dtype for name, p in trainer.model.named_parameters() if p.is_meta}
     shard = _by_version_2 if accelerator.is_fsdp2 else _by_version_1
-    filled = load_sharded(
-        trainer.model, weights_of(source), shard=shard(accelerator), unexpected="ignore", allow_pickle=True
-    )
+    filled = load_sharded(trainer.model, weights, shard=shard(accelerator), unexpected="ignore", allow_pickle=True)
     _round(filled, narrow)
     trainer.model = trainer.model_wrapped = filled  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -201,27 +189,3 @@ def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
             before = narrow.get(name, target.local.dtype)
             if before.itemsize < target.local.dtype.itemsize:
                 target.local.copy_(target.local.to(before))
-
-
-def weights_of(source: Source) -> str:
-    """Return the folder of a model's weights; those of a hub name are fetched if need be.
-
-    Raises:
-        DataError: They cannot be fetched.
-    """
-    if Path(source.place).is_dir():
-        return source.place
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        folder = snapshot_download(source.place, allow_patterns=["*.safetensors", "*.json"])
-        if not any((Path(folder) / name).is_file() for name in _INDEXES):
-            folder = snapshot_download(source.place, allow_patterns=["*.bin", "*.json"])
-    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
-        raise DataError(
-            f"the weights of {source.place} cannot be fetched: {(str(error) or repr(error)).splitlines()[0]}",
-            expected="a model on the hub, or one that was fetched before",
-            hint="without a network give a local folder",
-        ) from error
-    return folder

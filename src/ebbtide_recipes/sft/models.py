@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+    from ebbtide.integrations.pretrained import Found
     from ebbtide_recipes.sft.config import SftConfig
 
 
@@ -175,7 +175,7 @@ def outline(config: SftConfig, source: Source) -> PreTrainedModel:
 
 
 def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
-    """Load the model, and its tokenizer or processor; with ``memory_efficient_init`` the model is on meta.
+    """Load the model, and its tokenizer or processor.
 
     Args:
         config: Names the model, its type and its attention implementation.
@@ -186,31 +186,46 @@ def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedMod
         ConfigError: Sequences are longer than the model allows; the attention implementation is not there.
     """
     source = look_up(config) if source is None else source
+    return _from_pretrained(config, source), source.processor
+
+
+def load_empty(config: SftConfig, source: Source) -> tuple[PreTrainedModel, Found]:
+    """Make the model on meta, and find where its weights are.
+
+    Args:
+        config: As ``load`` takes it.
+        source: As ``look_up`` returned it.
+
+    Raises:
+        DataError: The model cannot be found or read.
+        ConfigError: The attention implementation is not there.
+    """
+    from ebbtide.integrations.pretrained import weights_later
+
+    with weights_later() as later:
+        model = _from_pretrained(config, source)
+    found = later.of(model)
+    if found is None:
+        raise DataError(
+            f"the weights of {config.model} cannot be read apart from the model",
+            expected="a model that transformers reads weight by weight",
+            hint="leave --memory_efficient_init out",
+        )
+    return model, found
+
+
+def _from_pretrained(config: SftConfig, source: Source) -> PreTrainedModel:
+    """Return the model as transformers makes it, less what is not trained of it."""
     options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":
         from ebbtide_recipes.sft.adapters import four_bits
 
         options |= four_bits(config, options["dtype"])
     with _told(config):
-        if config.memory_efficient_init:
-            model = _empty(source, options)
-        else:
-            model = _auto_class(source).from_pretrained(source.place, **options)
+        model = _auto_class(source).from_pretrained(source.place, **options)
     if source.sees and config.freeze_vit:
         for part in vision_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
-    return model, source.processor
-
-
-def _empty(source: Source, options: dict[str, Any]) -> PreTrainedModel:
-    """Return the model on meta."""
-    import torch
-
-    from ebbtide_recipes.sft.meta import dress
-
-    with torch.device("meta"):
-        model = _auto_class(source).from_config(copy.deepcopy(source.config), **options)
-    dress(model, source)
     return model
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +13,20 @@ import pytest
 from ebbtide.base.errors import ConfigError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
+from ebbtide_recipes.sft import config as config_module
 from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
+from ebbtide_recipes.sft.main import _offloading
+from ebbtide_recipes.sft.sharding import resolved
+
+PROMISED = (
+    "model", "dataset", "train_type", "fsdp_strategy", "fsdp_version", "activation_cpu_offload",
+    "gradient_checkpointing", "memory_budget", "max_slowdown", "memory_efficient_init",
+    "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps",
+    "learning_rate", "max_length", "attn_impl", "torch_dtype", "output_dir", "resume_from_checkpoint",
+    "logging_steps", "report_to", "fsdp_config", "lora_rank", "lora_alpha", "target_modules", "freeze_vit",
+    "bf16", "fp16", "log_level", "deepspeed", "nproc_per_node",
+)  # fmt: skip
+"""The flags that users of ms-swift and TRL are promised."""
 
 
 @pytest.mark.parametrize(
@@ -18,6 +35,66 @@ from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
 )
 def test_two_flags_make_a_mode(offload: bool, checkpoint: bool, mode: str) -> None:
     assert SftConfig(activation_cpu_offload=offload, gradient_checkpointing=checkpoint).mode == mode
+
+
+@pytest.mark.parametrize(
+    ("offload", "checkpoint", "mode", "options"),
+    [
+        ("false", "false", "plain", None),
+        ("false", "true", "checkpointing", None),
+        ("true", "false", "ebbtide", {"enable_ckpt": False, "policy": Auto()}),
+        ("true", "true", "ebbtide", {"enable_ckpt": True, "policy": None}),
+    ],
+)
+def test_the_table_of_the_two_flags_as_they_are_typed(
+    offload: str, checkpoint: str, mode: str, options: dict[str, object] | None
+) -> None:
+    argv = ["--activation_cpu_offload", offload, "--gradient-checkpointing", checkpoint]
+    config = read_arguments(SftConfig, argv, prog="ebbtide sft")
+    assert config is not None and config.mode == mode
+    callback = _offloading(config)
+    assert (callback is None) is (options is None)
+    if callback is not None and options is not None:
+        assert {name: callback.options[name] for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("argv", "strategy"),
+    [
+        (["--deepspeed", "zero2"], None),
+        (["--deepspeed", "zero3", "--activation_cpu_offload", "true"], None),
+        (["--deepspeed", "none"], "none"),
+        (["--deepspeed", "zero2", "--fsdp_strategy", "full_shard"], "full_shard"),
+        (["--deepspeed", "zero2", "--fsdp", "fsdp2"], "full_shard"),
+        (["--deepspeed", "zero2", "--strategy", "accelerate"], "full_shard"),
+    ],
+)
+def test_the_table_of_deepspeed_beside_fsdp_as_they_are_typed(argv: list[str], strategy: str | None) -> None:
+    config = read_arguments(SftConfig, argv, prog="ebbtide sft")
+    assert config is not None
+    if strategy is None:
+        with pytest.raises(ConfigError, match="without FSDP.*\nhint: --fsdp_strategy shard_grad_op is like ZeRO-2"):
+            resolved(config)
+    else:
+        assert resolved(config).fsdp_strategy == strategy
+
+
+def test_every_flag_is_there_and_read_by_the_recipe() -> None:
+    fields = [field.name for field in dataclasses.fields(SftConfig)]
+    assert set(PROMISED) <= set(fields)
+    own = Path(config_module.__file__)
+    checks = (own.name, "rules.py")  # these look whether a value makes sense, and do nothing with it
+    recipe = "".join(path.read_text() for path in own.parent.glob("*.py") if path.name not in checks)
+    properties = own.read_text().partition("def mode(")[2]
+    unread = [n for n in fields if not re.search(rf"config\.{n}\b", recipe) and f"self.{n}" not in properties]
+    assert unread == []
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = "import sys, ebbtide.cli as c; c.main(['sft', '--help']); print(*sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert "--activation_cpu_offload" in result.stdout.replace("-cpu-", "_cpu_")
+    assert not {"torch", "transformers", "trl", "peft", "datasets"} & set(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.sft import adapters, meta
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.models import Source
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -93,45 +92,12 @@ def test_adapters_made_of_the_weights_are_refused(settings: dict[str, Any]) -> N
 def test_weights_are_read_into_the_model_and_beside_its_adapters(tmp_path: Path) -> None:
     saved = llama()
     saved.save_pretrained(tmp_path)
-    source = Source(place=str(tmp_path), config=saved.config, processor=None)  # type: ignore[arg-type]
     config = SftConfig(train_type="lora", lora_rank=2)
     model = empty()
     wrapped = adapters.put_on(model, adapters.chosen(config, empty()), config)
-    meta.fill(wrapped, source)
+    meta.fill(wrapped, str(tmp_path))
     weights = dict(saved.named_parameters())
     for name, p in wrapped.named_parameters():
         assert not p.is_meta
         if "lora_" not in name:
             assert p.equal(weights[name.removeprefix("base_model.model.").replace(".base_layer", "")])
-
-
-def test_weights_that_cannot_be_fetched_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def none(*args: object, **kwargs: object) -> str:
-        raise OSError("no network\nand more")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", none)
-    source = Source(place="some/model", config=None, processor=None)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"weights of some/model cannot be fetched: no network; expected .*\nhint: "):
-        meta.weights_of(source)
-
-
-def test_a_hub_name_without_safetensors_is_fetched_in_its_older_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    asked: list[list[str]] = []
-
-    def fetched(name: str, *, allow_patterns: list[str]) -> str:
-        asked.append(allow_patterns)
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
-    source = Source(place="some/model", config=None, processor=None)  # type: ignore[arg-type]
-    assert meta.weights_of(source) == str(tmp_path)
-    assert asked == [["*.safetensors", "*.json"], ["*.bin", "*.json"]]
-    (tmp_path / "model.safetensors").touch()
-    meta.weights_of(source)
-    assert len(asked) == 3
