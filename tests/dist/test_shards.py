@@ -38,7 +38,7 @@ def results(request: pytest.FixtureRequest) -> dict[str, CaseResult]:
     # Those of every run see the policies that move, but for two; with the slow ones all see all.
     few = OFTEN[2:] if len(wanted) <= len(OFTEN) else []
     cases = {name: (compare_setup, (SETUPS[name], MOVING if name in few else POLICIES)) for name in wanted}
-    return run_cases(cases, 2, timeout_seconds=90.0)
+    return run_cases(cases, 2, timeout_seconds=180.0)
 
 
 def _parameter(name: str) -> object:
