@@ -1,0 +1,65 @@
+"""The suite on loading: a load that is done is not done again, and rows tell what loads came to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.loading_ways import MIB, PLAIN, WAYS
+from benchmarks.suites.loading import Bench, measure, report
+
+SHARD = 100 * MIB
+
+
+def _rank(above: int, disk: int, digest: str) -> dict[str, Any]:
+    return {
+        "seconds": 2.0, "base_bytes": 300 * MIB, "peak_bytes": SHARD + above, "private_peak_bytes": SHARD,
+        "shard_bytes": SHARD, "disk_bytes": disk, "digests": {"weight": digest}, "buffers": {"inv_freq": "same"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Loads that were really done; ``DCP, load`` reads something else, and one way does not run."""
+    done: list[str] = []
+
+    def load(self: Bench, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
+        done.append(f"{way} {number}")
+        if way == "DCP, from rank 0":
+            return {"error": "no room | at all"}
+        above = (12 if way.startswith("ebb") else 500) * MIB
+        return {"ranks": [_rank(above, 100 * MIB, "other" if way == "DCP, load" else "same") for _ in range(world)]}
+
+    monkeypatch.setattr(Bench, "_load", load)
+    return done
+
+
+def _bench(work: Path) -> Bench:
+    bench = Bench(work)
+    bench.total_bytes = 200 * MIB
+    return bench
+
+
+def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str]) -> None:
+    first = measure(_bench(tmp_path), "bfloat16", 2, 2)
+    assert len(loads) == 2 * len(WAYS)
+    assert loads[0].endswith(" 0") and loads[0].rsplit(" ", 1)[0] != loads[len(WAYS)].rsplit(" ", 1)[0]
+    assert measure(_bench(tmp_path), "bfloat16", 2, 2) == first
+    assert len(loads) == 2 * len(WAYS)
+    measure(_bench(tmp_path), "bfloat16", 2, 3)
+    assert len(loads) == 3 * len(WAYS)
+
+
+def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, loads: list[str]) -> None:
+    rows = measure(_bench(tmp_path), "bfloat16", 2, 1)
+    ours, plain = rows["ebbtide, slices"], rows[PLAIN]
+    assert (ours["above_shard_bytes"]["median"], plain["above_shard_bytes"]["median"]) == (12 * MIB, 500 * MIB)
+    assert ours["read_share"]["median"] == 1.0
+    assert ours["equal"] and ours["buffers_equal"] and not rows["DCP, load"]["equal"]
+    told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
+    text = report({**told, "rounds": {2: 1}, "cases": {"2 ranks": rows}})
+    assert "| ebbtide, slices | 12 (12 to 12) | 0 (0 to 0) | 1.00 (1.00 to 1.00) | 2.0 (2.0 to 2.0) | equal |" in text
+    assert "| DCP, from rank 0 | | | | | no room / at all |" in text
+    assert "cut otherwise" in text
