@@ -173,7 +173,7 @@ def known(stalls: dict[str, float]) -> dict[str, float]:
     return {name: pytest.approx(seconds, abs=1e-6) for name, seconds in stalls.items() if seconds > 1e-6}
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(JOBS)
 def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
     device = FakeDevice(job.out_rate, job.in_rate)
@@ -216,7 +216,7 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
     assert len(set(chunks[1:])) == 1, "pinned after the second step"
 
 
-@settings(max_examples=30)
+@settings(max_examples=5)
 @given(st.lists(st.integers(1, 9 << 20), min_size=4, max_size=12), st.integers(0, 2**32))
 def test_no_more_is_pinned_than_is_parked(sizes: list[int], seed: int) -> None:
     """Held ≤ 1.03 x parked once 64 MiB are, and nothing is pinned after the first step, whatever the sizes."""

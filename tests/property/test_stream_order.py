@@ -33,7 +33,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     graphs(), schedules(), st.sampled_from(["offload", "minimal", "auto", "inputs"]), RATES, RATES, WINDOWS, PAUSES,
     st.booleans(),

@@ -1,0 +1,153 @@
+"""Cases of the benchmarks: the gate comes before any number, and whatever goes wrong stays a row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import case as case_module
+from benchmarks import cases as cases_module
+from benchmarks.case import Case, CopyCount, Row, digests, run
+from benchmarks.cases import Book, table
+from benchmarks.peers import Prepared, Way, absent, all_ways
+from benchmarks.shapes import Shape
+from benchmarks.suites.longest import longest
+from benchmarks.suites.pareto import cases, report
+
+
+def feed(tokens: int, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
+    return {"input": torch.randn(batch, tokens, 8)}
+
+
+class Returns(nn.Linear):
+    """A linear layer that returns a tuple, as models do."""
+
+    def forward(self, input: torch.Tensor) -> Any:
+        return (super().forward(input).tanh(),)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(case_module, "SHAPES", {"linear": Shape(make=lambda: Returns(8, 8), feed=feed)})
+    monkeypatch.setattr(case_module, "return_freed_memory", lambda threshold: None)  # holds for the whole process
+
+
+def with_way(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[nn.Module], Generator[Prepared]], **given: Any) -> Row:
+    monkeypatch.setattr(case_module, "all_ways", lambda: {"w": Way(name="w", prepare=prepare, **given)})
+    return run(Case(way="w", model="linear", tokens=16, steps=2))
+
+
+def test_a_way_whose_gradients_are_equal_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    undone: list[bool] = []
+
+    def prepare(model: nn.Module) -> Generator[Prepared]:
+        yield Prepared(model=model)
+        undone.append(True)
+
+    row = with_way(monkeypatch, prepare)
+    assert row.status == "ok" and len(row.seconds) == 2 and row.base_bytes > 0 and undone == [True]
+    assert row.gate == "2 gradients, bit by bit, at 16 tokens"
+    assert json.loads(json.dumps(asdict(row)))["case"]["way"] == "w"
+
+
+def test_no_number_where_a_gradient_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(model: Any) -> Generator[Prepared]:
+        handle = model.bias.register_hook(lambda grad: grad * (1 + 1e-6))
+        yield Prepared(model=model)
+        handle.remove()
+
+    row = with_way(monkeypatch, prepare)
+    assert row.status == "differs: 1 of 2 gradients, such as bias" and row.seconds == [] and row.peak_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(torch.OutOfMemoryError("no more"), "out of memory"), (KeyError("x"), "failed: KeyError: 'x'")],
+)
+def test_what_goes_wrong_is_the_rows_status(error: Exception, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(model: nn.Module) -> Generator[Prepared]:
+        raise error
+        yield
+
+    assert with_way(monkeypatch, prepare).status == status
+
+
+def test_a_package_that_is_not_there_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_way(monkeypatch, lambda model: iter(()), package="no-such-peer").status == (  # type: ignore[arg-type]
+        "not installed: pip install no-such-peer"
+    )
+    way = Way(name="w", prepare=lambda model: iter(()), package="pytest", accelerator=True)  # type: ignore[arg-type]
+    assert absent(way, accelerated=False) == "not run: its package needs an accelerator"
+    assert absent(way, accelerated=True) is None
+
+
+def test_digests_see_one_bit_and_its_place() -> None:
+    model = nn.Linear(40, 30)
+    model.weight.grad, model.bias.grad = torch.randn(30, 40), torch.randn(30)
+    before = digests(model)
+    assert before == digests(model)
+    with torch.no_grad():
+        model.weight.grad[3, 5] = torch.nextafter(model.weight.grad[3, 5], torch.tensor(9.0))
+        model.bias.grad.copy_(model.bias.grad.flip(0))
+    after = digests(model)
+    assert after["weight"] != before["weight"] and after["bias"] != before["bias"]
+
+
+def test_copies_between_devices_are_counted() -> None:
+    with CopyCount() as count:
+        torch.zeros(10).to("meta")
+        torch.zeros(5).copy_(torch.zeros(5))
+    assert (count.out_bytes, count.in_bytes) == (0, 40)
+
+
+@pytest.mark.parametrize("most", [0, 100, 1023, 4096, 5000, 100_000])
+def test_the_longest_that_fits_is_found(most: int) -> None:
+    tried: list[int] = []
+
+    def fits(tokens: int) -> bool:
+        tried.append(tokens)
+        return tokens <= most
+
+    found = longest(fits, 128, 8192)
+    assert found <= min(most, 8192) and (found == 0) == (most < 128)
+    assert found == 8192 or not found or found + found // 8 + 1 >= most
+    assert len(tried) == len(set(tried)) <= 12
+
+
+def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[Case] = []
+
+    def runs(case: Case, *, limit_seconds: float) -> Row:
+        ran.append(case)
+        return Row(case=case, seconds=[2.0, 1.0, 3.0], peak_bytes=2_000_000)
+
+    monkeypatch.setattr(cases_module, "run_in_process", runs)
+    book = Book("trial", tmp_path, 1.0, report, {"small": True})
+    book.run(Case(way="plain", model="tiny", tokens=128))
+    assert [r["status"] for r in json.loads((tmp_path / "run.json").read_text())["rows"]] == ["ok"]
+    book.run(Case(way="torchtune", model="tiny", tokens=128))
+    book._ends = 0.0
+    book.run(Case(way="save_on_cpu", model="tiny", tokens=128))
+    found = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert [r["status"].split(":")[0] for r in found][::2] == ["ok", "not reached"] and len(ran) == 1
+    assert found[1]["status"].startswith(("not installed", "not run"))
+    assert "| plain | 2.000 (1.500 to 2.500) | 1.000 | 2 | 1.00 | 0 | 0 | ok |" in (tmp_path / "README.md").read_text()
+
+
+def test_every_way_is_a_row_of_every_group() -> None:
+    found = list(cases(small=True, models=[], ways=[]))
+    assert {case.way for case in found} == set(all_ways()) and {case.tuning for case in found} == {"full", "lora"}
+    large = list(cases(small=False, models=[], ways=["plain"]))
+    short = {(c.batch, c.tokens) for c in large if c.batch > 1}
+    assert short == {(b, t) for b in (8, 16) for t in (256, 512, 1024)} and large[0].model == "Qwen3-8B"
+    lines = table([Row(case=found[0], status="out of memory")])
+    assert lines[-1].endswith("| plain |  |  |  |  |  |  | out of memory |")
