@@ -112,7 +112,8 @@ def check(
             assert found.differences == [], where
             assert [w for w in found.weights_parked if not unknowable(w)] == [], (where, found.weights_parked)
             assert (found.live_tickets, found.store_bytes, found.demoted) == (0, 0, ()), where
-            assert len(found.block_names) == blocks and found.noted > 20, where
+            # Loss, gradient and weight of two steps, where all weights are one.
+            assert len(found.block_names) == blocks and found.noted >= 6, where
             assert (found.parked > 0) == (policy != "keep"), where
 
 
