@@ -13,6 +13,8 @@ SOURCES := src tests benchmarks
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead sft sft_types families scaling examples loading
+# The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
+GPU_PYTHON ?= $(BIN)/python
 GPU_SUITES := host link overhead pareto longest
 
 .DEFAULT_GOAL := help
@@ -50,13 +52,16 @@ check: setup  ## Format, lint, types, floors, contracts
 bench: setup  ## Run the benchmark suites of a CPU-only machine
 	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done
 
-gpu: setup  ## Run tests/gpu and the benchmark suites of an accelerator
-	@if ! $(BIN)/python -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then \
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the benchmark suites of an accelerator
+	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then \
 	  echo "Nothing run: torch finds no accelerator on this machine"; exit 0; \
-	else \
-	  $(BIN)/pytest tests/gpu || exit 1; \
-	  for suite in $(GPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done; \
-	fi
+	fi; \
+	export PYTHONPATH=src; failed=""; \
+	$(GPU_PYTHON) -m pytest tests/gpu || failed="tests/gpu"; \
+	for suite in $(GPU_SUITES); do \
+	  echo "== $$suite"; $(GPU_PYTHON) -m benchmarks.suites.$$suite || failed="$$failed $$suite"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "Failed: $$failed"; exit 1; fi
 
 format: setup  ## Format and fix what can be fixed by itself
 	$(BIN)/ruff format $(SOURCES)
