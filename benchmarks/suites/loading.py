@@ -10,7 +10,8 @@ shards differ fails the suite.
     python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32] [--small]
 
 ``--rounds`` has a number for each of ``--worlds``: more ranks than cores tell of memory and bytes, not of time. With
-``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped.
+``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped; rounds
+that are done already count, too.
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ class Bench:
                 log.write(json.dumps(self._runs[key]) + "\n")
             print(f"{key}: {time.monotonic() - started:.1f} s {self._runs[key].get('error', '')}", file=sys.stderr)
         return self._runs[key]
+
+    def rounds_done(self, dtype: str, world: int) -> int:
+        """Return how many rounds of a case are done whole."""
+        number = 0
+        while all(f"{world} {dtype} {way} {number}" in self._runs for way in WAYS):
+            number += 1
+        return number
 
     def record(self, way: str, dtype: str, world: int, folder: Path) -> None:
         """Load once more with memory recorded on the first rank, and keep the run folder."""
@@ -146,6 +154,7 @@ def _ended(ranks: list[Any], deadline: float) -> str:
 
 def measure(bench: Bench, dtype: str, world: int, rounds: int) -> dict[str, Any]:
     """Run every way ``rounds`` times, in turn, beginning with another each time; return the rows of a table."""
+    rounds = max(rounds, bench.rounds_done(dtype, world))
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     names = list(WAYS)
     for number in range(rounds):
@@ -157,11 +166,10 @@ def measure(bench: Bench, dtype: str, world: int, rounds: int) -> dict[str, Any]
     rows: dict[str, Any] = {}
     for way, runs in found.items():
         good = [run["ranks"] for run in runs if "ranks" in run]
-        rows[way] = (
-            _row(good, plainly, bench.total_bytes)
-            if len(good) == rounds
-            else {"error": next(run["error"] for run in runs if "error" in run)}
-        )
+        errors = [run["error"] for run in runs if "error" in run]
+        rows[way] = _row(good, plainly, bench.total_bytes) if good else {}
+        if errors:
+            rows[way]["error"] = f"{len(errors)} of {rounds} did not run: {errors[0]}"
     return rows
 
 
@@ -190,21 +198,28 @@ def report(result: dict[str, Any]) -> str:
         f"# Loading sharded models: {result['hardware']}",
         "",
         f"{result['date']}, {result['filesystem']}, a checkpoint of {result['checkpoint_bytes'] / MIB:.0f} MiB in "
-        f"{result['files']} files that the page cache lacks, a process for each rank and load, in turn, "
-        + " and ".join(f"{n} rounds of {world} ranks" for world, n in result["rounds"].items())
-        + ".",
+        f"{result['files']} files that the page cache lacks, a process for each rank and load, in turn.",
         "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
         "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
         "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
     ]
     for case, rows in result["cases"].items():
-        lines += ["", f"## {case}", "", "| way | memory | private | read | seconds | shards |", "| --- " * 6 + "|"]
+        rounds = max(len(row.get("runs", [])) for row in rows.values())
+        lines += [
+            "",
+            f"## {case}: {rounds} {'round' if rounds == 1 else 'rounds'}",
+            "",
+            "| way | memory | private | read | seconds | shards |",
+            "| --- " * 6 + "|",
+        ]
         for way, row in rows.items():
-            if "error" in row:
-                lines.append(f"| {way} | | | | | {row['error'].replace('|', '/')} |")
+            error = row.get("error", "").replace("|", "/")
+            if "runs" not in row:
+                lines.append(f"| {way} | | | | | {error} |")
                 continue
             cells = [_spread(row[k], MIB, 0) for k in ("above_shard_bytes", "private_above_shard_bytes")]
-            cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1), _verdict(row)]
+            cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1)]
+            cells.append("; ".join(words for words in (_verdict(row), error) if words))
             lines.append(f"| {way} | {' | '.join(cells)} |")
     if result["drawn"]:
         lines += ["", f"Memory of the first rank over time, {result['drawn']}:", "", "![Loading](loading.svg)"]
@@ -285,7 +300,6 @@ def main() -> None:
             "filesystem": filesystem_of(work),
             "checkpoint_bytes": bench.total_bytes,
             "files": len(bench.files),
-            "rounds": dict(zip(options.worlds, options.rounds, strict=True)),
             "cases": cases,
             "drawn": f"{drawn[1]} ranks, bfloat16 to {drawn[0]}",
         }

@@ -27,7 +27,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(self: Bench, way: str, dtype: str, world: int, number: int) -> dict[str, Any]:
         done.append(f"{way} {number}")
-        if way == "DCP, from rank 0":
+        if way == "DCP, from rank 0" or (way == PLAIN and number == 1):
             return {"error": "no room | at all"}
         above = (12 if way.startswith("ebb") else 500) * MIB
         return {"ranks": [_rank(above, 100 * MIB, "other" if way == "DCP, load" else "same") for _ in range(world)]}
@@ -48,6 +48,7 @@ def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str])
     assert loads[0].endswith(" 0") and loads[0].rsplit(" ", 1)[0] != loads[len(WAYS)].rsplit(" ", 1)[0]
     assert measure(_bench(tmp_path), "bfloat16", 2, 2) == first
     assert len(loads) == 2 * len(WAYS)
+    assert measure(_bench(tmp_path), "bfloat16", 2, 1) == first, "what is done counts"
     measure(_bench(tmp_path), "bfloat16", 2, 3)
     assert len(loads) == 3 * len(WAYS)
 
@@ -59,7 +60,10 @@ def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, load
     assert ours["read_share"]["median"] == 1.0
     assert ours["equal"] and ours["buffers_equal"] and not rows["DCP, load"]["equal"]
     told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
-    text = report({**told, "rounds": {2: 1}, "cases": {"2 ranks": rows}})
+    text = report({**told, "cases": {"2 ranks": rows}})
     assert "| ebbtide, slices | 12 (12 to 12) | 0 (0 to 0) | 1.00 (1.00 to 1.00) | 2.0 (2.0 to 2.0) | equal |" in text
-    assert "| DCP, from rank 0 | | | | | no room / at all |" in text
+    assert "| DCP, from rank 0 | | | | | 1 of 1 did not run: no room / at all |" in text
     assert "cut otherwise" in text
+    assert "## 2 ranks: 1 round\n" in text
+    text = report({**told, "cases": {"2 ranks": measure(_bench(tmp_path), "bfloat16", 2, 2)}})
+    assert "| 2.0 (2.0 to 2.0) | equal; 1 of 2 did not run: no room / at all |" in text
