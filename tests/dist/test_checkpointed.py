@@ -29,4 +29,13 @@ def test_checkpoints_stay_and_what_they_keep_is_offloaded(results: dict[str, Cas
     check(values, blocks=3)
     for by_policy in values:
         # Two steps of three blocks: hidden states, and what all blocks share; never what is inside a block.
-        assert all(found.parked <= 2 * (3 + 3) for found in by_policy.values()) or "selective" in name
+        assert all(found.parked <= 2 * (3 + 3) for found in by_policy.values()) or _keeps_more(SETUPS[name])
+
+
+def _keeps_more(setup: Setup) -> bool:
+    """Whether less than a layer is checkpointed: accelerate before 1.15 does so under FSDP2, each part by itself."""
+    import accelerate
+
+    in_parts = tuple(map(int, accelerate.__version__.split(".")[:2])) < (1, 15)
+    by_accelerate = setup.how in ("accelerate", "ms-swift") and setup.wrapper == "fsdp2"
+    return "selective" in setup.how or (by_accelerate and in_parts)
