@@ -157,11 +157,11 @@ def _check_adapters(config: SftConfig) -> None:
             expected="a train_type that trains adapters",
             hint="--train_type lora, qlora or adapter goes on with them",
         )
-    if config.memory_efficient_init and config.train_type == "qlora":
+    if config.memory_efficient_init and config.train_type == "qlora" and config.fsdp_strategy != "none":
         raise ConfigError(
-            "memory_efficient_init is true beside train_type qlora",
-            expected="weights that are read as they are: 4-bit weights are made of whole tensors",
-            hint="leave --memory_efficient_init out, or --train_type lora",
+            "memory_efficient_init is true beside train_type qlora and FSDP",
+            expected="weights that are cut as they are read: 4-bit weights are made of whole tensors",
+            hint="leave --memory_efficient_init out, or --fsdp_strategy none, or --train_type lora",
         )
 
 
