@@ -235,7 +235,8 @@ class Builder:
         if isinstance(packed, (Ticket, LightTicket)):
             return self._usable(packed)
         if isinstance(packed, torch.Tensor) and packed.ndim == 0:  # a Python number: hooks do not see it
-            number = packed.item()
+            with torch._C._DisableTorchDispatch():  # a mode above would be handed the number itself, and fail
+                number = packed.item()
             return Expr(lambda: number, (), key=("number", type(number)))  # type: ignore[arg-type, return-value]
         return None
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import ebbtide
 from ebbtide import api
@@ -92,6 +93,19 @@ def test_a_number_is_data_and_not_a_new_recipe() -> None:
             expected = torch.autograd.grad(((x.sin() * (number + 0.5)) ** 2).sum(), x)
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected[0])
     assert len(verdicts) == 1, "the verdicts grow with the steps"
+
+
+def test_a_number_is_read_under_a_dispatch_mode_too(caplog: pytest.LogCaptureFixture) -> None:
+    """A mode that counts operators is handed the number itself where a rule asks for its value."""
+    x = leaf(4, 4)
+    expected = torch.autograd.grad(((x.sin() * 2.5) ** 2).sum(), x)[0]
+    with open_engine(REMAKE) as engine, FlopCounterMode(display=False):
+        with forward_pass(engine, x) as run:
+            y = x.sin() * 2.5
+            y = y * y
+        assert Action.RECOMPUTE in {r().action for r in run.entries if r().site.node == "MulBackward0"}
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+    assert "MulBackward0" in engine.rules and not caplog.records
 
 
 def test_the_record_of_a_module_outlives_what_passes_its_output_on() -> None:
