@@ -100,7 +100,7 @@ def make_pictures(folder: Path, count: int = 6) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        Image.new("RGB", (40, 30), (40 * number, 10, 200)).save(folder / f"{number}.png")
+        Image.new("RGB", (40, 30), (40 * number % 256, 10, 200)).save(folder / f"{number}.png")
         question = {"role": "user", "content": "<image>What does this function do?"}
         rows.append(
             {

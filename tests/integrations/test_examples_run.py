@@ -81,8 +81,8 @@ def test_a_script_trains_a_tiny_model_on_two_ranks(
     seeing = "rows.jsonl" in words
     if seeing:
         values |= {"--model": str(make_llava(tmp_path / "llava", model))}
-        values |= {"--dataset": str(make_pictures(tmp_path / "pictures"))}
-        words += ["--per_device_train_batch_size", "3"]
+        values |= {"--dataset": str(make_pictures(tmp_path / "pictures", count=32))}
+        words += ["--per_device_train_batch_size", "8"]
     words = [*replaced(words, values), "--max_steps", "2"]
     words += [] if seeing or "--packing" in words else ["--packing", "true"]
     forks.sft(words, 2)

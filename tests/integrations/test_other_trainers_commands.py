@@ -50,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def seeing(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model that takes images, and rows with images."""
     folder = tmp_path_factory.mktemp("seeing")
-    return make_llava(folder / "llava", model), make_pictures(folder / "pictures")
+    return make_llava(folder / "llava", model), make_pictures(folder / "pictures", count=32)
 
 
 def made_small(command: str, model: Path, seeing: tuple[Path, Path], out: Path) -> list[str]:
