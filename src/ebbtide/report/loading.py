@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ebbtide.report import style
-from ebbtide.report.frame import LEFT, PLOT, RIGHT, TOP, WIDTH, Frame, axes, curve, legend, peaks, window
+from ebbtide.report.frame import LEFT, PLOT, RIGHT, WIDTH, Frame, axes, curve, legend, peaks, window
 from ebbtide.report.run import Run, Span
 from ebbtide.report.table import size as size_text
 
 _FIELDS = {"rss_bytes": "host memory, resident", "device_bytes": "device memory, allocated"}
-_GAP = TOP + 30.0
+_ROW = 18.0
 
 
 def loading_svg(runs: Sequence[Run]) -> str:
@@ -35,9 +35,10 @@ def loading_svg(runs: Sequence[Run]) -> str:
         return style.svg(WIDTH, 60, [style.text(24, 35, words, "soft")], label=words)
     colors = style.run_classes([run.name for run, _ in loads])
     pieces: list[str] = []
+    head = 44 + _ROW * len(loads)
     for number, (field, curves) in enumerate(found.items()):
-        pieces += _panel(TOP + number * (PLOT + _GAP), _FIELDS[field], loads, curves, colors)
-    height = TOP + len(found) * (PLOT + _GAP) - 40
+        pieces += _panel(number * (head + PLOT + 40) + head, _FIELDS[field], loads, curves, colors)
+    height = len(found) * (head + PLOT + 40)
     return style.svg(WIDTH, height, pieces, label="Memory while loading: " + ", ".join(run.name for run, _ in loads))
 
 
@@ -55,9 +56,11 @@ def _panel(
         f"{run.name}: {span.end - span.begin:.1f} s" + (f", +{size_text(_rise(points))}" if points else "")
         for (run, span), points in zip(loads, curves, strict=True)
     ]
-    heading = style.text(LEFT, top - 40, "Memory while weights are loaded", "strong")
-    pieces = [heading, style.text(WIDTH - RIGHT, top - 40, kind, "soft", "end"), *axes(frame, sizes)]
-    pieces += legend(labels, colors, top - 18)
+    y = top - _ROW * len(loads)
+    heading = style.text(LEFT, y - 22, "Memory while weights are loaded", "strong")
+    pieces = [heading, style.text(WIDTH - RIGHT, y - 22, kind, "soft", "end"), *axes(frame, sizes)]
+    for row, (label, color) in enumerate(zip(labels, colors, strict=True)):  # a row each: names of ways are long
+        pieces += legend([label], [color], y + _ROW * row)
     pieces += [curve(frame, points, color) for points, color in zip(curves, colors, strict=True)]
     return [*pieces, *peaks(frame, curves, colors)]
 
