@@ -139,8 +139,8 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
     "policy of another kind": (
         lambda tiny: enable(tiny.model, policy=["auto"]),  # type: ignore[arg-type]
         "ConfigError",
-        "policy is ['auto']; expected Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan that was made or "
-        "saved\n"
+        "policy is ['auto']; expected Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan that was "
+        "made or saved\n"
         "hint: such as policy='minimal'",
     ),
     "verify in quotes": (
