@@ -209,7 +209,7 @@ class Engine:
 
         def read(operand: Entry) -> torch.Tensor | None:
             content = there.get(operand)
-            return self._content(operand) if content is None else content
+            return self._operand(entry, None, None, operand) if content is None else content
 
         def once() -> torch.Tensor:
             return exactly(base.device.type, None, lambda: evaluate(recipe, read, there.__setitem__))

@@ -339,10 +339,10 @@ class DiskWork:
             self._counters.out_seconds += time.perf_counter() - started
             self._counters.out_bytes += 0 if fault else parcel.nbytes
             parcel.fault = fault
+            self._written(parcel)  # first: should this die, nobody finds the parcel parked
             if parcel.state is State.WRITING:
                 parcel.state = State.FAILED if fault else State.PARKED
             self._writing = None
-            self._written(parcel)
             self._release_if_unused(parcel)
             if self._reads:
                 self._to_read.notify()
