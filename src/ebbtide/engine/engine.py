@@ -261,7 +261,9 @@ class Engine:
             )
         return content
 
-    def _operand(self, target: Entry, backward: _Backward | None, run: BlockRun, entry: Entry) -> torch.Tensor | None:
+    def _operand(
+        self, target: Entry, backward: _Backward | None, run: BlockRun | None, entry: Entry
+    ) -> torch.Tensor | None:
         """Return the bytes of an operand of what is remade if they need no recompute, else None."""
         try:
             return self._content(entry, backward, run)
