@@ -12,6 +12,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
     │       └── DiskFullError  the disk holds less than is to be offloaded
     ├── CapError               the host or disk cap is reached
+    ├── BudgetError            no plan fits the memory budget
     ├── TrainingError          training came to a step it cannot do, such as a loss that is no number
     ├── DataError              a data set, model or run folder that cannot be read
     ├── ModifiedInPlaceError   a saved tensor was changed in place                    (also a RuntimeError)

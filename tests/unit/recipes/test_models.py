@@ -223,6 +223,7 @@ def test_modules_that_get_no_adapter_are_refused(targets: tuple[str, ...], said:
         adapters.chosen(SftConfig(train_type="lora", target_modules=targets), outline())
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
 def test_adapters_are_those_asked_for() -> None:
     made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
     assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
