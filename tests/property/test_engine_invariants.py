@@ -6,6 +6,7 @@ import contextlib
 import gc
 import warnings
 import weakref
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -26,7 +27,7 @@ ACTIONS = [Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE]
 
 def plan_of(seed: int) -> ByTable:
     """Any action for any site, the same in each step."""
-    return ByTable(lambda c: ACTIONS[hash((seed, str(c.site))) % 3])
+    return ByTable(lambda c: ACTIONS[zlib.crc32(f"{seed} {c.site}".encode()) % 3])
 
 
 class Around:
@@ -51,6 +52,11 @@ class Around:
         reference = weakref.ref(tensor.untyped_storage())
         (self.light if isinstance(ticket, LightTicket) else self.storages).append(reference)
         return ticket
+
+
+def dying_slots(engine: Any) -> list[Any]:
+    """Slots that nobody holds, and whose copies run."""
+    return [*engine.tier._dead, *engine.tier._leaving]
 
 
 class Watched:
@@ -84,8 +90,9 @@ class Watched:
         held |= {s._cdata for r in self.light if (s := r()) is not None}
         alive = {s._cdata: s.nbytes() for r in self.storages if (s := r()) is not None}
         entries = [e for run in self.runs for r in run.entries if (e := r()) is not None]
-        # What was cast up waits in a narrower copy of its own.
-        alive |= {s._cdata: s.nbytes() for e in entries if e.source is not None and (s := e.source.untyped_storage())}
+        # What was cast up waits in a narrower copy of its own, which outlives its entry until its copy-out ends.
+        sources = [e.source for e in entries] + [slot.source for slot in dying_slots(self.engine)]
+        alive |= {s._cdata: s.nbytes() for t in sources if t is not None and (s := t.untyped_storage())}
         return sum(nbytes for key, nbytes in alive.items() if key not in held)
 
     def backward(self) -> None:
@@ -119,8 +126,7 @@ def _sources(watched: Watched) -> tuple[int, int]:
     for entry in [e for run in watched.runs for r in run.entries if (e := r()) is not None]:
         if entry.source is not None and (storage := entry.source.untyped_storage())._cdata not in held:
             by_action[entry.action is Action.KEEP][storage._cdata] = storage.nbytes()
-    tier: Any = watched.engine.tier
-    for slot in (*tier._dead, *tier._leaving):
+    for slot in dying_slots(watched.engine):
         if slot.source is not None and (storage := slot.source.untyped_storage())._cdata not in held:
             by_action[False][storage._cdata] = storage.nbytes()
     kept = by_action[True]
