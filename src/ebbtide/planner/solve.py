@@ -32,6 +32,9 @@ DISTURBANCE = 0.05
 """Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
 them. What is remade faster than that is not moved."""
 
+GRAIN = 0.01
+"""Peaks that differ by less than this part of what is saved are alike when the least memory is looked for."""
+
 HALVINGS = 9
 """Steps of the search for the bytes that stay: to 1/512 of what is saved."""
 
@@ -104,7 +107,8 @@ class _Search:
 
     Args:
         profile: The step.
-        slack_seconds: Of candidates that keep the same, those with no more overhead than this come first.
+        slack_seconds: Of candidates that keep the same, those with no more overhead than this come first, and of these
+            the one with the lowest peak; infinite: the fastest.
     """
 
     def __init__(self, profile: Profile, slack_seconds: float = math.inf) -> None:
@@ -128,10 +132,14 @@ class _Search:
         rates = self.profile.rates
         price = DISTURBANCE * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
 
-        def cost(found: Solution) -> tuple[bool, bool, float]:
+        grain = GRAIN * self.profile.saved_bytes or 1.0
+        shrinks = math.isfinite(self._slack_seconds)
+
+        def cost(found: Solution) -> tuple[bool, bool, int, float]:
             p = found.predicted
+            peak = round(p.peak_bytes / grain) if shrinks else 0
             disturbed = p.overhead_seconds + price * p.offloaded_bytes
-            return p.kept_bytes > kept_bytes, p.overhead_seconds > self._slack_seconds, disturbed
+            return p.kept_bytes > kept_bytes, p.overhead_seconds > self._slack_seconds, peak, disturbed
 
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         middle = tails[len(tails) // 2]
