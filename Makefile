@@ -12,10 +12,10 @@ SOURCES := src tests benchmarks
 
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 --max_steps 4 --packing true
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk overhead plan sft sft_types families scaling examples loading
+CPU_SUITES := disk overhead bound sft sft_types families scaling examples loading
 # The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-GPU_SUITES := host link overhead pareto longest
+GPU_SUITES := host link overhead bound pareto longest
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all check bench gpu format cli-surface clean

@@ -27,11 +27,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.peers import Prepared, absent, all_ways
+from benchmarks.peers import Prepared, absent, way_named
 from benchmarks.shapes import SHAPES, Shape
 from ebbtide.store import return_freed_memory
 
-WARMUP_STEPS = 3
+WARMUP_STEPS = 4
+"""Within these, ``Auto`` has measured steps of this length, and made its plan."""
+
 _PIECE = 1 << 23
 MARK = "CASE "
 """Begins the line that holds the result: packages print lines of their own."""
@@ -192,7 +194,7 @@ def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> R
         progress: Told of what is being done.
     """
     row = Row(case=case)
-    way = all_ways()[case.way]
+    way = way_named(case.way)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     reason = absent(way, accelerated=device.type != "cpu")
     if reason is not None:
@@ -219,7 +221,7 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
     expected = [_gradients(plain, short) for _ in range(2)]
     if expected[0] != expected[1]:
         row.gate = "plain training does not repeat its own bits here: not compared"
-    way = contextlib.contextmanager(all_ways()[case.way].prepare)
+    way = contextlib.contextmanager(way_named(case.way).prepare)
     with way(model) as prepared:
         if not row.gate:
             wrong = max((_differing(expected[0], _gradients(prepared, short)) for _ in range(3)), key=len)
@@ -229,6 +231,7 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
                 return
         progress("steps")
         _time(row, prepared, shape, device)
+        row.notes |= prepared.notes()
 
 
 def _gradients(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.case import MARK, Case, Row
-from benchmarks.peers import absent, all_ways
+from benchmarks.peers import absent, way_named
 from benchmarks.results_folder import RESULTS, hardware, result_folder, summary, write_result
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ class Book:
 
     def run(self, case: Case) -> Row:
         """Run a case, or say that the time was up; write."""
-        reason = absent(all_ways()[case.way], accelerated=torch.accelerator.is_available())
+        reason = absent(way_named(case.way), accelerated=torch.accelerator.is_available())
         if reason is not None:
             row = Row(case=case, status=reason)
         elif self.late:

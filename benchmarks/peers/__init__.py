@@ -11,6 +11,7 @@ import importlib.metadata
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -25,11 +26,13 @@ class Prepared:
         model: The model to call: the same, or a wrapper.
         forward: Opened around each forward.
         step: Opened around each forward and backward.
+        notes: Returns what the way says of itself after the last step, for its row.
     """
 
     model: nn.Module
     forward: Around = nullcontext
     step: Around = nullcontext
+    notes: Callable[[], dict[str, Any]] = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,3 +77,15 @@ def all_ways() -> dict[str, Way]:
     from benchmarks.peers.packages import WAYS as packages
 
     return {way.name: way for way in (*builtin, *packages)}
+
+
+def way_named(name: str) -> Way:
+    """Return one of ``all_ways()``, or the one that ``planned(...)`` named."""
+    from benchmarks.peers.builtin import auto
+
+    return all_ways().get(name) or auto(name)
+
+
+def planned(**aim: float | str) -> str:
+    """Return the name of the way that trains under ``Auto`` with these arguments: see ``way_named``."""
+    return "ebbtide auto, " + ", ".join(f"{key}={value}" for key, value in aim.items())

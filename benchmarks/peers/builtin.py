@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.autograd.graph import save_on_cpu
 
 import ebbtide
 from benchmarks.peers import Prepared, Way
+from ebbtide.measuring import MeasuredPlan
 
 
 def _decoder(model: nn.Module) -> nn.Module:
@@ -58,6 +61,31 @@ def policy(name: str) -> Way:
             yield Prepared(model=model)
 
     return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
+
+
+def auto(name: str) -> Way:
+    """Return the way that ``benchmarks.peers.planned`` named; its notes are what the plan predicts.
+
+    Raises:
+        ValueError: It is no such name.
+    """
+    begin, *aims = name.split(", ")
+    if begin != "ebbtide auto" or not aims:
+        raise ValueError(f"{name!r} is no way")
+    aim: dict[str, Any] = dict(text.split("=", 1) for text in aims)
+    if "max_slowdown" in aim:
+        aim["max_slowdown"] = float(aim["max_slowdown"])
+
+    def prepare(model: nn.Module) -> Generator[Prepared]:
+        with ebbtide.enable_activation_offloading(model, policy=ebbtide.Auto(**aim)) as handle:
+
+            def notes() -> dict[str, Any]:
+                plan = handle.plan
+                return {"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {}
+
+            yield Prepared(model=model, notes=notes)
+
+    return Way(name=name, prepare=prepare, setting=name.removeprefix("ebbtide "))
 
 
 WAYS = (

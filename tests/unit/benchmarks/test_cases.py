@@ -40,7 +40,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_way(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[nn.Module], Generator[Prepared]], **given: Any) -> Row:
-    monkeypatch.setattr(case_module, "all_ways", lambda: {"w": Way(name="w", prepare=prepare, **given)})
+    monkeypatch.setattr(case_module, "way_named", lambda name: Way(name=name, prepare=prepare, **given))
     return run(Case(way="w", model="linear", tokens=16, steps=2))
 
 

@@ -1,0 +1,133 @@
+"""What plans say, what comes, and how near that is to the bound: the least that any schedule could take.
+
+Each case is a process of its own (``benchmarks/case.py``, with its gate): plain training, ``Auto`` with several
+slowdowns, and ``Auto`` with budgets between the least memory that came of these and that of plain training. The bound
+is the linear program's, at the rates and times that the case itself measured while it made its plan. All cases of a
+model run in turn, round after round.
+
+    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+from benchmarks.case import Case, Row
+from benchmarks.cases import Book, arguments
+from benchmarks.peers import planned
+from benchmarks.results_folder import summary
+from ebbtide.base.units import format_size
+
+SLOWDOWNS = (0.0, 0.05, 0.3, 10.0)
+SHARES = (0.1, 0.5)
+"""Budgets, between the least peak (0) and plain training's (1)."""
+
+LENGTHS = {"Qwen3-8B": 8192, "Qwen3-1.7B": 32768}
+
+
+def aims(rows: list[Row]) -> list[str]:
+    """Return the ways to try.
+
+    Args:
+        rows: What came of this model so far: budgets follow from the first peaks.
+    """
+    ways = ["plain", *(planned(max_slowdown=slowdown) for slowdown in SLOWDOWNS)]
+    peaks = {way: next((total(r) for r in rows if r.case.way == way and r.seconds), 0) for way in ways}
+    high, known = peaks["plain"], [nbytes for nbytes in peaks.values() if nbytes]
+    if high and len(known) == len(ways):
+        ways += [planned(memory_budget=int(min(known) + share * (high - min(known)))) for share in SHARES]
+    return ways
+
+
+def total(row: Row) -> int:
+    """Return the peak with weights, gradients and inputs, which is what a budget is of."""
+    return row.base_bytes + row.peak_bytes
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Return a line for every model and aim; medians over all rounds."""
+    lines = [
+        "| model | way | peak: predicted | came | off | step ÷ plain: predicted | came | bound | above the bound | "
+        "stays / moved / remade | status |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+    ]
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[row.case.model, row.case.way].append(row)
+    for (model, way), found in groups.items():
+        status = ", ".join(sorted({row.status for row in found}))
+        cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", way.removeprefix("ebbtide ")]
+        cells += _figures([row for row in found if row.seconds], groups.get((model, "plain"), [])) or [""] * 8
+        lines.append("| " + " | ".join([*cells, status]) + " |")
+    return lines
+
+
+def _figures(found: list[Row], plain: list[Row]) -> list[str]:
+    base = [value for row in plain for value in row.seconds]
+    if not found or not base:
+        return []
+    peak = statistics.median(map(total, found))
+    spread = summary([value / statistics.median(base) for row in found for value in row.seconds])
+    ratio, came = spread["median"], f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
+    plans = [row.notes["predicted"] for row in found if "predicted" in row.notes]
+    if not plans:
+        return ["", format_size(peak), "", "", came, "", "", ""]
+    said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
+    bound = 1 + said["bound_percent"] / 100
+    has_peak = found[0].case.way.startswith(planned(memory_budget=""))  # measured for a budget only
+    return [
+        format_size(said["peak_bytes"]) if has_peak else "",
+        format_size(peak),
+        f"{100 * (said['peak_bytes'] / peak - 1):+.1f} %" if has_peak else "",
+        f"{1 + said['overhead_percent'] / 100:.3f}",
+        came,
+        f"{bound:.3f}",
+        f"{100 * (ratio - bound):+.1f} points",
+        " / ".join(format_size(said[name]) for name in ("kept_bytes", "offloaded_bytes", "remade_bytes")),
+    ]
+
+
+def report(rows: list[Row]) -> str:
+    """Return the README of a results folder."""
+    return "\n".join(
+        [
+            "# What plans say, what comes, and the bound",
+            "",
+            "Forward and backward of one step, no head and no optimizer. Peaks are those of the device, without one the",
+            "resident size of the process; they are predicted for budgets only. Steps are divided by the median of",
+            "plain training's in the same rounds, quartiles in brackets. The bound is the linear program's, at the",
+            "rates and times which the same process measured: no schedule that keeps as many bytes takes less.",
+            "Before each row its gradients were compared, bit by bit, with those of plain training. Made by",
+            "`python -m benchmarks.suites.bound`; every step is in `run.json`.",
+            "",
+            *table(rows),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    """Measure, and write after every case."""
+    given = arguments(__doc__, models="", rounds=3)
+    lengths = {"small": 512} if given.small else LENGTHS
+    book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
+    for model in given.models.split(",") if given.models else lengths:
+        shape = {"model": model, "tokens": lengths.get(model, 8192), "batch": 2 if given.small else 1}
+
+        def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
+            book.run_all(Case(way=way, gate_tokens=128, **shape) for way in ways)
+
+        def following(model: str = model) -> list[str]:
+            return aims([row for row in book.rows if row.case.model == model])
+
+        for number in range(given.rounds):
+            ways = following()
+            run(ways if number % 2 == 0 else ways[::-1])
+            run(following()[len(ways) :])  # in the first round: budgets, now that there are peaks
+    book.close()
+
+
+if __name__ == "__main__":
+    main()
