@@ -95,8 +95,8 @@ def report(rows: list[Row]) -> str:
         [
             "# What plans say, what comes, and the bound",
             "",
-            "Forward and backward of one step, no head and no optimizer. Peaks are those of the device, without one the",
-            "resident size of the process; they are predicted for budgets only. Steps are divided by the median of",
+            "Forward and backward of one step, no head and no optimizer. Peaks are those of the device, without one",
+            "the resident size of the process; they are predicted for budgets only. Steps are divided by the median of",
             "plain training's in the same rounds, quartiles in brackets. The bound is the linear program's, at the",
             "rates and times which the same process measured: no schedule that keeps as many bytes takes less.",
             "Before each row its gradients were compared, bit by bit, with those of plain training. Made by",

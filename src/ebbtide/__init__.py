@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ebbtide.api import Handle as Handle
     from ebbtide.api import enable_activation_offloading as enable_activation_offloading
+    from ebbtide.api import make_plan as make_plan
     from ebbtide.api import offload_saved_tensors as offload_saved_tensors
     from ebbtide.api import register_recompute as register_recompute
     from ebbtide.base.errors import EbbtideError as EbbtideError
@@ -34,6 +35,7 @@ _HOMES = {
     "Stats": "ebbtide.engine",
     "enable_activation_offloading": "ebbtide.api",
     "load_sharded": "ebbtide.loading",
+    "make_plan": "ebbtide.api",
     "offload_saved_tensors": "ebbtide.api",
     "register_recompute": "ebbtide.api",
     "save_sharded": "ebbtide.loading",

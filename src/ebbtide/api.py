@@ -21,8 +21,12 @@ from ebbtide.base.units import format_size
 from ebbtide.config import MIN_BYTES, Auto, Keep, Offload, Options, Policy
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
-from ebbtide.measuring import MeasuredPlan
+from ebbtide.forecast import Job, forecast
+from ebbtide.machine_here import machine_here
+from ebbtide.measuring import MeasuredPlan, solution_for
 from ebbtide.planner import TablePlan, plan_for
+from ebbtide.planner.machines import Machine, machine_named
+from ebbtide.planner.table import table_plan
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading
@@ -208,6 +212,60 @@ def enable_activation_offloading(
     return Handle(engine, attachment)
 
 
+def make_plan(
+    model: nn.Module,
+    batch: Any,
+    *,
+    policy: Policy | str | None = None,
+    machine: Machine | str | PathLike[str] | None = None,
+    shards: int = 1,
+    ranks: int | None = None,
+    optimizer_state: float = 2.0,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    blocks: Sequence[str] | None = None,
+    min_bytes: int | str = MIN_BYTES,
+    window: int | str | None = None,
+) -> TablePlan:
+    """Make a plan without a step: the model runs once without bytes, so it may be on meta and the machine elsewhere.
+
+    Args:
+        model: A module that is neither wrapped nor sharded nor quantised; left as it is.
+        batch: Arguments of its forward: a dict of names, a list, or one tensor. Floating-point tensors may be on meta;
+            of integers (tokens, positions) the values may decide what the model does.
+        policy: ``Auto(...)`` (the default) or another policy, or its name.
+        machine: ``"h200"``, ``"h100"``, ``"a100"``, ``"gh200"``, ``"4090"``, a JSON file, or a ``Machine``; default:
+            this one, measured now (seconds).
+        shards: Ranks over which weights, gradients and optimizer state are divided.
+        ranks: Ranks that share the host's memory rate; default: the shards that one node holds.
+        optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum, 0 for none.
+        loss: Returns the loss from what forward returns; default: its ``loss``, or the mean square of its first tensor.
+        blocks: Paths of blocks, with ``*``; default: found by structure.
+        min_bytes: Storages below this size stay.
+        window: Bytes allowed in flight each way; default: follows the model's largest block.
+
+    Returns:
+        The plan: ``explain() predicted save(path)``; pass it as ``policy=`` to ``enable_activation_offloading``.
+
+    Raises:
+        ConfigError: A value cannot be used, or the model decides by values that are not there.
+        BlocksError: No blocks, or a glob that matches nothing.
+        BudgetError: No plan fits the memory budget.
+    """
+    check_version("torch")
+    chosen = policy_of(policy)
+    if isinstance(chosen, TablePlan):
+        raise ConfigError(
+            "policy is a plan", expected="a policy that a plan is to be made for", hint="such as policy='auto'"
+        )
+    check_choosers(blocks)
+    where = machine_here() if machine is None else machine_named(machine)
+    profile = forecast(
+        model, batch, where, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
+        blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),
+    )  # fmt: skip
+    return table_plan(solution_for(chosen, profile), plan_for(chosen).name)
+
+
 class offload_saved_tensors(ContextDecorator):
     """Offloads what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
 
@@ -285,6 +343,11 @@ def _tell_idle(engine: Engine, *, host_budget: object) -> None:
         logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
 
 
+def _rules() -> dict[str, Rule]:
+    """Return the built-in recompute rules and those that were registered."""
+    return {**rule_table(), **_custom_rules}
+
+
 def _open_engine(
     policy: Policy | TablePlan,
     options: Options,
@@ -304,10 +367,11 @@ def _open_engine(
             yield from model.parameters()
             yield from model.buffers()
 
-    rules = {**rule_table(), **_custom_rules}
     measured = MeasuredPlan(policy, tier, options.window_bytes, BUS) if isinstance(policy, Auto) else None
     plan = measured or (policy if isinstance(policy, TablePlan) else plan_for(policy))
-    engine = Engine(plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=rules, **filters)
+    engine = Engine(
+        plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=_rules(), **filters
+    )
     if measured is not None:
         try:
             measured.watch(engine)

@@ -20,13 +20,13 @@ from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.base.units import parse_size
-from ebbtide.config import Auto
+from ebbtide.config import Auto, Policy
 from ebbtide.engine import Engine
 from ebbtide.engine.timing import StepTimer, TimedBlock, TimedStep
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import Solution, fit, shrink
+from ebbtide.planner.solve import Solution, fit, follow, shrink
 from ebbtide.planner.table import table_plan
 from ebbtide.store.meter import meter_for
 from ebbtide.store.protocol import Tier
@@ -150,17 +150,12 @@ class MeasuredPlan:
             return True
         self.profile = profile_of(_fastest(self._steps), self._rates(), self._window_bytes)
         self._steps.clear()
-        self.table = table_plan(self._solve(self.profile), self.name)
+        self.table = table_plan(solution_for(self._policy, self.profile), self.name)
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", name=self.name, text=self.table.explain())
         return False
-
-    def _solve(self, profile: Profile) -> Solution:
-        if self._policy.memory_budget is not None:
-            return fit(profile, parse_size(self._policy.memory_budget, name="memory_budget"))
-        return shrink(profile, self._policy.max_slowdown)
 
     def _rates(self) -> Rates:
         counters = self._tier.counters
@@ -178,6 +173,19 @@ class MeasuredPlan:
         slot.wait_parked()
         slot.take()
         slot.free()
+
+
+def solution_for(policy: Policy, profile: Profile) -> Solution:
+    """Return what a policy chooses for a step.
+
+    Raises:
+        BudgetError: No plan fits the memory budget.
+    """
+    if not isinstance(policy, Auto):
+        return follow(profile, plan_for(policy))
+    if policy.memory_budget is not None:
+        return fit(profile, parse_size(policy.memory_budget, name="memory_budget"))
+    return shrink(profile, policy.max_slowdown)
 
 
 def profile_of(step: TimedStep, rates: Rates, window_bytes: int | None) -> Profile:
@@ -227,6 +235,7 @@ def _block(block: TimedBlock) -> BlockProfile:
                 block_input=unit.block_input,
                 movable=unit.movable,
                 remake_seconds=unit.remake_seconds,
+                remake_flops=unit.remake_flops,
             )
             for unit in block.units
         ),

@@ -21,6 +21,7 @@ PUBLIC = {
     "__version__",
     "enable_activation_offloading",
     "load_sharded",
+    "make_plan",
     "offload_saved_tensors",
     "register_recompute",
     "save_sharded",

@@ -57,6 +57,8 @@ class Engine:
         keep_filter: False for a tensor that is neither moved nor remade.
         model_weights: All parameters and buffers of the model, asked for at the start of each pass.
         weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
+        rules: Node name → how its output is made again; default: the built-in ones.
+        tensor_types: Types of tensors that have a storage of their own; any other is a wrapper, or stays.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Engine:
         model_weights: Callable[[], Iterable[torch.Tensor]] = tuple,
         weights_move: bool = False,
         rules: dict[str, Rule] | None = None,
+        tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
     ) -> None:
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.weights = ModelWeights(model_weights, move=weights_move)
@@ -89,7 +92,8 @@ class Engine:
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
         self.index = StorageIndex()
-        self._empties: dict[torch.device, torch.Tensor] = {}
+        self.tensor_types = tensor_types
+        self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
         self._backwards: dict[int, _Backward] = {}
         self._stalls = StallBook(tier, bus)
         self._recomputes, self._recompute_seconds = 0, 0.0
@@ -166,10 +170,11 @@ class Engine:
         return self._keep_filter is None or self._keep_filter(tensor)
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of no bytes on the same device."""
-        found = self._empties.get(tensor.device)
+        """Return a tensor of no bytes, of the same kind and on the same device."""
+        kind = type(tensor), tensor.device
+        found = self._empties.get(kind)
         if found is None:
-            found = self._empties[tensor.device] = torch.empty(0, device=tensor.device)
+            found = self._empties[kind] = tensor.new_empty(0, dtype=torch.float32)
         return found
 
     def park(self, run: BlockRun, entry: Entry, tensor: torch.Tensor) -> None:
@@ -190,7 +195,7 @@ class Engine:
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Let an entry have its bytes on the device for now."""
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last)
+        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor.device)
 
     def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
         """Whether a recipe gives the tensor that is there, bit by bit."""
@@ -221,7 +226,7 @@ class Engine:
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
-        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last))
+        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor.device))
 
     # Reading
 
@@ -250,7 +255,7 @@ class Engine:
             began = time.perf_counter()
             keep = None if backward is None else functools.partial(self._keep, backward)
             read = functools.partial(self._operand, entry, backward, run)
-            content = exactly(entry.device_type, entry.switches, lambda: evaluate(entry, read, keep))
+            content = exactly(entry.device.type, entry.switches, lambda: evaluate(entry, read, keep))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -289,7 +294,7 @@ class Engine:
             entry.restored = None  # a backward changed in place what it was given
         storage = entry.storage_ref() if entry.storage_ref is not None else None
         if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
-            return byte_view(storage, entry.first, entry.last)
+            return byte_view(storage, entry.first, entry.last, entry.device)
         if entry.tainted:
             raise operand_error(str(entry.site))
         if entry.slot is None:

@@ -54,21 +54,24 @@ class Layout(NamedTuple):
         return view.set_(content.untyped_storage(), offset, self.size, self.stride)
 
 
-def byte_view(storage: torch.UntypedStorage, first: int, last: int) -> torch.Tensor:
-    """Return bytes ``first`` to ``last`` of a storage as a one-dimensional ``uint8`` tensor."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, first, (last - first,), (1,))
+def byte_view(storage: torch.UntypedStorage, first: int, last: int, device: torch.device) -> torch.Tensor:
+    """Return bytes ``first`` to ``last`` of a storage as a one-dimensional ``uint8`` tensor.
+
+    ``device`` is that of the tensor whose storage it is: the storage of one without bytes says that it is on meta.
+    """
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (last - first,), (1,))
 
 
 def content_bytes(content: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return the ``nbytes`` bytes that begin where ``content`` begins as a one-dimensional ``uint8`` tensor."""
     first = int(content.storage_offset()) * content.itemsize
-    return byte_view(content.untyped_storage(), first, first + nbytes)
+    return byte_view(content.untyped_storage(), first, first + nbytes, content.device)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of ``tensor`` as a one-dimensional ``uint8`` tensor."""
     storage = tensor.untyped_storage()
-    return byte_view(storage, 0, storage.nbytes())
+    return byte_view(storage, 0, storage.nbytes(), tensor.device)
 
 
 def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -176,7 +176,7 @@ class BlockRun:
         base = tensor._base
         if is_parameter(tensor) or (base is not None and is_parameter(base)):
             return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
-        if type(tensor) is not torch.Tensor:
+        if type(tensor) not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
             return ticket or LightTicket(tensor, place=self._place)
@@ -231,9 +231,10 @@ class BlockRun:
         One that an earlier block remakes is left out: its weights may be gone by now, and chains would grow from block
         to block.
         """
-        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_nested:
+        engine = self.engine
+        if type(tensor) not in engine.tensor_types or tensor.layout != torch.strided or tensor.is_nested:
             return None
-        engine, layout = self.engine, Layout.of(tensor)
+        layout = Layout.of(tensor)
         entry = engine.index.find(tensor.untyped_storage(), tensor._version, *layout.extent())
         if entry is None or entry.recipe is not None:
             return None

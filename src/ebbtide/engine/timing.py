@@ -43,6 +43,7 @@ class TimedUnit:
         movable: The user's filters let it be offloaded.
         action: What was done with it in the measured step.
         remake_seconds: Time of making it again; None if that cannot be done.
+        remake_flops: Multiply-add work of that, in FLOP.
     """
 
     site: Site
@@ -51,6 +52,7 @@ class TimedUnit:
     movable: bool
     action: Action
     remake_seconds: float | None
+    remake_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,7 @@ class _Unit:
     movable: bool
     action: Action
     remake: Edges | None
+    flops: float | None
 
 
 @dataclass(slots=True)
@@ -226,6 +229,12 @@ class StepTimer:
             self._pass.tail = _Stretches()
             self._cut(self._pass.tail)
 
+    def finish(self) -> None:
+        """A step is over, and no other follows that would show it."""
+        if self._pass is not None and self._pass.tail is not None:
+            self._cut(None)
+            self._finish(self._pass)
+
     def saw(self, run: BlockRun, entry: Entry, unit: Candidate, *, movable: bool, prepare: Prepare | None) -> None:
         """A block saved a storage.
 
@@ -248,7 +257,7 @@ class StepTimer:
         block.units.append(
             _Unit(
                 site=unit.site, nbytes=unit.bytes_, block_input=unit.block_input, movable=movable, action=entry.action,
-                remake=None if prepare is None else remakes[key],
+                remake=None if prepare is None else remakes[key], flops=unit.recompute_flops,
             )
         )  # fmt: skip
 
@@ -284,6 +293,7 @@ class StepTimer:
                     TimedUnit(
                         site=u.site, nbytes=u.nbytes, block_input=u.block_input, movable=u.movable, action=u.action,
                         remake_seconds=None if u.remake is None else meter.seconds(*u.remake),
+                        remake_flops=None if u.remake is None else u.flops,
                     )
                     for u in block.units
                 ),

@@ -51,9 +51,13 @@ class Trust:
         layout = Layout.of(base)
         if again.stride() != layout.stride or again.untyped_storage().nbytes() != layout.logical_bytes:
             again = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(again)
-        if not torch.equal(storage_bytes(again), storage_bytes(base)):
+        if not self.same_bytes(again, base):
             return self._demote(entry, "the remade bytes differ")
         return True
+
+    def same_bytes(self, again: torch.Tensor, base: torch.Tensor) -> bool:
+        """Whether two tensors' storages hold the same bytes."""
+        return torch.equal(storage_bytes(again), storage_bytes(base))
 
     def _demote(self, entry: Entry, reason: str) -> bool:
         site = str(entry.site)

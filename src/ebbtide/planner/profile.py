@@ -24,6 +24,7 @@ class Unit:
         block_input: It came into the block from outside.
         movable: It may be offloaded.
         remake_seconds: Time of making it again from what else is saved; None if it cannot be.
+        remake_flops: Multiply-add work of that, in FLOP; None if it cannot be.
     """
 
     site: Site
@@ -31,6 +32,7 @@ class Unit:
     block_input: bool = False
     movable: bool = True
     remake_seconds: float | None = None
+    remake_flops: float | None = None
 
     @property
     def stubborn(self) -> bool:

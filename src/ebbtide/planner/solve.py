@@ -15,11 +15,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ebbtide.base.actions import Action, Site
+from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import Profile, Unit
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
 
 SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.4, 0.0)
@@ -102,6 +102,40 @@ def shrink(profile: Profile, max_slowdown: float) -> Solution:
     return search.border(least, everything, too_slow)[1] if too_slow(least) else least
 
 
+def follow(profile: Profile, plan: Plan) -> Solution:
+    """Return what a plan that looks at no profile, such as ``Minimal``'s, does with this one. Blocks are not re-run.
+
+    Args:
+        profile: The step.
+        plan: Asked for every unit.
+    """
+
+    def action(place: int, unit: Unit) -> Action:
+        candidate = Candidate(
+            site=unit.site, block_name=profile.blocks[place].name, block=place, bytes_=unit.nbytes,
+            block_input=unit.block_input, recompute_flops=unit.remake_flops,
+        )  # fmt: skip
+        chosen = plan.choose(candidate)
+        if chosen is Action.RECOMPUTE and unit.remake_seconds is None:
+            chosen = Action.OFFLOAD
+        return Action.KEEP if chosen is Action.OFFLOAD and not unit.movable else chosen
+
+    assignment = tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
+    predicted = simulate(profile, assignment)
+    return Solution(
+        profile=profile,
+        assignment=assignment,
+        predicted=predicted,
+        everything_kept=keep_everything(profile),
+        bound_seconds=Bound(profile).least(predicted.kept_bytes)[0],
+    )
+
+
+def keep_everything(profile: Profile) -> Simulated:
+    """Return the step that keeps everything."""
+    return simulate(profile, tuple((Action.KEEP,) * len(block.units) for block in profile.blocks))
+
+
 class _Search:
     """Candidates of one profile.
 
@@ -114,8 +148,7 @@ class _Search:
     def __init__(self, profile: Profile, slack_seconds: float = math.inf) -> None:
         self.profile, self._bound, self._slack_seconds = profile, Bound(profile), slack_seconds
         self._by_cost = _cheapest_first(profile)
-        keep = tuple((Action.KEEP,) * len(block.units) for block in profile.blocks)
-        self._everything = simulate(profile, keep)
+        self._everything = keep_everything(profile)
         self._known: dict[int, Solution] = {}
 
     def candidate(self, kept_bytes: int) -> Solution:

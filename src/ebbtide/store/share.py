@@ -39,6 +39,11 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
     return max(0, min(limit, free) - margin) // max(1, ranks)
 
 
+def memory_limit_bytes(*, root: Path = Path("/")) -> int:
+    """Return the most host memory that this process can have: the machine's, or the smallest control group's."""
+    return min(x.limit_bytes for x in (_machine(root), *_groups(root)))
+
+
 def _machine(root: Path) -> Memory:
     fields = _fields(root / "proc/meminfo", unit=1024)
     total = fields.get("MemTotal:")

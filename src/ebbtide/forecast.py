@@ -1,0 +1,259 @@
+"""Plans without a step: the model runs once on paper. See [Note: a step on paper] in ``ebbtide.paper``."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.errors import ConfigError, EbbtideError
+from ebbtide.base.events import Bus
+from ebbtide.config import Keep, Options
+from ebbtide.engine import Engine
+from ebbtide.engine.rules import rule_table
+from ebbtide.engine.timing import StepTimer, TimedStep
+from ebbtide.engine.trust import Trust
+from ebbtide.measuring import profile_of
+from ebbtide.paper import TENSOR_TYPES, PaperMachine, without_bytes
+from ebbtide.planner import plan_for
+from ebbtide.planner.machines import Machine
+from ebbtide.planner.profile import Profile
+from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.protocol import Slot
+from ebbtide.wrap import Attachment, find_blocks
+
+
+class _NoTier:
+    """A tier into which nothing goes: everything is kept."""
+
+    name, withdraws, used_bytes, free_bytes = "paper", True, 0, None
+
+    def __init__(self) -> None:
+        self.stalls, self.counters = Stalls(), TierCounters()
+
+    def gauges(self) -> dict[str, int]:
+        return {}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def park(self, source: torch.Tensor) -> Slot:
+        raise RuntimeError("a step on paper keeps everything")
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _KeepAndAsk:
+    """Keeps everything, and wants to know what could be remade."""
+
+    name = "paper"
+    remakes = True
+
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.KEEP
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        return Action.KEEP
+
+    def explain(self) -> str:
+        return plan_for(Keep()).explain()
+
+
+class _OnPaper(Trust):
+    """There are no bytes to compare: a recipe is believed if it runs and its shape is right."""
+
+    def same_bytes(self, again: torch.Tensor, base: torch.Tensor) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is there beside a forward and a backward, and on how many ranks.
+
+    Attributes:
+        shards: Ranks over which weights, gradients and optimizer state are divided (fully sharded data parallel).
+        ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
+        optimizer_state: Bytes of state per byte of what is trained: 2 for Adam, 1 for momentum.
+    """
+
+    shards: int = 1
+    ranks: int | None = None
+    optimizer_state: float = 2.0
+
+
+def forecast(
+    model: nn.Module,
+    batch: Any,
+    machine: Machine,
+    *,
+    job: Job | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    blocks: Sequence[str] | None = None,
+    options: Options | None = None,
+    rules: dict[str, Any] | None = None,
+) -> Profile:
+    """Run one step on paper and return its profile.
+
+    Args:
+        model: On meta or not; it is copied without its bytes and left alone.
+        batch: Arguments of its forward: a mapping of names, a sequence, or one tensor. Real or on meta.
+        machine: What operators and copies cost.
+        job: Ranks and optimizer; default: one rank, Adam.
+        loss: Returns what backward begins with from what forward returned; default: its ``loss``, or the mean square of
+            the first tensor.
+        blocks: As for ``enable_activation_offloading``.
+        options: Likewise.
+        rules: Recompute rules; default: the built-in ones.
+
+    Raises:
+        ConfigError: The model is sharded or quantised, or its code needs values that are not there.
+        BlocksError: No blocks, or a glob that matches nothing.
+    """
+    job, found = job or Job(), list[TimedStep]()
+    mode = without_bytes()
+    with mode:
+        twin = _without_bytes(model)
+        given = tree_map(lambda x: _fake(x) if _is_tensor(x) and (x.is_floating_point() or x.is_meta) else x, batch)
+    pairs = find_blocks(twin, blocks)
+    beside = _beside_bytes(twin, [module for module, _ in pairs], job)
+    paper = PaperMachine(machine, beside)
+    engine = Engine(
+        _KeepAndAsk(), _NoTier(), options or Options(), Bus(), rules=rules or rule_table(),
+        model_weights=lambda: (*twin.parameters(), *twin.buffers()), tensor_types=TENSOR_TYPES,
+    )  # fmt: skip
+    engine.trust = _OnPaper(engine.bus)
+    engine.timer = StepTimer(paper, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
+    engine.timer.want()
+    attachment = Attachment(twin, pairs, engine)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(mode)
+            stack.callback(_shard_gradients(twin, job.shards))
+            stack.enter_context(paper)
+            paper.ignore([*twin.parameters(), *twin.buffers(), *(x for x in tree_leaves(given) if _is_tensor(x))])
+            _backward(_call(twin, given), loss)
+            engine.timer.finish()
+    except EbbtideError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"the step cannot be run without values ({type(error).__name__}: {str(error).splitlines()[0]:.200})",
+            expected="a forward that decides nothing by what its tensors hold",
+            hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
+        ) from error
+    finally:
+        attachment.remove()
+    if not found:
+        raise ConfigError(
+            "no block of the model ran with gradients",
+            expected="a forward whose loss needs gradients of what the blocks made",
+            hint="give `loss=` if the forward returns several things, or `blocks=` if others are repeated",
+        )
+    ranks = job.ranks or max(1, min(job.shards, machine.devices))
+    profile = profile_of(found[0], machine.rates(ranks), (options or Options()).window_bytes)
+    return replace(profile, tail_seconds=profile.tail_seconds + _update_seconds(twin, job, machine))
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
+    if loss is None:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        value = own if own is not None else next(x for x in tree_leaves(output) if _is_tensor(x) and x.requires_grad)
+        value = value if value.ndim == 0 else value.float().square().mean()
+    else:
+        value = loss(output)
+    value.backward()
+
+
+def _fake(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on paper with the shape, strides and type of another; it says that it lies in host memory."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _without_bytes(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose weights are on paper.
+
+    Raises:
+        ConfigError: Some weights are no plain tensors.
+    """
+    memo: dict[int, Any] = {}
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        kind = type(weight)
+        if kind not in (nn.Parameter, torch.Tensor, nn.Buffer):
+            raise ConfigError(
+                f"{name} is a {kind.__name__}",
+                expected="plain weights: sharding is given as a number, and quantised weights are not foreseen",
+                hint="make the plan of the model before it is wrapped or quantised",
+            )
+        twin = _fake(weight)
+        memo[id(weight)] = nn.Parameter(twin, requires_grad=weight.requires_grad) if kind is nn.Parameter else twin
+    return copy.deepcopy(model, memo)
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(x.numel() * x.itemsize for x in tensors)
+
+
+def _beside_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
+    """Return what is there all the time: weights, optimizer state; of sharded weights also those that are gathered.
+
+    Two blocks are gathered at once, for the next one comes while this one runs; what is in no block is gathered always.
+    """
+    weights, buffers = _nbytes(model.parameters()), _nbytes(model.buffers())
+    state = job.optimizer_state * _nbytes(p for p in model.parameters() if p.requires_grad)
+    if job.shards == 1:
+        return int(weights + buffers + state)
+    in_blocks = [_nbytes(block.parameters()) for block in blocks]
+    gathered = weights - sum(in_blocks) + 2 * max(in_blocks)
+    return int((weights + state) / job.shards + gathered + buffers)
+
+
+def _shard_gradients(model: nn.Module, shards: int) -> Callable[[], None]:
+    """Let each gradient shrink to a shard once it is there. Returns what takes that away."""
+    kept: list[torch.Tensor] = []
+
+    def shrink(parameter: torch.Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None:
+            kept.append(torch.empty(math.ceil(grad.numel() / shards), dtype=grad.dtype, device=grad.device))
+
+    handles = [
+        parameter.register_post_accumulate_grad_hook(shrink)
+        for parameter in model.parameters()
+        if parameter.requires_grad and shards > 1
+    ]
+
+    def undo() -> None:
+        kept.clear()
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def _update_seconds(model: nn.Module, job: Job, machine: Machine) -> float:
+    """Return the time of the optimizer's step: it reads and writes weights and state, and reads gradients."""
+    trained = _nbytes(p for p in model.parameters() if p.requires_grad) / job.shards
+    return trained * (3 + 2 * job.optimizer_state) / machine.memory_bytes_per_second

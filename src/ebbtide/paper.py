@@ -1,0 +1,170 @@
+"""A machine on paper: tensors have shapes and no bytes, operators cost what a clock is moved on by.
+
+[Note: a step on paper]
+torch's ``FakeTensorMode`` runs the model's own code, forward and backward, with the engine's own hooks on it, so what
+is saved, and from what it can be remade, is found as in a real step. A dispatch mode stands for the machine: every
+operator moves a clock on by the time that it would take (its FLOP at the machine's rate, or its bytes at the rate of
+the memory, whichever is longer), and every storage counts while it lives. The clock and the account are what a measured
+step asks its meter for (``ebbtide.engine.timing``), so that all that follows is the same as for one that was measured.
+Everything is kept in that step: what a plan does with it is simulated.
+
+What a model computes from neither weights nor activations (positions, lengths, whether a mask hides anything) is small
+and is really computed, so that it may decide by it as it always does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ebbtide.planner.machines import Machine
+
+TENSOR_TYPES = (torch.Tensor, FakeTensor)
+"""Of tensors with a storage of their own, in a step on paper."""
+
+_HALF = (torch.bfloat16, torch.float16)
+_FREE = {"set_", "detach", "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+REAL_BYTES = 16 * 1024**2
+"""What is computed from real tensors is itself real up to this size."""
+
+_CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+_CAUSAL = {"_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_efficient_attention": 6, _CPU_ATTENTION: 4}
+"""Operators of fused attention → where their arguments say that it is causal."""
+
+
+def without_bytes() -> FakeTensorMode:
+    """Return the mode under which tensors have shapes and no bytes."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode.cache_enabled = False  # it would hold storages that are gone, and they would count
+    return mode
+
+
+class PaperMachine(TorchDispatchMode):
+    """Moves a clock on and counts what lives, for every operator that is called. See [Note: a step on paper].
+
+    It is the meter of its step (``ebbtide.store.meter.Meter``).
+
+    Args:
+        machine: What operators cost.
+        beside_bytes: What is there the whole time and is not counted one by one: weights, optimizer state.
+    """
+
+    def __init__(self, machine: Machine, beside_bytes: int) -> None:
+        super().__init__()
+        self._machine, self._clock = machine, 0.0
+        self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes = self._peak = beside_bytes
+
+    # What a measured step asks
+
+    def moment(self, where: torch.device | None) -> float:
+        """Return the clock."""
+        return self._clock
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Return the time between two moments."""
+        return end - begin
+
+    def take_peak_bytes(self, where: torch.device | None = None) -> int:
+        """Return the most bytes that lived at once since the last call."""
+        peak, self._peak = self._peak, self._bytes
+        return peak
+
+    # What is run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        result = self._call(func, args, kwargs, read)
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._clock += self._price(func, args, kwargs, result, read, made)
+        for tensor in made:
+            self._count(tensor)
+        return result
+
+    def _call(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
+        """Call an operator: on paper, or really if all that it reads is real and what it makes is small."""
+        name = func._schema.name.partition("::")[2]
+        if name == "set_" and isinstance(args[1], torch.UntypedStorage) and args[1].device.type != "meta":
+            with unset_fake_temporarily():  # a view over real bytes
+                return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
+        if any(isinstance(x, FakeTensor) for x in read) or (not read and name.startswith("empty")):
+            return func(*args, **kwargs)
+        try:
+            sizes = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            pass
+        else:
+            if sum(x.numel() * x.itemsize for x in tree_leaves(sizes) if isinstance(x, torch.Tensor)) > REAL_BYTES:
+                return sizes
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def _price(
+        self, func: Any, args: Any, kwargs: Any, result: Any, read: list[torch.Tensor], made: list[torch.Tensor]
+    ) -> float:
+        name = func._schema.name.partition("::")[2]
+        before = {id(x.untyped_storage()) for x in read}
+        views = not func._schema.is_mutable and all(id(x.untyped_storage()) in before for x in made)
+        if name in _FREE or views:
+            return 0.0
+        machine = self._machine
+        nbytes = sum(x.numel() * x.itemsize for x in (*read, *made))
+        flops, attends = _flops(func, name, args, kwargs, result)
+        half = bool(read) and read[0].dtype in _HALF
+        rate = machine.flop_per_second if half else machine.flop32_per_second
+        if attends and half:
+            rate = machine.attention_flop_per_second
+        return max(flops / rate, nbytes / machine.memory_bytes_per_second, machine.launch_seconds)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, nbytes, living = id(storage), storage.nbytes(), self._living
+        known = living.get(key)
+        if not nbytes or (known is not None and known() is storage):
+            return
+
+        def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
+            self._bytes -= nbytes
+            if living.get(key) is reference:
+                del living[key]
+
+        living[key] = weakref.ref(storage, gone)
+        self._bytes += nbytes
+        self._peak = max(self._peak, self._bytes)
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Count these no more: they are among what is beside."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._living[id(storage)] = weakref.ref(storage)
+
+
+def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[float, bool]:
+    """Return the FLOP of an operator, and whether it is fused attention; causal attention needs half of the pairs."""
+    if name == _CPU_ATTENTION:
+        flops = float(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    elif name == _CPU_ATTENTION + "_backward":
+        flops = float(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    else:
+        counts = flop_registry.get(func.overloadpacket)
+        if counts is None:
+            return 0.0, False
+        flops = float(counts(*args, **kwargs, out_val=result))
+    if "attention" not in name:
+        return flops, False
+    causal = any(argument is True for argument in args[3:]) or kwargs.get("is_causal", False)
+    return (flops / 2 if causal else flops), True

@@ -1,0 +1,158 @@
+"""Machines that need not be there: what a device computes, reads and moves in a second.
+
+Rates are those of single measurements that others published, at their best; a step reaches less of them, all alike, so
+that ratios (what hides, what is worth remaking) are nearer to the truth than times are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.planner.profile import Rates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """A node and its devices.
+
+    Attributes:
+        name: As people call it.
+        devices: How many of them a node has.
+        memory_bytes: Of one device.
+        flop_per_second: Matrix products of one device in bfloat16 or float16.
+        flop32_per_second: The same in float32.
+        attention_flop_per_second: Fused attention of one device.
+        memory_bytes_per_second: Of one device's own memory.
+        out_bytes_per_second: Copies from one device to the store, when nobody else copies.
+        in_bytes_per_second: Copies back.
+        host_memory_bytes: Of the node.
+        host_bytes_per_second: Rate of the node's memory, all channels.
+        launch_seconds: The least time of an operator.
+    """
+
+    name: str
+    devices: int = 1
+    memory_bytes: int
+    flop_per_second: float
+    flop32_per_second: float
+    attention_flop_per_second: float
+    memory_bytes_per_second: float
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    host_memory_bytes: int
+    host_bytes_per_second: float
+    launch_seconds: float = 4e-6
+
+    def __post_init__(self) -> None:
+        for field in fields(self)[1:]:
+            value = getattr(self, field.name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not (number and (value > 0 or (field.name == "launch_seconds" and value == 0))):
+                raise ConfigError(
+                    f"{field.name} of machine {self.name!r} is {value!r}",
+                    expected="a number above 0, in bytes, seconds or FLOP",
+                    hint="see docs/concepts/planning.md for what each of them is",
+                )
+
+    def rates(self, ranks: int = 1) -> Rates:
+        """Return what moving costs one of ``ranks`` devices that copy at once: its link, or its share of the host."""
+        share = self.host_bytes_per_second / ranks
+        return Rates(
+            out_bytes_per_second=min(self.out_bytes_per_second, share),
+            in_bytes_per_second=min(self.in_bytes_per_second, share),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine into a file that ``machine_named`` reads.
+
+        Raises:
+            DataError: It cannot be written.
+        """
+        try:
+            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(
+                f"{str(path)!r} cannot be written ({error.strerror})",
+                expected="a place for a machine file",
+                hint="name a file in a folder that you may write to",
+            ) from error
+
+
+_GIB = 1024**3
+
+MACHINES = {
+    "h200": Machine(
+        name="h200", devices=8, memory_bytes=139 * _GIB, flop_per_second=790e12, flop32_per_second=52e12,
+        attention_flop_per_second=616e12, memory_bytes_per_second=4.8e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
+    ),
+    "h100": Machine(
+        name="h100", devices=8, memory_bytes=79 * _GIB, flop_per_second=790e12, flop32_per_second=52e12,
+        attention_flop_per_second=616e12, memory_bytes_per_second=3.35e12, out_bytes_per_second=52.8e9,
+        in_bytes_per_second=55e9, host_memory_bytes=2048 * _GIB, host_bytes_per_second=921e9,
+    ),
+    "a100": Machine(
+        name="a100", devices=8, memory_bytes=79 * _GIB, flop_per_second=271e12, flop32_per_second=18e12,
+        attention_flop_per_second=200e12, memory_bytes_per_second=2.0e12, out_bytes_per_second=24e9,
+        in_bytes_per_second=24.5e9, host_memory_bytes=1024 * _GIB, host_bytes_per_second=409e9,
+    ),
+    "gh200": Machine(
+        name="gh200", devices=1, memory_bytes=94 * _GIB, flop_per_second=828e12, flop32_per_second=52e12,
+        attention_flop_per_second=616e12, memory_bytes_per_second=4.0e12, out_bytes_per_second=300e9,
+        in_bytes_per_second=380e9, host_memory_bytes=480 * _GIB, host_bytes_per_second=500e9,
+    ),
+    "4090": Machine(
+        name="4090", devices=1, memory_bytes=int(23.5 * _GIB), flop_per_second=165e12, flop32_per_second=60e12,
+        attention_flop_per_second=140e12, memory_bytes_per_second=1.0e12, out_bytes_per_second=25e9,
+        in_bytes_per_second=25e9, host_memory_bytes=128 * _GIB, host_bytes_per_second=90e9,
+    ),
+}  # fmt: skip
+"""Products: stas00/ml-engineering (H100/H200 794.5, A100 271.2, GH200 828.6 TFLOP/s in bfloat16; the 4090's 165 is its
+data sheet's). Attention: the FlashAttention-3 paper (H100, causal, forward); the A100's and the 4090's are assumed.
+Links: nvbandwidth on H100 over PCIe 5, on A100 over PCIe 4, on GH200 over C2C; the 4090's is assumed.
+Memory: data sheets."""
+
+
+def machine_named(given: str | PathLike[str] | Machine) -> Machine:
+    """Return a machine of the table, or the one in a file.
+
+    Args:
+        given: A name in ``MACHINES``, the path of a JSON file with the fields of ``Machine``, or a machine.
+
+    Raises:
+        ConfigError: There is no such machine.
+        DataError: The file cannot be read.
+    """
+    if isinstance(given, Machine):
+        return given
+    text = fspath(given)
+    known = MACHINES.get(text.lower().removeprefix("rtx").strip(" -_"))
+    if known is not None:
+        return known
+    if not text.endswith(".json"):
+        raise ConfigError(
+            f"machine is {text!r}",
+            expected="one of " + ", ".join(MACHINES) + ", or a JSON file that describes one",
+            hint=nearest(text.lower(), MACHINES) or "`ebbtide doctor --out machine.json` writes the one it runs on",
+        )
+    try:
+        found: dict[str, Any] = json.loads(Path(text).read_text(encoding="utf-8"))
+        return Machine(**found)
+    except OSError as error:
+        raise DataError(
+            f"{text!r} cannot be read ({error.strerror})",
+            expected="a file that describes a machine",
+            hint="`ebbtide doctor --out machine.json` writes the one it runs on",
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            f"{text!r} describes no machine ({error})",
+            expected="the fields " + ", ".join(field.name for field in fields(Machine)),
+            hint="`ebbtide doctor --out machine.json` writes the one it runs on",
+        ) from error
