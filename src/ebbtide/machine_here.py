@@ -1,20 +1,35 @@
-"""What this machine computes, reads and moves in a second, measured in a few seconds."""
+"""What this machine computes, reads and moves in a second, measured in a few seconds.
+
+[Note: long enough to be timed]
+Nobody knows beforehand whether a machine multiplies matrices at 5 or at 500 000 GFLOP/s. So work begins small and grows
+until one round takes long enough to be timed, or as much memory as it may; then the median of some rounds is told. A
+kind of number that the device does not compute with is replaced by the next one.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from ebbtide.base.errors import TargetError
 from ebbtide.planner.machines import Machine
 from ebbtide.store import open_tier
-from ebbtide.store.protocol import Tier
-from ebbtide.store.share import memory_limit_bytes
+from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
+from ebbtide.store.speed import Speed, measure_speed, noise
 
-ROUNDS = 3
 _MIB = 1024**2
+_TIMED_SECONDS = 0.02
+_ROUNDS_SECONDS = 0.2
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
+_LEAST_BYTES = 64 * _MIB
+_HEADS, _WIDTH = 8, 64
+
+Work = Callable[[], object]
 
 
 def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
@@ -24,42 +39,217 @@ def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
         disk_path: Directory for the disk tier.
 
+    Returns:
+        The machine.
+
     Raises:
-        TargetError: No such target on this machine; DiskError: the path cannot serve.
+        TargetError: No such target on this machine; DiskError: the path cannot serve, or has no room.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    accelerated = device.type != "cpu"
+    return machine_with(speed_here(target, disk_path))
+
+
+def speed_here(target: str = "auto", disk_path: str | None = None) -> Speed:
+    """Measure the way to where offloaded bytes wait: out, in, and both at once.
+
+    Args:
+        target: ``"host"``, ``"disk"``, or ``"auto"``.
+        disk_path: Directory for the disk tier.
+
+    Returns:
+        The rates.
+
+    Raises:
+        TargetError: No such target on this machine; DiskError: the path cannot serve, or has no room.
+        CapError: Host memory has no room.
+    """
     tier = open_tier(target, disk_path=disk_path)
     try:
-        out, into = _link(tier, device, (256 if accelerated else 32) * _MIB)
+        where = torch.device("cpu") if tier.name == "disk" else device_here()
+        most = min(_spare_bytes(where), _spare_bytes(torch.device("cpu")))
+        return measure_speed(tier, where, most_bytes=max(most, _LEAST_BYTES))
     finally:
         tier.close()
-    side = 8192 if accelerated else 1024
+
+
+def machine_with(speed: Speed) -> Machine:
+    """Measure all but the way to where offloaded bytes wait.
+
+    Args:
+        speed: What was measured of that.
+
+    Returns:
+        The machine.
+
+    Raises:
+        TargetError: The device computes nothing, or has no memory left.
+    """
+    device = device_here()
+    accelerated = device.type != "cpu"
     return Machine(
         name=_name(device),
         devices=torch.accelerator.device_count() if accelerated else 1,
-        memory_bytes=_device_bytes(device),
-        flop_per_second=_products(device, torch.bfloat16, side),
-        flop32_per_second=_products(device, torch.float32, side // 2),
-        attention_flop_per_second=_attention(device, 8192 if accelerated else 512),
-        memory_bytes_per_second=_copies(device, (1024 if accelerated else 64) * _MIB),
-        out_bytes_per_second=out,
-        in_bytes_per_second=into,
+        memory_bytes=device_bytes(device),
+        flop_per_second=_products(device, _half_kinds(device)),
+        flop32_per_second=_products(device, (torch.float32,)),
+        attention_flop_per_second=_attention(device),
+        memory_bytes_per_second=_copies(device),
+        out_bytes_per_second=speed.out_bytes_per_second,
+        in_bytes_per_second=speed.in_bytes_per_second,
         host_memory_bytes=memory_limit_bytes(),
-        host_bytes_per_second=_copies(torch.device("cpu"), 64 * _MIB),
+        host_bytes_per_second=_copies(torch.device("cpu")),
     )
 
 
-def _seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Return the median time of some work, after one round that warms up."""
-    found: list[float] = []
-    for _ in range(ROUNDS + 1):
-        _wait(device)
-        began = time.perf_counter()
-        work()
-        _wait(device)
-        found.append(time.perf_counter() - began)
-    return max(statistics.median(found[1:]), 1e-9)
+def device_here() -> torch.device:
+    """Return the device whose memory is scarce: the accelerator, or where there is none the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory that is scarce: the device's, or without one, or with one that shares it, the host's.
+
+    Args:
+        device: As ``device_here`` returns it.
+    """
+    if device.type != "cpu":
+        with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+            return int(torch.get_device_module(device).get_device_properties(device).total_memory)
+    return memory_limit_bytes()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return how much of a device's memory nobody has taken; half of it where the device does not tell.
+
+    Args:
+        device: As ``device_here`` returns it.
+    """
+    if device.type == "cpu":
+        return fair_share_bytes(ranks=1)
+    with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
+        return int(torch.get_device_module(device).mem_get_info()[0])
+    return device_bytes(device) // 2
+
+
+def _spare_bytes(device: torch.device) -> int:
+    return max(free_bytes(device) // 4, _LEAST_BYTES)
+
+
+def _half_kinds(device: torch.device) -> tuple[torch.dtype, ...]:
+    """Return what products of half the width are made in, best first; the last is no half, and always there."""
+    first = torch.bfloat16
+    if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        first = torch.float16
+    return first, torch.float16, torch.float32
+
+
+def _products(device: torch.device, kinds: Sequence[torch.dtype]) -> float:
+    def prepare(side: int, kind: torch.dtype) -> Work:
+        one = _numbers(side * side, device, kind).view(side, side)
+        return lambda: one @ one
+
+    sides = _sizes(1024 if device.type != "cpu" else 128, 8192 if device.type != "cpu" else 2048)
+    most = math.isqrt(_spare_bytes(device) // (3 * 4))
+    return _rate(device, kinds, _fitting(sides, most), lambda side: 2.0 * side**3, prepare)
+
+
+def _attention(device: torch.device) -> float:
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def prepare(tokens: int, kind: torch.dtype) -> Work:
+        one = _numbers(_HEADS * tokens * _WIDTH, device, kind).view(1, _HEADS, tokens, _WIDTH)
+        return lambda: attend(one, one, one, is_causal=True)
+
+    sizes = _sizes(1024 if device.type != "cpu" else 64, 8192 if device.type != "cpu" else 2048)
+    most = math.isqrt(_spare_bytes(device) // (_HEADS * 3 * 4))  # as much as it takes where it is not fused
+    work = 2.0 * _HEADS * _WIDTH  # two products, half of the pairs
+    return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
+
+
+def _copies(device: torch.device) -> float:
+    """Return the rate of the memory: a copy reads and writes."""
+
+    def prepare(nbytes: int, kind: torch.dtype) -> Work:
+        one, other = (torch.zeros(nbytes, dtype=kind, device=device) for _ in range(2))
+        return lambda: other.copy_(one)
+
+    most = min(_spare_bytes(device) // 2, (1024 if device.type != "cpu" else 128) * _MIB)
+    sizes = [most // 8, most // 4, most // 2, most]
+    return _rate(device, (torch.uint8,), sizes, lambda nbytes: 2.0 * nbytes, prepare)
+
+
+def _sizes(first: int, last: int) -> list[int]:
+    """Return 2, 3, 4, 6, 8, 12, ... times half of ``first``: each costs at most 3.4 times the one before, cubed."""
+    found: list[int] = []
+    while first <= last:
+        found += [first, first * 3 // 2]
+        first *= 2
+    return [size for size in found if size <= last]
+
+
+def _fitting(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the sizes that memory allows; the first is tried in any case."""
+    return [size for size in sizes if size <= most] or [sizes[0]]
+
+
+def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
+    """Return numbers of some spread: a device may take less power, and be faster, over zeros."""
+    return noise(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
+
+
+def _rate(
+    device: torch.device,
+    kinds: Sequence[torch.dtype],
+    sizes: Sequence[int],
+    amount: Callable[[int], float],
+    prepare: Callable[[int, torch.dtype], Work],
+) -> float:
+    """Return how much work is done in a second. See [Note: long enough to be timed].
+
+    Args:
+        device: Where.
+        kinds: Of numbers; the first that the device computes with.
+        sizes: Of the work, rising.
+        amount: How much work there is in a size.
+        prepare: Makes the work of a size.
+    """
+    refused: Exception | None = None
+    for kind in kinds:
+        found = 0.0
+        for size in sizes:
+            try:
+                work = prepare(size, kind)
+                _seconds(device, work)  # warms up
+                once = _seconds(device, work)
+                done = once >= _TIMED_SECONDS or size == sizes[-1]
+                found = amount(size) / (_median(device, work, once) if done else once)
+            except (RuntimeError, TypeError, NotImplementedError) as error:  # out of memory is a RuntimeError too
+                refused = error
+                break
+            if done:
+                break
+        if found:
+            return found
+    raise TargetError(
+        f"{device} cannot be measured ({str(refused)[:200]})",
+        expected="a device that multiplies matrices and has some memory left",
+        hint="end what else runs on it, and see that a small torch program runs there",
+    ) from refused
+
+
+def _median(device: torch.device, work: Work, once: float) -> float:
+    """Return the median time of some rounds of work, ``once`` among them."""
+    found = [once]
+    while len(found) < _LEAST_ROUNDS or (len(found) < _MOST_ROUNDS and sum(found) < _ROUNDS_SECONDS):
+        found.append(_seconds(device, work))
+    return statistics.median(found)
+
+
+def _seconds(device: torch.device, work: Work) -> float:
+    _wait(device)
+    began = time.perf_counter()
+    work()
+    _wait(device)
+    return max(time.perf_counter() - began, 1e-9)
 
 
 def _wait(device: torch.device) -> None:
@@ -67,45 +257,5 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize()
 
 
-def _products(device: torch.device, dtype: torch.dtype, side: int) -> float:
-    one = torch.randn(side, side, device=device).to(dtype)
-    return 2.0 * side**3 / _seconds(device, lambda: one @ one)
-
-
-def _attention(device: torch.device, tokens: int) -> float:
-    heads, width = 8, 64
-    one = torch.randn(1, heads, tokens, width, device=device).to(torch.bfloat16)
-    attend = torch.nn.functional.scaled_dot_product_attention
-    seconds = _seconds(device, lambda: attend(one, one, one, is_causal=True))
-    return 2.0 * heads * tokens * tokens * width / seconds  # two products, half of the pairs
-
-
-def _copies(device: torch.device, nbytes: int) -> float:
-    """Return the rate of the memory: a copy reads and writes."""
-    one, other = (torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    one.zero_()
-    return 2.0 * nbytes / _seconds(device, lambda: other.copy_(one))
-
-
-def _link(tier: Tier, device: torch.device, nbytes: int) -> tuple[float, float]:
-    """Return the rates out and in of a tier, as its own counters tell them."""
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    for _ in range(ROUNDS):
-        slot = tier.park(source)
-        slot.wait_parked()
-        slot.take()
-        slot.free()
-    _wait(device)
-    counters = tier.counters
-    return counters.out_bytes / max(counters.out_seconds, 1e-9), counters.in_bytes / max(counters.in_seconds, 1e-9)
-
-
 def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else device.type
-
-
-def _device_bytes(device: torch.device) -> int:
-    """Return the memory that is scarce: the device's, or without one the host's."""
-    if device.type == "cpu":
-        return memory_limit_bytes()
-    return int(torch.get_device_module(device).get_device_properties(device).total_memory)

@@ -1,0 +1,172 @@
+"""How fast bytes go to a tier and come back: each way alone, and both ways at once.
+
+[Note: bytes that tell]
+The bytes are noise: a disk that leaves out zeros, or compresses, would flatter itself. All pieces are copied out before
+the first comes back, so that none is read from where it has just been. The tier's own counters keep the time, as they
+do in training; each piece gives a rate, and the median of the pieces is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+
+from ebbtide.base.errors import CapError, DiskFullError
+from ebbtide.store.protocol import Slot, Tier
+
+PIECES = 8
+_LEAST_PIECES = 3
+_LEAST_BYTES, _MOST_BYTES = 1 << 20, 32 << 20
+_NOISE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """What a tier copies in a second.
+
+    Attributes:
+        out_bytes_per_second: Copies out, alone.
+        in_bytes_per_second: Copies in, alone.
+        both_ways: Both rates when copies run both ways at once, as a share of both alone: 1, neither slows the other;
+            0.5, they share one link. ``None``: nothing could be copied both ways.
+    """
+
+    out_bytes_per_second: float
+    in_bytes_per_second: float
+    both_ways: float | None
+
+
+def noise(nbytes: int, where: torch.device) -> torch.Tensor:
+    """Return bytes that cannot be packed, the same each time; torch's own random state is left alone.
+
+    Args:
+        nbytes: How many, one-dimensional ``uint8``.
+        where: On which device.
+    """
+    generator = torch.Generator().manual_seed(0)
+    size = min(nbytes, _NOISE_BYTES)
+    tile = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(where)
+    return tile.repeat(-(-nbytes // size))[:nbytes]
+
+
+def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int, seconds: float = 2.4) -> Speed:
+    """Copy some pieces out and in. See [Note: bytes that tell].
+
+    Args:
+        tier: Where to; nothing is left in it.
+        where: The device whose memory the tier spares.
+        most_bytes: Of memory, on either side, that this may take.
+        seconds: About how long it may take; at a rate below some MB/s it takes longer.
+
+    Raises:
+        DiskFullError: There is no room for one piece.
+        CapError: Likewise, in host memory.
+        DiskError: A copy failed.
+    """
+    return _Trial(tier, where, most_bytes, seconds).run()
+
+
+class _Trial:
+    """One measurement."""
+
+    def __init__(self, tier: Tier, where: torch.device, most_bytes: int, seconds: float) -> None:
+        self._tier, self._where = tier, where
+        self._most_bytes, self._seconds = most_bytes, seconds
+        self._source = noise(_LEAST_BYTES, where)
+
+    def run(self) -> Speed:
+        self._out([])  # takes memory, and opens the first stretch of the file
+        first = self._out([])
+        self._source = noise(self._piece_bytes(first), self._where)
+        slots: list[Slot] = []
+        try:
+            out = self._alone_out(slots)
+            into = self._alone_in(slots)
+            both = self._both(slots, out, into)
+        finally:
+            for slot in slots:
+                slot.free()
+        return Speed(
+            out_bytes_per_second=out, in_bytes_per_second=into, both_ways=None if both is None else both / (out + into)
+        )
+
+    def _piece_bytes(self, rate: float) -> int:
+        """Return how large a piece is: all of them each way, and again both ways, in the time and memory there is."""
+        wanted = min(rate * self._seconds / (3 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
+        return max(_LEAST_BYTES, 1 << int(wanted).bit_length() - 1) if wanted >= 1 else _LEAST_BYTES
+
+    def _out(self, slots: list[Slot]) -> float:
+        """Park one piece; the slot is dropped if nobody wants it."""
+        before = self._read()
+        slot = self._tier.park(self._source)
+        slot.wait_parked()
+        self._settle()
+        slots.append(slot)
+        return self._rate(before, self._read(), 0)
+
+    def _alone_out(self, slots: list[Slot]) -> float:
+        rates: list[float] = []
+        began = time.perf_counter()
+        while len(rates) < PIECES and not self._late(began, rates):
+            try:
+                rates.append(self._out(slots))
+            except (DiskFullError, CapError):
+                if not slots:
+                    raise
+                break
+        return statistics.median(rates)
+
+    def _alone_in(self, slots: list[Slot]) -> float:
+        rates: list[float] = []
+        began = time.perf_counter()
+        for slot in slots:
+            if self._late(began, rates):
+                break
+            before = self._read()
+            slot.take()
+            self._settle()
+            rates.append(self._rate(before, self._read(), 2))
+        return statistics.median(rates)
+
+    def _both(self, slots: list[Slot], out: float, into: float) -> float | None:
+        """Return both rates together while copies run both ways, as many as end at about the same time."""
+        inward = slots[: max(1, min(len(slots), round(len(slots) * into / out)))]
+        outward: list[Slot] = []
+        wanted = max(1, min(len(slots), round(len(inward) * out / into)))
+        before = self._read()
+        for number in range(max(len(inward), wanted)):
+            if number < wanted:
+                with contextlib.suppress(DiskFullError, CapError):
+                    outward.append(self._tier.park(self._source))
+                    slots.append(outward[-1])
+            if number < len(inward):
+                inward[number].prefetch()
+        for slot in outward:
+            slot.wait_parked()
+        for slot in inward:
+            slot.take()
+        self._settle()
+        if not outward:
+            return None
+        after = self._read()
+        return self._rate(before, after, 0) + self._rate(before, after, 2)
+
+    def _late(self, began: float, rates: list[float]) -> bool:
+        return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > self._seconds / 3
+
+    def _settle(self) -> None:
+        if self._where.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _read(self) -> tuple[float, float, float, float]:
+        counters = self._tier.counters
+        return counters.out_bytes, counters.out_seconds, counters.in_bytes, counters.in_seconds
+
+    @staticmethod
+    def _rate(before: tuple[float, ...], after: tuple[float, ...], which: int) -> float:
+        """Return bytes a second between two readings: ``which`` is 0 out, 2 in."""
+        return (after[which] - before[which]) / max(after[which + 1] - before[which + 1], 1e-9)

@@ -1,0 +1,86 @@
+"""Measuring a tier: the rates that a device of arithmetic has, a real disk, and what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import DiskFullError
+from ebbtide.store import DiskTier, HostTier
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.speed import PIECES, measure_speed, noise
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(("out", "into"), [(1e9, 1e9), (2e9, 1e9), (1e8, 4e8), (3e6, 1e9)])
+def test_the_rates_of_a_device_are_found_exactly(out: float, into: float) -> None:
+    device = FakeDevice(out, into)
+    tier = HostTier(device, budget_bytes=1 << 30)
+    found = measure_speed(tier, CPU, most_bytes=64 * MIB)
+    assert found.out_bytes_per_second == pytest.approx(out)
+    assert found.in_bytes_per_second == pytest.approx(into)
+    assert found.both_ways == pytest.approx(1.0)  # its streams do not share a link
+    assert device.violations == []
+    assert tier.used_bytes == 0
+    tier.close()
+
+
+def test_a_link_that_both_ways_share_is_found() -> None:
+    class Shared(FakeDevice):
+        """Each way has half the rate while the other has been asked for something that is not over."""
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
+            others = [other for name, other in self._streams.items() if name != "compute" and other is not stream]
+            busy = any(other.clock_seconds > self.now_seconds for other in others)
+            rates, self._rates = self._rates, {way: rate / (2 if busy else 1) for way, rate in self._rates.items()}
+            super().copy(target, source, stream)
+            self._rates = rates
+
+    tier = HostTier(Shared(1e9, 1e9), budget_bytes=1 << 30)
+    found = measure_speed(tier, CPU, most_bytes=64 * MIB)
+    assert found.out_bytes_per_second == pytest.approx(1e9)
+    assert found.both_ways is not None and 0.5 <= found.both_ways < 0.7  # the first finds the link empty
+    tier.close()
+
+
+def test_no_more_memory_is_taken_than_was_allowed() -> None:
+    device = FakeDevice(1e12, 1e12)
+    tier = HostTier(device, budget_bytes=1 << 30)
+    measure_speed(tier, CPU, most_bytes=64 * MIB)
+    assert device.host_bytes <= 64 * MIB + 2 * MIB
+    assert device.peak_bytes <= 64 * MIB
+    tier.close()
+
+
+def test_a_fast_disk_is_measured_over_many_pieces(tier: DiskTier) -> None:
+    found = measure_speed(tier, CPU, most_bytes=64 * MIB)
+    assert found.out_bytes_per_second > 0 and found.in_bytes_per_second > 0
+    assert found.both_ways is not None and found.both_ways > 0
+    assert tier.counters.out_bytes >= PIECES * MIB and tier.used_bytes == 0
+
+
+def test_a_disk_that_is_nearly_full_is_measured_with_what_it_takes(disk: Path) -> None:
+    tier = DiskTier(disk, budget_bytes=3 * MIB)
+    found = measure_speed(tier, CPU, most_bytes=16 * MIB)
+    assert found.out_bytes_per_second > 0 and tier.used_bytes == 0
+    tier.close()
+
+
+def test_a_disk_without_room_is_an_error(disk: Path) -> None:
+    tier = DiskTier(disk, budget_bytes=4096)
+    with pytest.raises(DiskFullError, match="needed, 4.0 KiB free in"):
+        measure_speed(tier, CPU, most_bytes=16 * MIB)
+    tier.close()
+
+
+def test_noise_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
+    before = torch.get_rng_state()
+    one = noise(9 * MIB + 5, CPU)
+    assert one.numel() == 9 * MIB + 5 and one.dtype is torch.uint8 and one.is_contiguous()
+    assert torch.equal(one, noise(9 * MIB + 5, CPU)) and one[: 4 * MIB].unique().numel() == 256
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,125 @@
+"""Measuring this machine: sizes that follow its speed and memory, and kinds of numbers it does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide import machine_here as here
+from ebbtide.base.errors import DiskError, TargetError
+from ebbtide.planner.machines import machine_named
+from ebbtide.store.location import filesystem_of
+from ebbtide.store.speed import Speed
+
+CPU = torch.device("cpu")
+SPEED = Speed(out_bytes_per_second=2e9, in_bytes_per_second=1e9, both_ways=0.5)
+
+
+class Clock:
+    """Stands for the time that work takes: so much a unit, told by the size that was prepared last."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> None:
+        self.size, self.kind, self.spent = 0, torch.float32, 0.0
+        self._seconds = seconds
+        monkeypatch.setattr(here, "_seconds", self._time)
+
+    def prepare(self, size: int, kind: torch.dtype) -> here.Work:
+        self.size, self.kind = size, kind
+        return lambda: None
+
+    def _time(self, device: torch.device, work: here.Work) -> float:
+        work()
+        self.spent += self._seconds(self.size)
+        return self._seconds(self.size)
+
+
+def rate(clock: Clock, sizes: list[int], prepare: Callable[[int, torch.dtype], here.Work] | None = None) -> float:
+    kinds = (torch.bfloat16, torch.float16)
+    return here._rate(CPU, kinds, sizes, lambda side: 2.0 * side**3, prepare or clock.prepare)
+
+
+@pytest.mark.parametrize("per_second", [1e8, 5e9, 1e11, 1e15])
+def test_work_grows_until_it_can_be_timed_and_no_further(monkeypatch: pytest.MonkeyPatch, per_second: float) -> None:
+    clock = Clock(monkeypatch, lambda side: 2.0 * side**3 / per_second)
+    assert rate(clock, here._sizes(128, 2048)) == pytest.approx(per_second)
+    assert clock.spent < 0.7
+
+
+def test_the_median_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0, 0.1, 0.1, 5.0, 0.1])
+    monkeypatch.setattr(here, "_seconds", lambda device, work: next(times))
+    assert here._rate(CPU, (torch.float32,), [1], lambda size: 1.0, lambda size, kind: lambda: None) == 10.0
+
+
+def test_a_kind_of_number_that_is_not_there_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda side: 1.0)
+
+    def prepare(size: int, kind: torch.dtype) -> here.Work:
+        if kind is torch.bfloat16:
+            raise TypeError("no bfloat16 here")
+        return clock.prepare(size, kind)
+
+    assert rate(clock, [10], prepare) == 2000.0
+    assert clock.kind is torch.float16
+
+
+def test_memory_that_ends_leaves_the_size_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda side: 0.001)
+
+    def prepare(size: int, kind: torch.dtype) -> here.Work:
+        if size > 20:
+            raise torch.OutOfMemoryError("no more")
+        return clock.prepare(size, kind)
+
+    assert rate(clock, [10, 20, 40], prepare) == pytest.approx(2.0 * 20**3 / 0.001)
+
+
+def test_a_device_that_computes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(size: int, kind: torch.dtype) -> here.Work:
+        raise RuntimeError("nothing works")
+
+    with pytest.raises(TargetError, match=r"(?s)cpu cannot be measured \(nothing works\); expected .*hint: end what"):
+        rate(Clock(monkeypatch, lambda side: 1.0), [10], prepare)
+
+
+def test_sizes_rise_by_half_and_never_pass_the_last() -> None:
+    assert here._sizes(128, 512) == [128, 192, 256, 384, 512]
+    assert here._fitting([1024, 2048], 100) == [1024]
+    assert here._fitting([1024, 2048, 4096], 3000) == [1024, 2048]
+
+
+def test_little_memory_is_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(here, "fair_share_bytes", lambda **_: 0)
+    assert here._spare_bytes(CPU) == 64 << 20
+    sizes: list[int] = []
+    monkeypatch.setattr(here, "_rate", lambda device, kinds, found, amount, prepare: sizes.extend(found) or 1.0)
+    here._copies(CPU)
+    here._products(CPU, (torch.float32,))
+    here._attention(CPU)
+    assert max(sizes[:4]) * 2 <= 64 << 20  # both ends of a copy
+    assert max(sizes[4:]) <= 2048
+
+
+def test_this_machine_can_be_written_and_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(here, "speed_here", lambda target, disk_path: SPEED)
+    before = torch.get_rng_state()
+    machine = here.machine_here()
+    assert torch.equal(before, torch.get_rng_state())
+    assert (machine.out_bytes_per_second, machine.in_bytes_per_second) == (2e9, 1e9)
+    machine.save(tmp_path / "machine.json")
+    assert machine_named(tmp_path / "machine.json") == machine
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_where_bytes_wait_on_this_machine(tmp_path: Path) -> None:
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary directory lies in RAM")
+    speed = here.speed_here("disk", str(tmp_path))
+    assert speed.out_bytes_per_second > 0 and speed.in_bytes_per_second > 0
+    with pytest.raises(DiskError, match="does not exist"):
+        here.speed_here("auto", str(tmp_path / "none"))
+    with pytest.raises(TargetError, match="host target on a machine without"):
+        here.speed_here("host", None)
