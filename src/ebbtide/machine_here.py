@@ -2,8 +2,9 @@
 
 [Note: long enough to be timed]
 Nobody knows beforehand whether a machine multiplies matrices at 5 or at 500 000 GFLOP/s. So work begins small and grows
-until one round takes long enough to be timed, or as much memory as it may; then the median of some rounds is told. A
-kind of number that the device does not compute with is replaced by the next one.
+until one round takes long enough to be timed, and more work brings no better rate: on a busy machine the least work
+takes 20 ms, for its threads wait for each other. It ends earlier with its time, or the memory it may take. The median
+of some rounds is told. A kind of number that the device does not compute with is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from ebbtide.store.speed import Speed, measure_speed, noise
 _MIB = 1024**2
 _TIMED_SECONDS = 0.02
 _ROUNDS_SECONDS = 0.2
+_GROWING_SECONDS = 0.5
+_BETTER = 1.25
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _LEAST_BYTES = 64 * _MIB
 _HEADS, _WIDTH = 8, 64
@@ -147,7 +150,7 @@ def _products(device: torch.device, kinds: Sequence[torch.dtype]) -> float:
         one = _numbers(side * side, device, kind).view(side, side)
         return lambda: one @ one
 
-    sides = _sizes(1024 if device.type != "cpu" else 128, 8192 if device.type != "cpu" else 2048)
+    sides = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
     most = math.isqrt(_spare_bytes(device) // (3 * 4))
     return _rate(device, kinds, _fitting(sides, most), lambda side: 2.0 * side**3, prepare)
 
@@ -159,7 +162,7 @@ def _attention(device: torch.device) -> float:
         one = _numbers(_HEADS * tokens * _WIDTH, device, kind).view(1, _HEADS, tokens, _WIDTH)
         return lambda: attend(one, one, one, is_causal=True)
 
-    sizes = _sizes(1024 if device.type != "cpu" else 64, 8192 if device.type != "cpu" else 2048)
+    sizes = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
     most = math.isqrt(_spare_bytes(device) // (_HEADS * 3 * 4))  # as much as it takes where it is not fused
     work = 2.0 * _HEADS * _WIDTH  # two products, half of the pairs
     return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
@@ -214,18 +217,19 @@ def _rate(
     """
     refused: Exception | None = None
     for kind in kinds:
-        found = 0.0
+        found, spent = 0.0, 0.0
         for size in sizes:
             try:
                 work = prepare(size, kind)
-                _seconds(device, work)  # warms up
-                once = _seconds(device, work)
-                done = once >= _TIMED_SECONDS or size == sizes[-1]
-                found = amount(size) / (_median(device, work, once) if done else once)
+                rounds = [_seconds(device, work) for _ in range(1 + _LEAST_ROUNDS)]
+                spent, rounds = spent + sum(rounds), rounds[1:]  # the first warms up
+                before, found = found, amount(size) / statistics.median(rounds)
+                timed = min(rounds) >= _TIMED_SECONDS and found < _BETTER * before
+                if timed or spent > _GROWING_SECONDS or size == sizes[-1]:
+                    found = amount(size) / _median(device, work, rounds)
+                    break
             except (RuntimeError, TypeError, NotImplementedError) as error:  # out of memory is a RuntimeError too
                 refused = error
-                break
-            if done:
                 break
         if found:
             return found
@@ -236,10 +240,10 @@ def _rate(
     ) from refused
 
 
-def _median(device: torch.device, work: Work, once: float) -> float:
-    """Return the median time of some rounds of work, ``once`` among them."""
-    found = [once]
-    while len(found) < _LEAST_ROUNDS or (len(found) < _MOST_ROUNDS and sum(found) < _ROUNDS_SECONDS):
+def _median(device: torch.device, work: Work, rounds: Sequence[float]) -> float:
+    """Return the median time of some rounds of work, those that were timed already among them."""
+    found = list(rounds)
+    while len(found) < _MOST_ROUNDS and sum(found) < _ROUNDS_SECONDS:
         found.append(_seconds(device, work))
     return statistics.median(found)
 

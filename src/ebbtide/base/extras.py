@@ -74,7 +74,7 @@ def check_version(package: str) -> None:
         found = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return
-    if bound is not None and _numbers(found) < _numbers(bound):
+    if bound is not None and is_older(found, bound):
         raise EbbtideError(
             f"{package} {found} is installed",
             expected=f"{bound} or newer",
@@ -90,6 +90,11 @@ def oldest(package: str) -> str | None:
         return None
     bounds = (re.match(rf"{re.escape(package)}\s*>=\s*([\d.]+)", line, re.IGNORECASE) for line in requirements)
     return next((bound[1] for bound in bounds if bound), None)
+
+
+def is_older(version: str, bound: str) -> bool:
+    """Whether a version is below a bound; what comes before a release counts as the release."""
+    return _numbers(version) < _numbers(bound)
 
 
 def _absent(module: str, extra: str, use: str) -> EbbtideError:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ebbtide.base.errors import DiskError
 
-_RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+"""Those whose files lie in memory."""
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -46,7 +47,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise DiskError(f"disk path {str(directory)!r} is not writable", expected="a writable directory", hint=hint)
     kind = filesystem_of(directory)
-    if kind in _RAM_FILESYSTEMS:
+    if kind in RAM_FILESYSTEMS:
         raise DiskError(
             f"disk path {str(directory)!r} lies on {kind}, which is RAM",
             expected="a file system on a disk",

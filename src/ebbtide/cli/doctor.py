@@ -1,0 +1,116 @@
+"""``ebbtide doctor``: what this machine allows, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import DataError
+from ebbtide.cli.parsing import Parser, choice
+
+if TYPE_CHECKING:
+    from ebbtide.doctor import Examination
+
+TARGETS = ("auto", "host", "disk")
+EXIT_PROBLEM = 1
+
+
+def run(argv: Sequence[str]) -> int:
+    """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json]``.
+
+    Args:
+        argv: The arguments after ``doctor``.
+
+    Returns:
+        0, or 1 if there is a problem; notes are none.
+
+    Raises:
+        ConfigError: An argument that cannot be read.
+        DataError: The file cannot be written.
+    """
+    parser = Parser(
+        prog="ebbtide doctor", description="What this machine allows: rates, memory, disk, limits. Takes seconds."
+    )
+    parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="where offloaded bytes would lie on disk")
+    targets = f"one of {', '.join(TARGETS)} (default: %(default)s)"
+    parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
+    parser.add_argument("--json", action="store_true", help="print all that was found as JSON, and nothing else")
+    try:
+        own = parser.read(argv)
+    except SystemExit:  # --help has been printed
+        return 0
+    target = choice("--target", own.target, TARGETS)
+    if own.out is not None:
+        _check_out(own.out)
+    from ebbtide.doctor import examine  # torch, and with it the seconds of its import
+
+    found = examine(target, own.disk_path)
+    written = own.out is not None and _write(found, own.out)
+    if own.json:
+        print(json.dumps(as_values(found), indent=1, allow_nan=False))
+    else:
+        print("\n".join(lines(found)))
+        if own.out is not None:
+            print(f"\n{own.out}" if written else f"\n{own.out} was not written: nothing was measured")
+    return 0 if found.healthy else EXIT_PROBLEM
+
+
+def lines(found: Examination) -> list[str]:
+    """Return what is printed: the table, then the findings.
+
+    Args:
+        found: What was found.
+    """
+    from ebbtide.doctor.table import table
+    from ebbtide.report.text import grid
+
+    said = grid(table(found.facts))
+    for finding in found.findings:
+        said += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
+    if not found.findings:
+        said += ["", "nothing found that stands in the way"]
+    return said
+
+
+def as_values(found: Examination) -> dict[str, Any]:
+    """Return what was found as values for JSON; what is not known is ``None``.
+
+    Args:
+        found: What was found.
+    """
+    facts = asdict(found.facts)
+    host = facts["host"]
+    host["nodes"] = {str(node): sorted(cpus) for node, cpus in host["nodes"].items()}
+    host["cpus"] = sorted(host["cpus"])
+    return {
+        "healthy": found.healthy,
+        "machine": facts.pop("machine"),
+        "both_ways": facts.pop("both_ways"),
+        "findings": [asdict(finding) for finding in found.findings],
+        "facts": facts,
+    }
+
+
+def _write(found: Examination, path: Path) -> bool:
+    """Write the machine; returns whether there is one."""
+    if found.facts.machine is None:
+        return False
+    found.facts.machine.save(path)
+    return True
+
+
+def _check_out(path: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
+    if path.suffix != ".json":
+        raise DataError(
+            f"--out is {str(path)!r}",
+            expected="a name that ends in .json: by that a machine's file is told from its name",
+            hint="such as --out machine.json",
+        )
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
+        raise DataError(f"{str(path)!r} {what}", expected="a file in an existing folder", hint="make the folder first")

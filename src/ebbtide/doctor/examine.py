@@ -1,0 +1,124 @@
+"""The whole examination: look, measure, and say what it means."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ebbtide.base.errors import EbbtideError
+from ebbtide.base.extras import oldest
+from ebbtide.doctor.device import look_at_device
+from ebbtide.doctor.facts import Facts, look_at_bus, look_at_disk, look_at_environment, look_at_host, ranks_of
+from ebbtide.doctor.findings import Finding, findings
+from ebbtide.machine_here import machine_with, speed_here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """What was found.
+
+    Attributes:
+        facts: What the machine says of itself, and what was measured.
+        findings: What is wrong or worth knowing, by code.
+    """
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there is no problem; notes are none."""
+        return all(finding.severity != "problem" for finding in self.findings)
+
+
+def examine(
+    target: str = "auto",
+    disk_path: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Examination:
+    """Look at this machine, measure it (seconds), and say what it means.
+
+    Args:
+        target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
+        disk_path: Directory for the disk tier; ``None``: a usual one.
+        environment: The environment's variables; ``None``: the process's.
+        root: Where ``proc`` and ``sys`` lie.
+
+    Returns:
+        Facts and findings; what fails is a finding, not an error.
+    """
+    with _quiet("ebbtide.store"):  # what it would warn of is a finding here
+        facts = measure(look(target, disk_path, environment=environment, root=root), root=root)
+    return Examination(facts=facts, findings=findings(facts))
+
+
+def look(
+    target: str = "auto",
+    disk_path: str | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    root: Path = Path("/"),
+) -> Facts:
+    """Look at this machine without measuring it; arguments as of ``examine``.
+
+    Returns:
+        The facts.
+    """
+    given = os.environ if environment is None else environment
+    device = look_at_device()
+    if target == "auto":
+        target = "disk" if device.kind == "cpu" else "host"
+    ranks = ranks_of(given)
+    return Facts(
+        torch=torch.__version__,
+        torch_oldest=oldest("torch"),
+        target=target,
+        device=device,
+        bus=None if device.kind == "cpu" else look_at_bus(device.address, root=root),
+        disk=look_at_disk(disk_path, root=root),
+        host=look_at_host(ranks=ranks, root=root),
+        ranks=ranks,
+        environment=look_at_environment(given),
+    )
+
+
+def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
+    """Measure what was looked at.
+
+    Args:
+        facts: As ``look`` returns them.
+        root: Where ``sys`` lies.
+
+    Returns:
+        The facts with the machine, or with why it could not be measured.
+    """
+    # A disk that cannot serve is a finding of its own; the way to host memory is measured without it.
+    disk_path = facts.disk.path if facts.disk.given and facts.disk.refused is None else None
+    if facts.target == "disk" and facts.disk.refused is not None:
+        return replace(facts, unmeasured=facts.disk.refused)
+    try:
+        speed = speed_here(facts.target, disk_path)
+        machine = machine_with(speed)
+    except EbbtideError as error:
+        return replace(facts, unmeasured=error.found, advice=error.hint or None)
+    # A device that sleeps lowers the speed of its link: it has just worked.
+    bus = None if facts.bus is None else look_at_bus(facts.device.address, root=root)
+    return replace(facts, machine=machine, both_ways=speed.both_ways, bus=bus)
+
+
+@contextmanager
+def _quiet(name: str) -> Generator[None, None, None]:
+    logger = logging.getLogger(name)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before

@@ -1,0 +1,355 @@
+"""What a machine says of itself, as plain values; the system's files are read from below a root.
+
+``None`` is what is not known, or is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.base.errors import DiskError
+from ebbtide.planner.machines import Machine
+from ebbtide.store.aligned import BackingFile
+from ebbtide.store.location import check_directory, default_directory, filesystem_of
+from ebbtide.store.share import fair_share_bytes, memory_limit_bytes
+
+VARIABLES = (
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+    "ASCEND_LAUNCH_BLOCKING",
+    "CUDA_LAUNCH_BLOCKING",
+    "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+    "FSDP_OFFLOAD_PARAMS",
+    "HIP_LAUNCH_BLOCKING",
+    "LD_PRELOAD",
+    "LOCAL_WORLD_SIZE",
+    "MALLOC_MMAP_THRESHOLD_",
+    "NVTE_CPU_OFFLOAD_V1",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "UNSLOTH_GC_OFFLOAD_BACKEND",
+    "UNSLOTH_GC_PREFETCH",
+)
+"""Environment variables that are looked at; no other one is read, shown or written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The accelerator, or without one the CPU.
+
+    Attributes:
+        kind: ``"cpu"``, ``"cuda"`` and so on.
+        name: As its maker calls it.
+        count: How many there are.
+        memory_bytes: Of one.
+        free_bytes: What of that nobody has taken.
+        bfloat16: Whether it computes in bfloat16 itself.
+        pinned: Whether host memory can be pinned for it; ``None`` on a CPU.
+        asynchronous: Whether copies run beside compute; ``None`` on a CPU.
+        address: On the PCI bus, such as ``"0000:17:00.0"``.
+    """
+
+    kind: str
+    name: str
+    count: int
+    memory_bytes: int
+    free_bytes: int
+    bfloat16: bool
+    pinned: bool | None
+    asynchronous: bool | None
+    address: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bus:
+    """How a device hangs on the PCI bus.
+
+    Attributes:
+        width: Lanes now.
+        most_width: Lanes the device has.
+        speed: Gigatransfers a second of a lane now, or while the device slept.
+        most_speed: The most the device can.
+        node: The memory node it hangs on; ``None``: the machine has one, or does not say.
+    """
+
+    width: int | None = None
+    most_width: int | None = None
+    speed: float | None = None
+    most_speed: float | None = None
+    node: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """Where bytes of the disk tier would lie.
+
+    Attributes:
+        path: The directory; ``None``: none of the usual ones serves.
+        given: Whether it was asked for.
+        filesystem: Its type, ``""`` if not known.
+        free_bytes: What this user could write.
+        direct: Whether the page cache can be gone round.
+        refused: Why it cannot serve.
+    """
+
+    path: str | None
+    given: bool
+    filesystem: str
+    free_bytes: int | None
+    direct: bool | None
+    refused: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Host memory, and the system's limits on a process.
+
+    Attributes:
+        memory_bytes: The machine's.
+        limit_bytes: The machine's, or the smallest control group's around this process.
+        available_bytes: What of the machine's is not in use.
+        share_bytes: Most that one rank's offloaded bytes may take.
+        swap_bytes: Swap space.
+        swap_used_bytes: What of that is in use.
+        locked_bytes: Most that a process may lock; ``None``: no limit.
+        open_files: Most files that a process may have open; ``None``: no limit.
+        nodes: Memory nodes, and the CPUs of each.
+        cpus: CPUs this process may run on; empty if not known.
+        huge_pages: ``"always"``, ``"madvise"`` or ``"never"``.
+        libc: The C library, such as ``"glibc 2.36"``; ``None``: another one.
+        load: Threads of the whole machine that ran or waited to run, over the last minute.
+    """
+
+    memory_bytes: int
+    limit_bytes: int
+    available_bytes: int | None
+    share_bytes: int
+    swap_bytes: int
+    swap_used_bytes: int
+    locked_bytes: int | None
+    open_files: int | None
+    nodes: Mapping[int, frozenset[int]]
+    cpus: frozenset[int]
+    huge_pages: str | None
+    libc: str | None
+    load: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """All that findings are made from.
+
+    Attributes:
+        torch: Its version.
+        torch_oldest: The oldest that is tested; ``None``: not known.
+        target: Where offloaded bytes would wait, ``"host"`` or ``"disk"``.
+        device: The device whose memory is scarce.
+        bus: How it hangs on the PCI bus; ``None`` on a CPU.
+        disk: The disk tier's place.
+        host: Host memory and limits.
+        ranks: Ranks of this node, as ``LOCAL_WORLD_SIZE`` says.
+        environment: Those of ``VARIABLES`` that are set.
+        machine: What was measured; ``None``: it could not be.
+        both_ways: Both rates while copies run both ways, as a share of both alone.
+        unmeasured: Why it could not be.
+        advice: What the error said to do about that.
+    """
+
+    torch: str
+    torch_oldest: str | None
+    target: str
+    device: Device
+    bus: Bus | None
+    disk: Disk
+    host: Host
+    ranks: int
+    environment: Mapping[str, str]
+    machine: Machine | None = None
+    both_ways: float | None = None
+    unmeasured: str | None = None
+    advice: str | None = None
+
+
+def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
+    """Read what the system says of host memory and of a process's limits.
+
+    Args:
+        ranks: Ranks that share this node.
+        root: Where ``proc`` and ``sys`` lie.
+
+    Returns:
+        What it says.
+    """
+    memory = _pairs(root / "proc/meminfo")
+    limits = _limits(root / "proc/self/limits")
+    limit = memory_limit_bytes(root=root)
+    total = _kib(memory, "MemTotal") or limit
+    swap = _kib(memory, "SwapTotal") or 0
+    huge = _text(root / "sys/kernel/mm/transparent_hugepage/enabled") or ""
+    chosen = re.search(r"\[(\w+)\]", huge)
+    return Host(
+        memory_bytes=total,
+        limit_bytes=limit,
+        available_bytes=_kib(memory, "MemAvailable"),
+        share_bytes=fair_share_bytes(root=root, ranks=ranks),
+        swap_bytes=swap,
+        swap_used_bytes=swap - min(swap, _kib(memory, "SwapFree") or 0),
+        locked_bytes=limits.get("Max locked memory"),
+        open_files=limits.get("Max open files"),
+        nodes=_nodes(root / "sys/devices/system/node"),
+        cpus=_cpus(_pairs(root / "proc/self/status").get("Cpus_allowed_list", "")),
+        huge_pages=chosen[1] if chosen else None,
+        libc=_libc(),
+        load=_number(root / "proc/loadavg"),
+    )
+
+
+def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
+    """Find where the disk tier's bytes would lie, and try that a file can be made there.
+
+    Args:
+        given: The directory that was asked for; ``None``: a usual one.
+        root: Where ``proc`` lies.
+
+    Returns:
+        What was found; errors are told, not raised.
+    """
+    directory, direct, refused = None if given is None else Path(given).expanduser(), None, None
+    try:
+        directory = default_directory() if directory is None else check_directory(directory)
+        file = BackingFile(directory)
+        direct = file.direct
+        file.close()
+    except DiskError as error:
+        refused = error.found
+    there = directory is not None and directory.is_dir()
+    return Disk(
+        path=None if directory is None else str(directory),
+        given=given is not None,
+        filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and there else "",
+        free_bytes=_free_bytes(directory) if directory and there else None,
+        direct=direct,
+        refused=refused,
+    )
+
+
+def look_at_bus(address: str | None, *, root: Path = Path("/")) -> Bus:
+    """Read how a device hangs on the PCI bus.
+
+    Args:
+        address: Such as ``"0000:17:00.0"``; ``None``: not known.
+        root: Where ``sys`` lies.
+
+    Returns:
+        What the system says; nothing without an address.
+    """
+    if address is None:
+        return Bus()
+    folder = root / "sys/bus/pci/devices" / address
+    node = _number(folder / "numa_node")
+    return Bus(
+        width=_lanes(folder / "current_link_width"),
+        most_width=_lanes(folder / "max_link_width"),
+        speed=_transfers(folder / "current_link_speed"),
+        most_speed=_transfers(folder / "max_link_speed"),
+        node=None if node is None or node < 0 else int(node),
+    )
+
+
+def look_at_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``VARIABLES`` that are set to something.
+
+    Args:
+        environment: All variables.
+    """
+    return {name: environment[name] for name in VARIABLES if environment.get(name, "").strip()}
+
+
+def ranks_of(environment: Mapping[str, str]) -> int:
+    """Return how many ranks share this node, as ``LOCAL_WORLD_SIZE`` says; else one.
+
+    Args:
+        environment: The variables.
+    """
+    said = environment.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(said)) if said.isdecimal() else 1
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, ValueError):
+        return None
+
+
+def _number(path: Path) -> float | None:
+    """Return the number that a file begins with."""
+    found = re.match(r"\s*(-?\d+(?:\.\d+)?)", _text(path) or "")
+    return float(found[1]) if found else None
+
+
+def _lanes(path: Path) -> int | None:
+    """Return a link's width; 0 and 255 stand for one that is down or not known."""
+    found = _number(path)
+    return int(found) if found is not None and 0 < found <= 32 else None
+
+
+def _transfers(path: Path) -> float | None:
+    """Return a link's speed (``"32.0 GT/s PCIe"``)."""
+    found = _number(path)
+    return found if found is not None and found > 0 else None
+
+
+def _pairs(path: Path) -> dict[str, str]:
+    """Return the ``name: value`` lines of a file."""
+    lines = (line.partition(":") for line in (_text(path) or "").splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
+
+
+def _kib(pairs: Mapping[str, str], name: str) -> int | None:
+    found = pairs.get(name, "").split(" ")[0]
+    return int(found) * 1024 if found.isdecimal() else None
+
+
+def _limits(path: Path) -> dict[str, int]:
+    """Return the soft limits of ``/proc/self/limits``; ``unlimited`` is none."""
+    found: dict[str, int] = {}
+    for line in (_text(path) or "").splitlines():
+        row = re.match(r"(Max [a-z ]+?)\s{2,}(\d+)\s", line)
+        if row:
+            found[row[1]] = int(row[2])
+    return found
+
+
+def _cpus(text: str) -> frozenset[int]:
+    """Return the CPUs of a list such as ``"0-3,8"``."""
+    found: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        if first.strip().isdecimal():
+            found.update(range(int(first), int(last if last.strip().isdecimal() else first) + 1))
+    return frozenset(found)
+
+
+def _nodes(folder: Path) -> dict[int, frozenset[int]]:
+    found = {int(path.name[4:]): path for path in folder.glob("node[0-9]*") if path.name[4:].isdecimal()}
+    return {node: _cpus((_text(path / "cpulist") or "").strip()) for node, path in sorted(found.items())}
+
+
+def _libc() -> str | None:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION")
+    except (ValueError, OSError, AttributeError):  # no glibc
+        return None
+
+
+def _free_bytes(directory: Path) -> int | None:
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,154 @@
+"""Findings: from plain facts to what is wrong or worth knowing, and what to do about it.
+
+[Note: a code's life]
+A code stays what it is: people search for it and scripts wait for it. A rule that goes leaves its number unused. Tens
+belong together: 00 versions and devices, 10 the disk, 20 host memory and limits, 30 the link, 40 the environment. A
+*problem* keeps offloading from working, or makes it useless; a *note* is worth knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ebbtide.doctor import device_rules, place_rules
+from ebbtide.doctor.facts import Facts
+from ebbtide.doctor.place_rules import Said
+
+Severity = Literal["problem", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that is wrong or worth knowing.
+
+    Attributes:
+        code: Such as ``"EBB010"``. See [Note: a code's life].
+        severity: ``"problem"`` or ``"note"``.
+        what: What there is.
+        hint: What to do about it.
+    """
+
+    code: str
+    severity: Severity
+    what: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is looked for.
+
+    Attributes:
+        code: See [Note: a code's life].
+        severity: Of its finding.
+        about: What it finds, for the page of codes.
+        check: From facts to what there is and what to do; ``None``: nothing to say.
+    """
+
+    code: str
+    severity: Severity
+    about: str
+    check: Callable[[Facts], Said | None]
+
+
+def findings(facts: Facts) -> tuple[Finding, ...]:
+    """Return what is wrong or worth knowing: problems first, then by code.
+
+    Args:
+        facts: What is known of a machine.
+    """
+    found: list[Finding] = []
+    for rule in RULES:
+        said = rule.check(facts)
+        if said is not None:
+            found.append(Finding(code=rule.code, severity=rule.severity, what=said[0], hint=said[1]))
+    return tuple(sorted(found, key=lambda finding: (finding.severity != "problem", finding.code)))
+
+
+def _unmeasured(facts: Facts) -> Said | None:
+    explained = facts.target == "disk" and any(
+        rule(facts) is not None for rule in (place_rules.in_ram, place_rules.no_disk, place_rules.full_disk)
+    )
+    if facts.unmeasured is None or explained:
+        return None
+    return f"this machine could not be measured: {facts.unmeasured}", facts.advice or "see the other findings"
+
+
+RULES = (
+    Rule(code="EBB001", severity="problem", about="torch is older than what is tested", check=device_rules.old_torch),
+    Rule(code="EBB002", severity="problem", about="the machine could not be measured", check=_unmeasured),
+    Rule(code="EBB003", severity="note", about="the device has no bfloat16 of its own", check=device_rules.no_bfloat16),
+    Rule(
+        code="EBB004",
+        severity="note",
+        about="others use a tenth of the device's memory",
+        check=device_rules.device_in_use,
+    ),
+    Rule(
+        code="EBB005", severity="note", about="disk target beside an accelerator", check=device_rules.disk_beside_device
+    ),
+    Rule(code="EBB006", severity="problem", about="more ranks on the node than devices", check=device_rules.more_ranks),
+    Rule(code="EBB007", severity="note", about="other work runs on the CPUs", check=device_rules.busy),
+    Rule(code="EBB010", severity="problem", about="the disk path lies in RAM", check=place_rules.in_ram),
+    Rule(code="EBB011", severity="problem", about="the disk path cannot serve", check=place_rules.no_disk),
+    Rule(code="EBB012", severity="note", about="no disk behind host memory", check=place_rules.nothing_behind),
+    Rule(code="EBB013", severity="problem", about="less than 1 GiB free on the disk", check=place_rules.full_disk),
+    Rule(
+        code="EBB014", severity="note", about="less free on the disk than there is memory", check=place_rules.small_disk
+    ),
+    Rule(code="EBB015", severity="note", about="the disk path lies across a network", check=place_rules.network_disk),
+    Rule(
+        code="EBB016",
+        severity="note",
+        about="the disk path lies in a container's layer",
+        check=place_rules.layered_disk,
+    ),
+    Rule(code="EBB017", severity="note", about="direct I/O is refused", check=place_rules.buffered),
+    Rule(code="EBB018", severity="note", about="the disk moves less than 200 MB/s", check=place_rules.slow_disk),
+    Rule(
+        code="EBB020",
+        severity="note",
+        about="a control group allows less than the machine has",
+        check=place_rules.grouped,
+    ),
+    Rule(
+        code="EBB021",
+        severity="problem",
+        about="less than 1 GiB of host memory for a rank",
+        check=place_rules.little_share,
+    ),
+    Rule(
+        code="EBB022",
+        severity="note",
+        about="less than 1 GiB of memory free, on a CPU",
+        check=place_rules.little_memory,
+    ),
+    Rule(code="EBB023", severity="note", about="the system swaps", check=place_rules.swapping),
+    Rule(code="EBB024", severity="problem", about="host memory cannot be pinned", check=place_rules.not_pinned),
+    Rule(code="EBB025", severity="note", about="the device's copies are synchronous", check=place_rules.halting),
+    Rule(code="EBB026", severity="note", about="fewer than 1024 open files", check=place_rules.few_files),
+    Rule(code="EBB027", severity="note", about="the C library is not glibc, on a CPU", check=place_rules.other_libc),
+    Rule(
+        code="EBB030",
+        severity="note",
+        about="the PCIe link has fewer lanes than the device",
+        check=device_rules.fewer_lanes,
+    ),
+    Rule(
+        code="EBB031", severity="note", about="the PCIe link is slower than the device", check=device_rules.slower_lanes
+    ),
+    Rule(code="EBB032", severity="note", about="the link moves less than 6 GB/s", check=device_rules.slow_link),
+    Rule(code="EBB033", severity="note", about="copies both ways slow each other", check=device_rules.one_link),
+    Rule(
+        code="EBB034",
+        severity="note",
+        about="the process is not bound to the device's node",
+        check=device_rules.far_node,
+    ),
+    Rule(code="EBB035", severity="note", about="host memory cannot feed all links", check=device_rules.thin_host),
+    Rule(code="EBB040", severity="note", about="variables of other offloaders", check=device_rules.other_offloaders),
+    Rule(code="EBB041", severity="note", about="variables that halt what runs beside", check=device_rules.blocking),
+)
+"""Everything that is looked for, by code."""

@@ -1,0 +1,178 @@
+"""What was found, as a table: what, value, and what that means for whoever trains here."""
+
+from __future__ import annotations
+
+from ebbtide.base.units import format_size
+from ebbtide.doctor.facts import Facts
+from ebbtide.report.table import ABSENT, Table
+
+Row = tuple[str, str, str]
+
+
+def table(facts: Facts) -> Table:
+    """Make the table.
+
+    Args:
+        facts: What is known of a machine.
+    """
+    rows = [*_device_rows(facts), *_measured_rows(facts), *_place_rows(facts), *_host_rows(facts)]
+    return Table(columns=("what", "value", "meaning"), rows=tuple(rows))
+
+
+def _device_rows(facts: Facts) -> list[Row]:
+    device, oldest = facts.device, facts.torch_oldest
+    cpu = device.kind == "cpu"
+    rows = [
+        ("torch", facts.torch, f"tested from {oldest} on" if oldest else "what was tested is not known"),
+        (
+            "device",
+            "cpu" if cpu else f"{device.count} x {device.name}",
+            "RAM is what is scarce" if cpu else "its memory is what is scarce; ranks have one each",
+        ),
+        (
+            "memory",
+            format_size(device.memory_bytes),
+            f"{format_size(device.free_bytes)} free" + (", less a margin" if cpu else ""),
+        ),
+    ]
+    bus = facts.bus
+    if bus is not None and bus.width is not None:
+        most = bus.most_width or bus.width
+        speed = "" if bus.speed is None else f", {bus.speed:g} GT/s"
+        full = bus.width >= most and (bus.speed or 0.0) >= (bus.most_speed or 0.0)
+        rows.append(("PCIe link", f"x{bus.width}{speed}", "all that the device can" if full else "the device can more"))
+    return rows
+
+
+def _measured_rows(facts: Facts) -> list[Row]:
+    machine = facts.machine
+    if machine is None:
+        return [("rates", ABSENT, "not measured: see the findings")]
+    out, into = machine.out_bytes_per_second, machine.in_bytes_per_second
+    balance = machine.flop_per_second * (1 / out + 1 / into)
+    rows = [
+        (
+            "matrix products",
+            _flop(machine.flop_per_second),
+            f"half precision; {_flop(machine.flop32_per_second)} float32",
+        ),
+        ("attention", _flop(machine.attention_flop_per_second), "fused and causal, if the device has it"),
+        ("copies of memory", _rate(machine.memory_bytes_per_second), "what element-wise remaking runs at"),
+        ("copy-out", _rate(out), f"1 GiB of activations leaves in {_seconds(1024**3 / out)}"),
+        ("copy-in", _rate(into), f"and is back in {_seconds(1024**3 / into)}"),
+        ("a byte out and in", f"{balance:,.0f} FLOP", "what costs less is quicker remade than waited for"),
+    ]
+    if facts.both_ways is not None:
+        rows.append(("both ways at once", f"x{facts.both_ways:.2f}", _both(facts.both_ways)))
+    return rows
+
+
+def _both(share: float) -> str:
+    if share >= 0.9:
+        return "copies out and in do not slow each other"
+    return "copies out and in share what there is" if share < 0.75 else "copies out and in slow each other somewhat"
+
+
+def _place_rows(facts: Facts) -> list[Row]:
+    disk = facts.disk
+    kind = disk.filesystem or "file system not known"
+    rows: list[Row] = [
+        (
+            "offloaded bytes wait",
+            "on disk" if facts.target == "disk" else "in host memory",
+            "the disk stands behind" if facts.target == "host" and disk.refused is None else f"target {facts.target}",
+        )
+    ]
+    if disk.path is None:
+        return [*rows, ("disk", ABSENT, "none of the usual directories serves")]
+    rows.append(("disk", disk.path, f"{kind}, {_direct(disk.direct)}"))
+    if disk.free_bytes is not None:
+        rows.append(("room on disk", format_size(disk.free_bytes), "what offloaded bytes can take there"))
+    return rows
+
+
+def _direct(direct: bool | None) -> str:
+    if direct is None:
+        return "cannot serve"
+    return "direct I/O" if direct else "through the page cache"
+
+
+def _host_rows(facts: Facts) -> list[Row]:
+    host, cpu = facts.host, facts.device.kind == "cpu"
+    available = "" if host.available_bytes is None else f"{format_size(host.available_bytes)} not in use"
+    rows: list[Row] = [
+        ("host memory", format_size(host.memory_bytes), available or ABSENT),
+        ("control group", *_group(facts)),
+        ("a rank's share", format_size(host.share_bytes), _share(facts)),
+        ("swap", *_swap(facts)),
+    ]
+    if facts.machine is not None and not cpu:
+        rate = _rate(facts.machine.host_bytes_per_second)
+        rows.append(("copies of host memory", rate, "what all links of the node share"))
+    if facts.device.pinned is not None:
+        what = "copies run beside compute" if facts.device.asynchronous else "copies halt compute"
+        rows.append(("pinned memory", "yes" if facts.device.pinned else "no", what))
+    locked = "no limit" if host.locked_bytes is None else format_size(host.locked_bytes)
+    counted = (
+        "CUDA's pinned memory is not counted" if facts.device.kind == "cuda" else "a driver may count pinned memory"
+    )
+    rows.append(("locked memory", locked, "not needed on a CPU" if cpu else counted))
+    rows.append(("open files", "no limit" if host.open_files is None else str(host.open_files), "of a process"))
+    if host.nodes:
+        rows.append(("memory nodes", str(len(host.nodes)), _node(facts)))
+    if host.huge_pages is not None:
+        rows.append(("huge pages", host.huge_pages, "torch asks for them with THP_MEM_ALLOC_ENABLE=1"))
+    if cpu:
+        rows.append(("freed memory", *_freed(facts)))
+    return rows
+
+
+def _group(facts: Facts) -> tuple[str, str]:
+    host = facts.host
+    if host.limit_bytes >= host.memory_bytes:
+        return "no limit", "all of the machine's memory may be used"
+    return format_size(host.limit_bytes), "what runs over it is killed"
+
+
+def _swap(facts: Facts) -> tuple[str, str]:
+    host = facts.host
+    if not host.swap_bytes:
+        return "none", "what does not fit is killed, not slowed"
+    return format_size(host.swap_bytes), f"{format_size(host.swap_used_bytes)} in use"
+
+
+def _share(facts: Facts) -> str:
+    ranks = "one rank" if facts.ranks == 1 else f"each of {facts.ranks} ranks"
+    use = "may hold of offloaded bytes" if facts.device.kind != "cpu" else "could have"
+    return f"what {ranks} {use}, less a margin"
+
+
+def _node(facts: Facts) -> str:
+    node = facts.bus.node if facts.bus is not None else None
+    if len(facts.host.nodes) < 2:
+        return "all memory is equally near"
+    return "where the device hangs is not known" if node is None else f"the device hangs on node {node}"
+
+
+def _freed(facts: Facts) -> tuple[str, str]:
+    """Return what becomes of freed memory on a CPU. See ``store/allocator.py``."""
+    if "malloc" in facts.environment.get("LD_PRELOAD", ""):
+        return "another allocator", "LD_PRELOAD names it: it decides when memory leaves the process"
+    said = facts.environment.get("MALLOC_MMAP_THRESHOLD_")
+    if said is not None:
+        return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={said}"
+    if facts.host.libc is None:
+        return ABSENT, "not glibc"
+    return "leaves later", "once offloading begins; from the start with MALLOC_MMAP_THRESHOLD_=1048576"
+
+
+def _flop(rate: float) -> str:
+    return f"{rate / 1e12:,.2f} TFLOP/s" if rate < 1e13 else f"{rate / 1e12:,.0f} TFLOP/s"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:,.2f} GB/s" if rate < 1e10 else f"{rate / 1e9:,.0f} GB/s"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
