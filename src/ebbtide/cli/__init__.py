@@ -53,6 +53,9 @@ VERBS: dict[str, Verb] = {
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),
     "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
+    "doctor": Verb(
+        function="ebbtide.cli.doctor:run", does="what this machine allows, what is wrong with it, and what to do"
+    ),
     "env": Verb(function="ebbtide.cli.env:run", does="versions, for bug reports"),
 }
 
