@@ -34,7 +34,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]],
 def test_the_verbs_of_this_release_are_listed_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed == ["sft", "compare", "report", "env"] == list(cli.VERBS)
+    assert listed == ["sft", "compare", "report", "doctor", "env"] == list(cli.VERBS)
 
 
 def test_every_verb_leads_to_a_module() -> None:
@@ -160,7 +160,9 @@ def test_arguments_reach_the_verb_and_its_code_comes_back(verb: Callable) -> Non
     assert seen == [["file.yaml", "--flag"]]
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["sft", "--help"], ["sft", "--modle", "m"], ["env", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["sft", "--help"], ["sft", "--modle", "m"], ["env", "--help"], ["doctor", "--help"]]
+)
 def test_a_light_start_imports_no_torch(argv: list[str]) -> None:
     program = (
         "import sys; from ebbtide.cli import main; main(sys.argv[1:]);"

@@ -1,0 +1,128 @@
+"""``ebbtide doctor``: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide.cli as cli
+from ebbtide.doctor import Examination
+from ebbtide.doctor.facts import Facts
+from ebbtide.doctor.findings import findings
+from ebbtide.planner.machines import machine_named
+from ebbtide.store.location import filesystem_of
+from tests.unit.doctor.made_up import SERVER, SMALL, changed
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put a made-up machine in the place of this one; returns what was asked of it."""
+    asked: list[tuple[str, str | None]] = []
+
+    def install(facts: Facts) -> list[tuple[str, str | None]]:
+        def examine(target: str, disk_path: str | None) -> Examination:
+            asked.append((target, disk_path))
+            return Examination(facts=facts, findings=findings(facts))
+
+        monkeypatch.setattr(importlib.import_module("ebbtide.doctor"), "examine", examine)
+        return asked
+
+    return install
+
+
+def test_the_table_and_no_findings(machine: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = machine(SMALL)
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["what", "value", "meaning"]
+    at = lines[0].index("meaning")
+    assert all(line[at - 2 : at] == "  " and line[at] != " " for line in lines[:-2]), "columns are aligned"
+    assert lines[-2:] == ["", "nothing found that stands in the way"]
+    assert asked == [("auto", None)]
+
+
+def test_findings_come_after_the_table_and_a_problem_is_code_1(
+    machine: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = machine(changed(SMALL, disk__filesystem="tmpfs", host__open_files=256))
+    assert cli.main(["doctor", "--disk-path", "/x", "--target", "disk"]) == 1
+    assert capsys.readouterr().out.endswith(
+        "\n\nEBB010 problem: /var/tmp lies on tmpfs, which is RAM: what is offloaded there frees nothing\n"
+        "hint: give a directory on a local disk with --disk_path\n"
+        "\nEBB026 note: a process may have 256 files open\n"
+        "hint: `ulimit -n 1024` or more: checkpoints in many files and data loaders need them\n"
+    )
+    assert asked == [("disk", "/x")]
+
+
+def test_notes_alone_are_code_0(machine: Any) -> None:
+    machine(changed(SMALL, host__open_files=256))
+    assert cli.main(["doctor"]) == 0
+
+
+@pytest.mark.parametrize("facts", [SERVER, SMALL, changed(SMALL, machine=None, unmeasured="x", both_ways=None)])
+def test_json_and_nothing_else(machine: Any, capsys: pytest.CaptureFixture[str], facts: Facts, tmp_path: Path) -> None:
+    machine(facts)
+    code = cli.main(["doctor", "--json", "--out", str(tmp_path / "machine.json")])
+    found = json.loads(capsys.readouterr().out)
+    assert set(found) == {"healthy", "machine", "both_ways", "findings", "facts"}
+    assert found["healthy"] is (code == 0)
+    assert found["facts"]["host"]["cpus"] == sorted(facts.host.cpus)
+    if facts.machine is None:
+        assert found["machine"] is None and found["both_ways"] is None and found["findings"][0]["code"] == "EBB002"
+        assert not (tmp_path / "machine.json").exists()
+    else:
+        assert found["machine"] == json.loads((tmp_path / "machine.json").read_text())
+
+
+def test_the_machine_is_written_as_plans_read_it(
+    machine: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    machine(SERVER)
+    path = tmp_path / "machine.json"
+    assert cli.main(["doctor", "--out", str(path)]) == 0
+    assert capsys.readouterr().out.endswith(f"\n\n{path}\n")
+    assert machine_named(path) == SERVER.machine
+
+
+def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    machine(changed(SMALL, machine=None, unmeasured="no room"))
+    path = tmp_path / "machine.json"
+    assert cli.main(["doctor", "--out", str(path)]) == 1
+    assert capsys.readouterr().out.endswith(f"{path} was not written: nothing was measured\n")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--target", "gpu"], "--target is 'gpu'; expected one of auto, host, disk\nhint: such as --target auto"),
+        (["--out", "machine"], "--out is 'machine'; expected a name that ends in .json"),
+        (["--out", "none/machine.json"], "there is no folder 'none'; expected a file in an existing folder"),
+        (["--jsno"], "did you mean '--json'"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_is_measured(
+    machine: Any, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    asked = machine(SMALL)
+    assert cli.main(["doctor", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert words in shown.err and shown.out == "" and asked == []
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_this_machine_for_real(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if filesystem_of(tmp_path) == "tmpfs":
+        pytest.skip("the temporary directory lies in RAM")
+    code = cli.main(["doctor", "--json", "--disk_path", str(tmp_path), "--out", str(tmp_path / "machine.json")])
+    found = json.loads(capsys.readouterr().out)
+    assert code == (0 if found["healthy"] else 1)
+    assert found["facts"]["disk"]["path"] == str(tmp_path) and found["facts"]["unmeasured"] is None
+    assert machine_named(tmp_path / "machine.json").out_bytes_per_second > 0
+    assert found["both_ways"] > 0

@@ -1,0 +1,97 @@
+"""The table: every row of two machines, and what stands where nothing is known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ebbtide.doctor.table import table
+from tests.unit.doctor.made_up import GIB, SERVER, SMALL, changed
+
+
+def rows(facts: Any) -> dict[str, tuple[str, str]]:
+    return {what: (value, meaning) for what, value, meaning in table(facts).rows}
+
+
+def test_a_small_machine() -> None:
+    assert json.loads(json.dumps(table(SMALL).rows)) == [
+        ["torch", "2.13.0+cpu", "tested from 2.11 on"],
+        ["device", "cpu", "RAM is what is scarce"],
+        ["memory", "23.0 GiB", "20.0 GiB free, less a margin"],
+        ["matrix products", "0.80 TFLOP/s", "half precision; 0.20 TFLOP/s float32"],
+        ["attention", "0.25 TFLOP/s", "fused and causal, if the device has it"],
+        ["copies of memory", "22 GB/s", "what element-wise remaking runs at"],
+        ["copy-out", "1.25 GB/s", "1 GiB of activations leaves in 859 ms"],
+        ["copy-in", "1.25 GB/s", "and is back in 859 ms"],
+        ["a byte out and in", "1,280 FLOP", "what costs less is quicker remade than waited for"],
+        ["both ways at once", "x0.50", "copies out and in share what there is"],
+        ["offloaded bytes wait", "on disk", "target disk"],
+        ["disk", "/var/tmp", "ext4, direct I/O"],
+        ["room on disk", "900.0 GiB", "what offloaded bytes can take there"],
+        ["host memory", "23.0 GiB", "21.0 GiB not in use"],
+        ["control group", "no limit", "all of the machine's memory may be used"],
+        ["a rank's share", "20.0 GiB", "what one rank could have, less a margin"],
+        ["swap", "none", "what does not fit is killed, not slowed"],
+        ["locked memory", "8.0 MiB", "not needed on a CPU"],
+        ["open files", "65536", "of a process"],
+        ["memory nodes", "1", "all memory is equally near"],
+        ["huge pages", "madvise", "torch asks for them with THP_MEM_ALLOC_ENABLE=1"],
+        ["freed memory", "leaves later", "once offloading begins; from the start with MALLOC_MMAP_THRESHOLD_=1048576"],
+    ]
+
+
+def test_a_server() -> None:
+    found = rows(SERVER)
+    assert found["device"] == ("8 x NVIDIA H200", "its memory is what is scarce; ranks have one each")
+    assert found["PCIe link"] == ("x16, 32 GT/s", "all that the device can")
+    assert found["offloaded bytes wait"] == ("in host memory", "the disk stands behind")
+    assert found["pinned memory"] == ("yes", "copies run beside compute")
+    assert found["memory nodes"] == ("2", "the device hangs on node 0")
+    assert found["copies of host memory"] == ("921 GB/s", "what all links of the node share")
+    assert found["both ways at once"][1] == "copies out and in do not slow each other"
+    assert "freed memory" not in found
+
+
+def test_what_is_not_known_is_a_dash() -> None:
+    found = rows(changed(SMALL, machine=None, disk__path=None, host__available_bytes=None))
+    assert found["rates"] == ("–", "not measured: see the findings")
+    assert found["disk"] == ("–", "none of the usual directories serves")
+    assert found["host memory"][1] == "–"
+    assert "copy-out" not in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "row", "value"),
+    [
+        ({"bus__width": 8}, "PCIe link", ("x8, 32 GT/s", "the device can more")),
+        ({"host__limit_bytes": 8 * GIB}, "control group", ("8.0 GiB", "what runs over it is killed")),
+        ({"host__swap_bytes": GIB}, "swap", ("1.0 GiB", "0 B in use")),
+        ({"host__locked_bytes": None}, "locked memory", ("no limit", "CUDA's pinned memory is not counted")),
+        ({"device__kind": "xpu"}, "locked memory", ("8.0 MiB", "a driver may count pinned memory")),
+        (
+            {"ranks": 4},
+            "a rank's share",
+            ("1.9 TiB", "what each of 4 ranks may hold of offloaded bytes, less a margin"),
+        ),
+        ({"bus__node": None}, "memory nodes", ("2", "where the device hangs is not known")),
+        ({"both_ways": 0.8}, "both ways at once", ("x0.80", "copies out and in slow each other somewhat")),
+        ({"disk__direct": False}, "disk", ("/var/tmp", "ext4, through the page cache")),
+        ({"disk__direct": None, "disk__filesystem": ""}, "disk", ("/var/tmp", "file system not known, cannot serve")),
+    ],
+)
+def test_other_values(changes: dict[str, Any], row: str, value: tuple[str, str]) -> None:
+    assert rows(changed(SERVER, **changes))[row] == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "value"),
+    [
+        ({"environment": {"LD_PRELOAD": "/usr/lib/libjemalloc.so.2"}}, "another allocator"),
+        ({"environment": {"MALLOC_MMAP_THRESHOLD_": "1048576"}}, "leaves at once"),
+        ({"host__libc": None}, "–"),
+    ],
+)
+def test_freed_memory(changes: dict[str, Any], value: str) -> None:
+    assert rows(changed(SMALL, **changes))["freed memory"][0] == value
