@@ -47,6 +47,7 @@ def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
 
     Raises:
         TargetError: No such target on this machine; DiskError: the path cannot serve, or has no room.
+        CapError: Host memory has no room.
     """
     return machine_with(speed_here(target, disk_path))
 

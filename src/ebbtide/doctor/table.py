@@ -167,6 +167,8 @@ def _freed(facts: Facts) -> tuple[str, str]:
 
 
 def _flop(rate: float) -> str:
+    if rate < 1e11:
+        return f"{rate / 1e9:.1f} GFLOP/s"
     return f"{rate / 1e12:,.2f} TFLOP/s" if rate < 1e13 else f"{rate / 1e12:,.0f} TFLOP/s"
 
 

@@ -10,6 +10,8 @@ import pytest
 from ebbtide.doctor.table import table
 from tests.unit.doctor.made_up import GIB, SERVER, SMALL, changed
 
+FUSED = "fused and causal, if the device has it"
+
 
 def rows(facts: Any) -> dict[str, tuple[str, str]]:
     return {what: (value, meaning) for what, value, meaning in table(facts).rows}
@@ -76,6 +78,8 @@ def test_what_is_not_known_is_a_dash() -> None:
             ("1.9 TiB", "what each of 4 ranks may hold of offloaded bytes, less a margin"),
         ),
         ({"bus__node": None}, "memory nodes", ("2", "where the device hangs is not known")),
+        ({"machine__attention_flop_per_second": 9.5e10}, "attention", ("95.0 GFLOP/s", FUSED)),
+        ({"machine__attention_flop_per_second": 616e12}, "attention", ("616 TFLOP/s", FUSED)),
         ({"both_ways": 0.8}, "both ways at once", ("x0.80", "copies out and in slow each other somewhat")),
         ({"disk__direct": False}, "disk", ("/var/tmp", "ext4, through the page cache")),
         ({"disk__direct": None, "disk__filesystem": ""}, "disk", ("/var/tmp", "file system not known, cannot serve")),
