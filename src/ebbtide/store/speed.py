@@ -135,25 +135,33 @@ class _Trial:
     def _both(self, slots: list[Slot], out: float, into: float) -> float | None:
         """Return both rates together while copies run both ways, as many as end at about the same time."""
         inward = slots[: max(1, min(len(slots), round(len(slots) * into / out)))]
-        outward: list[Slot] = []
         wanted = max(1, min(len(slots), round(len(inward) * out / into)))
+        if self._tier.name == "host":  # pinning memory, and making it on a device, would keep the two apart
+            self._cross(inward, wanted)
         before = self._read()
-        for number in range(max(len(inward), wanted)):
-            if number < wanted:
-                with contextlib.suppress(DiskFullError, CapError):
-                    outward.append(self._tier.park(self._source))
-                    slots.append(outward[-1])
-            if number < len(inward):
-                inward[number].prefetch()
-        for slot in outward:
-            slot.wait_parked()
-        for slot in inward:
-            slot.take()
-        self._settle()
-        if not outward:
-            return None
+        crossed = self._cross(inward, wanted)
         after = self._read()
-        return self._rate(before, after, 0) + self._rate(before, after, 2)
+        return self._rate(before, after, 0) + self._rate(before, after, 2) if crossed else None
+
+    def _cross(self, inward: list[Slot], wanted: int) -> bool:
+        """Copy out some pieces while others come in; returns whether any went out."""
+        outward: list[Slot] = []
+        try:
+            for number in range(max(len(inward), wanted)):
+                if number < wanted:
+                    with contextlib.suppress(DiskFullError, CapError):
+                        outward.append(self._tier.park(self._source))
+                if number < len(inward):
+                    inward[number].prefetch()
+            for slot in outward:
+                slot.wait_parked()
+            for slot in inward:
+                slot.take()
+            self._settle()
+        finally:
+            for slot in outward:
+                slot.free()
+        return bool(outward)
 
     def _late(self, began: float, rates: list[float]) -> bool:
         return len(rates) >= _LEAST_PIECES and time.perf_counter() - began > self._seconds / 3
