@@ -1,0 +1,72 @@
+"""Activation checkpointing, for comparison: what a step would take if every block were re-run.
+
+[Note: checkpointing on paper]
+Every block keeps what it was called with and nothing else; in backward it runs its forward once more, saves all that it
+saves, and then goes backward as ever. So the most memory in a block's backward is the inputs of the blocks up to it,
+all that this one block saves, and what is beside; and the step is longer by the blocks' forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.planner.profile import BlockProfile, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """What a step would do whose blocks are all re-run.
+
+    Attributes:
+        peak_bytes: Most device memory, with what is there beside.
+        peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
+        kept_bytes: The inputs of all blocks.
+        overhead_seconds: The blocks' forwards once more.
+    """
+
+    peak_bytes: int
+    peak_at: tuple[str, str]
+    kept_bytes: int
+    overhead_seconds: float
+
+
+def rerun_blocks(profile: Profile, input_bytes: Sequence[int] | None = None) -> Rerun:
+    """Return what a step takes whose blocks are all re-run. See [Note: checkpointing on paper].
+
+    Args:
+        profile: The step that keeps everything.
+        input_bytes: For each executed block, bytes of what it is called with; None: what it saves of that, which is
+            more where a block saves its input in a wider type, and less where it saves none of it.
+
+    Raises:
+        ConfigError: ``input_bytes`` is not for these blocks.
+    """
+    blocks = profile.blocks
+    given = [_saved_input_bytes(block) for block in blocks] if input_bytes is None else list(input_bytes)
+    if len(given) != len(blocks):
+        raise ConfigError(
+            f"input_bytes has {len(given)} numbers",
+            expected=f"one for each of {len(blocks)} executed blocks",
+            hint="leave it out to take what the blocks save of their inputs",
+        )
+    kept = list(accumulate(given))
+    peaks = [
+        (held + block.forward_beside_bytes, ("forward", block.name)) for held, block in zip(kept, blocks, strict=True)
+    ]
+    peaks.append((sum(given) + profile.turn_beside_bytes, ("turn", "")))
+    for held, own, block in zip(kept, given, blocks, strict=True):
+        own_saved = _saved_input_bytes(block)
+        twice = own_saved if own_saved <= own else 0  # what is more than it was called with is a copy in a wider type
+        level = held + block.saved_bytes - twice
+        peaks.append((level + block.backward_beside_bytes, ("backward", block.name)))
+    peak_bytes, peak_at = max(peaks, key=lambda peak: peak[0])
+    return Rerun(
+        peak_bytes=peak_bytes, peak_at=peak_at, kept_bytes=sum(given), overhead_seconds=profile.forward_seconds
+    )
+
+
+def _saved_input_bytes(block: BlockProfile) -> int:
+    return sum(unit.nbytes for unit in block.units if unit.block_input)
