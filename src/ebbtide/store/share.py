@@ -34,9 +34,19 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
         said = os.environ.get("LOCAL_WORLD_SIZE", "")
         ranks = int(said) if said.isdecimal() else 1
     found = [_machine(root), *_groups(root)]
-    limit, free = min(x.limit_bytes for x in found), min(x.free_bytes for x in found)
-    margin = min(max(limit // _MARGIN_DIVISOR, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
-    return max(0, min(limit, free) - margin) // max(1, ranks)
+    return share_of(min(x.limit_bytes for x in found), min(x.free_bytes for x in found), ranks)
+
+
+def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:
+    """Return each rank's share of a node's host memory, less a margin that stays free.
+
+    Args:
+        limit_bytes: Most that there may be.
+        free_bytes: What of that is still to be had.
+        ranks: Ranks on the node.
+    """
+    margin = min(max(limit_bytes // _MARGIN_DIVISOR, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
+    return max(0, min(limit_bytes, free_bytes) - margin) // max(1, ranks)
 
 
 def memory_limit_bytes(*, root: Path = Path("/")) -> int:
