@@ -153,9 +153,9 @@ def look_up(config: SftConfig) -> Source:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     place = locate(config.model, use_hf=config.use_hf)
-    with _told(config):
+    with told(config):
         found = AutoConfig.from_pretrained(place)
-        _check_length(config, found)
+        check_length(config, found)
         _check_unquantised(config, found)
         reader = AutoProcessor if is_vision_language(found) else AutoTokenizer
         return Source(place=place, config=found, processor=reader.from_pretrained(place))
@@ -165,13 +165,29 @@ def outline(config: SftConfig, source: Source) -> PreTrainedModel:
     """Return the model without its weights: modules and shapes on the meta device.
 
     Raises:
+        EbbtideError: As ``outline_of``.
+    """
+    return outline_of(config, source.config)
+
+
+def outline_of(config: SftConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
+    """Return the model that a config describes, without weights: modules and shapes on the meta device.
+
+    Args:
+        config: Names the attention implementation.
+        model_config: The model's own config.
+        dtype: Of its weights; ``None``: what the model's config says.
+
+    Raises:
         DataError: The model cannot be made from its config.
         ConfigError: The attention implementation is not there.
     """
     import torch
 
-    with _told(config), torch.device("meta"):
-        return _auto_class(source).from_config(source.config, attn_implementation=config.attn_impl)
+    options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    with told(config), torch.device("meta"):
+        kind = _auto_class(model_config)
+        return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
 def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
@@ -221,19 +237,19 @@ def _from_pretrained(config: SftConfig, source: Source) -> PreTrainedModel:
         from ebbtide_recipes.sft.adapters import four_bits
 
         options |= four_bits(config, options["dtype"])
-    with _told(config):
-        model = _auto_class(source).from_pretrained(source.place, **options)
+    with told(config):
+        model = _auto_class(source.config).from_pretrained(source.place, **options)
     if source.sees and config.freeze_vit:
         for part in vision_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
     return model
 
 
-def _auto_class(source: Source) -> Any:
+def _auto_class(model_config: PreTrainedConfig) -> Any:
     """Return the class that makes a model of this kind."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if source.sees else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_vision_language(model_config) else AutoModelForCausalLM
 
 
 def _check_unquantised(config: SftConfig, model_config: Any) -> None:
@@ -257,7 +273,7 @@ def _check_unquantised(config: SftConfig, model_config: Any) -> None:
 
 
 @contextmanager
-def _told(config: SftConfig) -> Generator[None, None, None]:
+def told(config: SftConfig) -> Generator[None, None, None]:
     """Turn what transformers raises about a model into an error that says what was looked for."""
     from safetensors import SafetensorError
 
@@ -278,7 +294,7 @@ def _told(config: SftConfig) -> Generator[None, None, None]:
 def _not_loaded(name: str, error: Exception) -> str:
     """Say where a model was looked for."""
     said = _first_line(error)
-    if Path(name).expanduser().is_dir() or name in BUILTIN:
+    if Path(name).expanduser().exists() or name in BUILTIN:
         return f"model {name!r} cannot be loaded: {said}"
     return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {said}"
 
@@ -294,7 +310,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def _check_length(config: SftConfig, model_config: Any) -> None:
+def check_length(config: SftConfig, model_config: Any) -> None:
     """Refuse sequences longer than the model has positions for."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.max_length > limit:
