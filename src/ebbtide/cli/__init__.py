@@ -52,6 +52,7 @@ VERBS: dict[str, Verb] = {
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),
+    "plan": Verb(function="ebbtide.cli.plan:run", does="does it fit, and with what plan: from a model's config"),
     "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
     "doctor": Verb(
         function="ebbtide.cli.doctor:run", does="what this machine allows, what is wrong with it, and what to do"

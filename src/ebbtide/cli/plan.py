@@ -1,0 +1,37 @@
+"""``ebbtide plan``: read flags into the recipe's config, then hand over to the recipe."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+from ebbtide.cli.arguments import read_arguments
+
+RECIPE = "ebbtide_recipes.plan"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Say whether training fits on a device, and with what plan.
+
+    Args:
+        argv: The arguments after ``plan``.
+
+    Returns:
+        The exit code: 0, also where nothing fits.
+
+    Raises:
+        EbbtideError: Anything in the arguments or the model's config that cannot be used, or run on paper; no plan to
+            save that fits.
+    """
+    config = read_arguments(importlib.import_module(f"{RECIPE}.config").PlanConfig, argv, prog="ebbtide plan")
+    if config is None:
+        return 0
+    recipe = importlib.import_module(f"{RECIPE}.main")
+    result = recipe.main(config, say=partial(print, file=sys.stderr))
+    print(recipe.shown(result))
+    if config.out is not None:
+        saved = recipe.save(result, config.out)
+        print(saved, file=sys.stderr if config.json else sys.stdout)
+    return 0

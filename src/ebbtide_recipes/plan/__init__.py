@@ -1,0 +1,1 @@
+"""Recipe: does training fit on a device, and with what plan."""

@@ -1,0 +1,109 @@
+"""What ``ebbtide plan`` can be told. No torch here: the command line reads this module for ``--help``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ebbtide.base.checks import check_fields
+from ebbtide.base.errors import ConfigError
+from ebbtide.base.units import parse_size
+from ebbtide.config import Auto
+from ebbtide_recipes.sft.config import SftConfig
+
+UNSUPPORTED: Mapping[str, str] = {
+    "dataset": "no data is read: every sequence is taken to be --max_length tokens long",
+    "packing": "every sequence is taken to be --max_length tokens long, as packing makes them",
+    "activation_cpu_offload": "leave it out: the table has a row with it and rows without",
+    "gradient_checkpointing": "leave it out: the table has a row with it and rows without",
+    "policy": "leave it out: the table has a row for each",
+    "fsdp_strategy": "--gpus above 1 means full_shard",
+    "nproc_per_node": "the flag is --gpus here",
+    "bf16": "mixed precision cannot be planned yet; --torch_dtype bfloat16 has bfloat16 weights too",
+    "fp16": "mixed precision cannot be planned yet; --torch_dtype bfloat16 is as large",
+    "adapters": "--train_type lora with the same --lora_rank and --target_modules is as large",
+    "adapter_config": "--train_type lora is the kind of adapter that can be planned",
+}
+"""Flags that ``sft`` has and that mean nothing here, or nothing yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Say whether training fits on a device, and with what plan, before any step: from the model's config alone.
+
+    No weights are read, and no GPU is needed: the model runs once on paper. Without --gpu the machine is this one,
+    measured now. The optimizer is AdamW, as in `ebbtide sft`.
+
+    Attributes:
+        model: Model to plan for: a folder with config.json, such a file, a hub name, or builtin:smollm2.
+        gpu: Device to plan for: h200, h100, a100, gh200, 4090, or a JSON file that describes a machine.
+        gpus: Devices to train on; with more than one, FSDP shards weights, gradients and optimizer state over all.
+        host_memory: Host memory of a node, such as 2TiB; left out, what the machine is known to have.
+        train_type: Train all weights (full), or low-rank adapters (lora).
+        lora_rank: Rank of the adapters.
+        target_modules: Module names that get adapters; all-linear takes every linear module but the head.
+        freeze_vit: Leave the vision part of a vision-language model as it is.
+        per_device_train_batch_size: Sequences in a micro-batch.
+        max_length: Tokens in a sequence.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
+        attn_impl: Attention implementation.
+        memory_budget: The peak to stay below, such as 40GiB; left out, nine tenths of the device's memory.
+        max_slowdown: How much slower a step of ebbtide auto may be; 0.05 is 5 %.
+        out: File to save the plan in that is to be taken; policy="plan.json" then starts with it.
+        json: Print the result as JSON.
+    """
+
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    aliases: ClassVar[Mapping[str, str]] = {"tuner_type": "train_type"}
+
+    model: str = "builtin:smollm2"
+    gpu: str | None = None
+    gpus: int = 1
+    host_memory: str | None = None
+    train_type: Literal["full", "lora", "qlora"] = "full"
+    lora_rank: int = 8
+    target_modules: tuple[str, ...] = ("all-linear",)
+    freeze_vit: bool = True
+    per_device_train_batch_size: int = 1
+    max_length: int = 1024
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    attn_impl: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    memory_budget: str | None = None
+    max_slowdown: float = 0.05
+    out: str | None = None
+    json: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.gpus < 1:
+            raise ConfigError(f"gpus is {self.gpus}", expected="1 or more", hint="1 is the default")
+        for name in ("gpu", "out"):
+            if getattr(self, name) is not None and not getattr(self, name).strip():
+                raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
+        if self.host_memory is not None:
+            parse_size(self.host_memory, name="host_memory")
+        if self.train_type == "qlora":
+            raise ConfigError(
+                "train_type is 'qlora'",
+                expected="full or lora: weights in 4 bits cannot be run on paper yet",
+                hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
+            )
+        Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
+        self.as_sft()
+
+    def as_sft(self) -> SftConfig:
+        """Return the config of the recipe that would train this.
+
+        Raises:
+            ConfigError: A value cannot be used there.
+        """
+        names = {field.name for field in dataclasses.fields(SftConfig)} - {"max_slowdown", "memory_budget"}
+        return SftConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names})
+
+    def without_effect(self) -> list[str]:
+        """Return the flags that were given but do nothing beside the others."""
+        idle = ("lora_rank", "target_modules") if self.train_type == "full" else ()
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return [name for name in idle if getattr(self, name) != defaults[name]]

@@ -1,0 +1,134 @@
+"""The recipe: a model from its config, its step on paper, and what every way to train it would take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError
+from ebbtide.base.extras import check_installed
+from ebbtide.base.units import format_size
+
+if TYPE_CHECKING:
+    from ebbtide.planner.machines import Machine
+    from ebbtide_recipes.plan.config import PlanConfig
+    from ebbtide_recipes.plan.result import Result
+
+
+def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
+    """Run the model's step on paper, once, and hold the ways to train side by side.
+
+    Args:
+        config: What to train, and on what.
+        say: Told flags that do nothing, and what takes seconds.
+
+    Raises:
+        EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be run on paper.
+    """
+    for name in config.without_effect():
+        say(f"--{name} has no effect here: train_type is {config.train_type}")
+    for package in ("transformers", "peft"):
+        check_installed(package, extra="recipes", use="the plan recipe")
+    from ebbtide.forecast import Job, forecast
+    from ebbtide.machine_here import machine_here
+    from ebbtide.planner.machines import machine_named
+    from ebbtide_recipes.plan import model
+    from ebbtide_recipes.plan.result import Result
+    from ebbtide_recipes.plan.ways import limits, ways
+
+    if config.out is not None:
+        model.check_file(config.out)
+    sft = config.as_sft()
+    model_config = model.read(sft)
+    if config.gpu is None:
+        say("measuring this machine, which takes seconds; --gpu names another")
+    machine = machine_here() if config.gpu is None else machine_named(config.gpu)
+    _check_ram(config, machine)
+    outline = model.outline(sft, model_config, _dtype(config, machine))
+    inputs, end = model.watch_inputs(outline.module)
+    try:
+        profile = forecast(outline.module, model.batch_of(sft), machine, job=Job(shards=config.gpus))
+    except EbbtideError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"a step of {config.model} cannot be run on paper ({type(error).__name__}: {said:.200})",
+            expected="a model that takes a batch of text alone, and decides nothing by what its tensors hold",
+            hint="`ebbtide compare sft` with a few real steps measures what this would have predicted",
+        ) from error
+    finally:
+        end()
+    room = limits(
+        machine, config.gpus, memory_budget=config.memory_budget, host_memory=config.host_memory, disk=is_cpu(machine)
+    )
+    known = inputs if len(inputs) == len(profile.blocks) else None
+    return Result(
+        config=config, outline=outline, machine=machine, profile=profile, room=room,
+        ways=ways(profile, known, room, config.max_slowdown),
+    )  # fmt: skip
+
+
+def shown(result: Result) -> str:
+    """Return the result as it is printed."""
+    from ebbtide_recipes.plan import page
+
+    return json.dumps(page.as_values(result), indent=1, allow_nan=False) if result.config.json else page.text(result)
+
+
+def save(result: Result, path: str) -> str:
+    """Save the plan of the way to take; where that is not ebbtide's, of the best way that is.
+
+    Args:
+        result: As ``main`` returned it.
+        path: The file.
+
+    Returns:
+        What was saved, in words.
+
+    Raises:
+        BudgetError: No plan fits.
+        DataError: The file cannot be written.
+    """
+    from ebbtide.planner import plan_for
+    from ebbtide.planner.table import table_plan
+    from ebbtide_recipes.plan.ways import best
+
+    way = best([way for way in result.ways if way.solution is not None])
+    if way is None or way.solution is None or way.policy is None:
+        raise BudgetError(
+            f"no plan was saved in {path!r}: none fits",
+            expected=f"a plan with a peak of at most {format_size(result.room.aim_bytes)}",
+            hint="shorter sequences, a smaller batch, --train_type lora or more --gpus take less memory",
+        )
+    table_plan(way.solution, plan_for(way.policy).name).save(Path(path).expanduser())
+    return f'saved    {path}, the plan of {way.name}: policy="{path}" starts with it'
+
+
+def is_cpu(machine: Machine) -> bool:
+    """Whether a machine's scarce memory is RAM; what is offloaded then waits on disk."""
+    return machine.name == "cpu"
+
+
+def _check_ram(config: PlanConfig, machine: Machine) -> None:
+    """Refuse what has no meaning where the scarce memory is RAM."""
+    if is_cpu(machine) and config.gpus > 1:
+        raise ConfigError(
+            f"gpus is {config.gpus} on a machine without an accelerator",
+            expected="1, or a machine with devices",
+            hint="name the device with --gpu, such as --gpu h200",
+        )
+    if is_cpu(machine) and config.host_memory is not None:
+        raise ConfigError(
+            "host_memory is given on a machine without an accelerator",
+            expected="a device whose memory is scarcer than the host's",
+            hint="leave --host_memory out: offloaded bytes go to disk here, or name the device with --gpu",
+        )
+
+
+def _dtype(config: PlanConfig, machine: Machine) -> str:
+    if config.torch_dtype != "auto":
+        return config.torch_dtype
+    return "float32" if is_cpu(machine) else "bfloat16"

@@ -1,0 +1,192 @@
+"""The model to plan for: from its config alone, on the meta device, with adapters where they are asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.extras import require
+from ebbtide.wrap import find_blocks
+from ebbtide_recipes.sft import adapters, models, smollm2
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from ebbtide_recipes.sft.config import SftConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outline:
+    """A model without weights, and what is known of it.
+
+    Attributes:
+        module: On meta.
+        dtype: Of its weights.
+        weights: How many numbers they are.
+        trained: How many of these are trained.
+        blocks: How many blocks of each kind it has, such as ``36 x Qwen3DecoderLayer``.
+        sees: Whether it takes images too.
+        experts: How many experts a block chooses from; 0: it has none.
+    """
+
+    module: nn.Module
+    dtype: str
+    weights: int
+    trained: int
+    blocks: str
+    sees: bool
+    experts: int
+
+
+def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
+    """Make a model's outline, with adapters where they are asked for.
+
+    Args:
+        config: Names the model's attention and its adapters.
+        found: As ``read`` returned it.
+        dtype: Of its weights.
+
+    Raises:
+        DataError: The config describes no model.
+        ConfigError: The attention implementation is not there; adapters that do not fit.
+    """
+    with _told():
+        model: nn.Module = models.outline_of(config, found, dtype)
+    sees = models.is_vision_language(found)
+    frozen = models.vision_parts(model, found) if sees and config.freeze_vit else []
+    if config.trains_adapters:
+        model = _with_adapters(config, found, dtype, frozen)
+    else:
+        for part in frozen:
+            model.get_submodule(part).requires_grad_(False)
+    kinds = Counter(type(block).__name__ for block, _ in find_blocks(model, None))
+    text = found.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return Outline(
+        module=model.train(),
+        dtype=dtype,
+        weights=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        sees=sees,
+        experts=next((n for name in names if (n := getattr(text, name, None))), 0),
+    )
+
+
+def batch_of(config: SftConfig) -> dict[str, torch.Tensor]:
+    """Return a batch of full sequences of text, each token to be learned."""
+    tokens = torch.ones(config.per_device_train_batch_size, config.max_length, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
+    """Note, for every block that runs from now on, the bytes of what it is called with.
+
+    Only tensors through which gradients come; where there are none, the largest: the first block's input under frozen
+    weights. All else (positions, masks) is shared by the blocks.
+
+    Args:
+        model: Its copies are watched too.
+
+    Returns:
+        The list that is filled, and what ends it.
+    """
+    seen: list[int] = []
+
+    def note(block: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        learned = {id(x): x.numel() * x.itemsize for x in given if x.requires_grad}
+        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in given), default=0))
+
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in find_blocks(model, None)]
+
+    def end() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return seen, end
+
+
+def read(config: SftConfig) -> PreTrainedConfig:
+    """Read the model's own config; nothing else is read or fetched.
+
+    Args:
+        config: Names the model: a folder, a file, a hub name or a built-in name.
+
+    Raises:
+        DataError: It cannot be found or read.
+        ConfigError: Sequences are longer than the model allows; the weights are quantised.
+    """
+    path = Path(config.model).expanduser()
+    with _told():
+        if not path.is_file():
+            models.check(config.model)
+        return _checked(config, _found(config, path))
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Say of a model that cannot be made what is needed here, which is less than for training."""
+    try:
+        yield
+    except DataError as error:
+        near = error.hint if "did you mean" in error.hint else ""
+        raise DataError(
+            error.found,
+            expected=f"a folder with config.json, such a file, a hub name, or one of {', '.join(models.BUILTIN)}",
+            hint=near or "the config.json of a text or vision-language model is enough; no weights are read",
+        ) from error
+
+
+def _found(config: SftConfig, path: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    with models.told(config):
+        if config.model in models.BUILTIN:
+            return AutoConfig.for_model(**smollm2.SHAPE)
+        return AutoConfig.from_pretrained(str(path) if path.exists() else config.model, trust_remote_code=False)
+
+
+def _checked(config: SftConfig, found: PreTrainedConfig) -> PreTrainedConfig:
+    models.check_length(config, found)
+    if getattr(found, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"the weights of {config.model} are quantised already",
+            expected="a model with weights in a floating-point type",
+            hint="plan for the model they were made of, which takes more memory",
+        )
+    return found
+
+
+def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, frozen: list[str]) -> nn.Module:
+    """Return the model with the adapters that training would put on it, all on meta."""
+    peft = require("peft", extra="recipes", use="--train_type lora")
+    with warnings.catch_warnings():
+        # What PEFT asks transformers under a name that has another one by now; nothing the user can change.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
+        # Trying the adapters puts them on the outline they are tried on.
+        made = adapters.chosen(config, models.outline_of(config, found, dtype), without=frozen)
+        with torch.device("meta"):
+            return peft.get_peft_model(models.outline_of(config, found, dtype), made)
+
+
+def check_file(path: str) -> None:
+    """Refuse a place for the plan that cannot be written, before the model is run on paper.
+
+    Raises:
+        DataError: It cannot be.
+    """
+    target = Path(path).expanduser()
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
+        raise DataError(f"out {path!r} {what}", expected="a file in an existing folder", hint="such as --out plan.json")

@@ -1,0 +1,237 @@
+"""What ``ebbtide plan`` says: a page for people, and values for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from ebbtide.base.units import format_size, parse_size
+from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
+from ebbtide.planner.table import table_plan
+from ebbtide.report.table import ABSENT, Table
+from ebbtide.report.text import grid
+from ebbtide_recipes.plan.result import Result
+from ebbtide_recipes.plan.ways import ROOM, Way
+from ebbtide_recipes.sft.config import SftConfig
+
+SCHEMA = 1
+"""Of what ``--json`` prints."""
+
+LEFT_OUT = (
+    "fragmentation of device memory",
+    "what libraries hold of it",
+    "communication between ranks",
+    "kernels below their best rates",
+    "waiting for data",
+)
+"""What a prediction knows nothing of."""
+
+_FLAGS = (
+    "model", "train_type", "lora_rank", "target_modules", "freeze_vit", "per_device_train_batch_size", "max_length",
+    "torch_dtype", "attn_impl",
+)  # fmt: skip
+"""Flags that plan and sft share."""
+
+
+def text(result: Result) -> str:
+    """Write the page for people."""
+    lines = [f"model    {_model(result)}", f"machine  {_machine(result)}", ""]
+    lines += [*grid(_table(result)), ""]
+    lines += [f"{way.name}: {way.problem}" for way in result.ways if way.problem]
+    lines += [*_take(result), "", "predicted, not measured: the step was run on paper. Left out: " + LEFT_OUT[0] + ","]
+    lines += [", ".join(LEFT_OUT[1:]) + "."]
+    return "\n".join(lines + _notes(result))
+
+
+def as_values(result: Result) -> dict[str, Any]:
+    """Return what was found as values for JSON; absent knowledge is None."""
+    take, outline, room = result.take, result.outline, result.room
+    return {
+        "schema": SCHEMA,
+        "ebbtide": _version(),
+        "predicted": True,
+        "model": {
+            "name": result.config.model,
+            "weights": outline.weights,
+            "trained": outline.trained,
+            "dtype": outline.dtype,
+            "blocks": len(result.profile.blocks),
+            "tokens": result.config.per_device_train_batch_size * result.config.max_length,
+        },
+        "machine": dataclasses.asdict(result.machine),
+        "gpus": result.config.gpus,
+        "ranks_on_a_node": room.ranks,
+        "aim_bytes": room.aim_bytes,
+        "host_bytes": room.host_bytes,
+        "plain_step_seconds": result.profile.step_seconds,
+        "ways": [_way_values(result, way) for way in result.ways],
+        "take": None if take is None else take.name,
+        "left_out": list(LEFT_OUT),
+        "notes": _notes(result),
+    }
+
+
+def _way_values(result: Result, way: Way) -> dict[str, Any]:
+    known = way.peak_bytes is not None
+    plan = None if way.solution is None else table_plan(way.solution, way.name).predicted
+    return {
+        "name": way.name,
+        "peak_bytes": way.peak_bytes,
+        "fits": way.fits,
+        "step_ratio": way.step_ratio,
+        "offloaded_bytes_a_rank": way.offloaded_bytes if known else None,
+        "offloaded_bytes_a_node": way.offloaded_bytes * result.room.ranks if known else None,
+        "fits_host": way.fits_host if known and result.room.host_bytes is not None else None,
+        "plan": None if plan is None else {slot: getattr(plan, slot) for slot in type(plan).__dataclass_fields__},
+        "problem": way.problem or None,
+        "command": command(result, way) if known else None,
+    }
+
+
+def command(result: Result, way: Way) -> str:
+    """Return the command line that trains this way."""
+    config, defaults = result.config, {field.name: field.default for field in dataclasses.fields(SftConfig)}
+    words = ["ebbtide", "sft"]
+    flags: list[tuple[str, str]] = []
+    for name in _FLAGS:
+        value = result.outline.dtype if name == "torch_dtype" else getattr(config, name)
+        if name in ("model", "max_length", "torch_dtype") or (
+            value != defaults[name] and name not in config.without_effect()
+        ):
+            flags.append((name, " ".join(value) if isinstance(value, tuple) else str(value)))
+    if config.gpus > 1:
+        nodes = math.ceil(config.gpus / result.machine.devices)
+        if nodes > 1:
+            words = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(result.room.ranks), "-m", *words]
+        else:
+            flags.append(("nproc_per_node", str(config.gpus)))
+        flags.append(("fsdp_strategy", "full_shard"))
+    flags += _mode_flags(way)
+    for name, value in flags:
+        words += [f"--{name}", *(value.split() if name == "target_modules" else [shlex.quote(value)])]
+    return " ".join(words)
+
+
+def _mode_flags(way: Way) -> list[tuple[str, str]]:
+    on = ("activation_cpu_offload", "true")
+    match way.policy:
+        case None:
+            return [("gradient_checkpointing", "true")]
+        case Minimal():
+            return [on, ("gradient_checkpointing", "true")]
+        case Offload():
+            return [on, ("policy", "offload")]
+        case Auto(memory_budget=None, max_slowdown=slowdown):
+            return [on, ("max_slowdown", f"{slowdown:g}")]
+        case Auto(memory_budget=budget):
+            return [on, ("memory_budget", _size(budget))]
+        case _:
+            return []
+
+
+def _in_python(policy: Policy) -> str:
+    match policy:
+        case Auto(memory_budget=None, max_slowdown=slowdown):
+            said = f"ebbtide.Auto(max_slowdown={slowdown:g})"
+        case Auto(memory_budget=budget):
+            said = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
+        case _:
+            said = f"ebbtide.{type(policy).__name__}()"
+    return f"ebbtide.enable_activation_offloading(model, policy={said})"
+
+
+def _size(size: str | int | None) -> str:
+    """Write a size as a flag takes it: in MiB, rounded down, so that it is never more than was asked for."""
+    nbytes = parse_size(size or 0, name="memory_budget")
+    return f"{nbytes >> 20}MiB" if nbytes >= 1 << 24 else str(nbytes)
+
+
+def _model(result: Result) -> str:
+    outline, config = result.outline, result.config
+    trained = "all trained" if outline.trained == outline.weights else f"{_count(outline.trained)} of them trained"
+    experts = f", {outline.experts} experts" if outline.experts else ""
+    return (
+        f"{config.model}: {_count(outline.weights)} weights ({outline.dtype}; {trained}), {outline.blocks}{experts}; "
+        f"{config.per_device_train_batch_size} x {config.max_length} tokens a device"
+    )
+
+
+def _machine(result: Result) -> str:
+    machine, room = result.machine, result.room
+    if room.host_bytes is None:
+        return f"this one, without an accelerator: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
+    lines = f"{machine.name}: {format_size(machine.memory_bytes)} a device"
+    lines += f", {format_size(room.host_bytes)} of host memory a node for offloaded bytes"
+    gpus = result.config.gpus
+    return lines + (f"; FSDP over {gpus} devices, {room.ranks} a node" if gpus > 1 else "; 1 device")
+
+
+def _table(result: Result) -> Table:
+    room = result.room
+    place = "disk" if room.host_bytes is None else "host"
+    columns = ["way", "peak", f"fits {format_size(room.aim_bytes)}", "step / plain", f"{place}, a rank"]
+    columns += ["a node", "fits"] if room.host_bytes is not None else []
+    rows: list[tuple[str, ...]] = []
+    for way in result.ways:
+        if way.peak_bytes is None or way.step_ratio is None:
+            rows.append((way.name, *[ABSENT] * (len(columns) - 1)))
+            continue
+        cells = [way.name, format_size(way.peak_bytes), way.fits, f"×{way.step_ratio:.2f}"]
+        moved = way.offloaded_bytes
+        cells.append(format_size(moved) if moved else ABSENT)
+        if room.host_bytes is not None:
+            cells += [format_size(moved * room.ranks), "yes" if way.fits_host else "no"] if moved else [ABSENT, ABSENT]
+        rows.append(tuple(cells))
+    return Table(columns=tuple(columns), rows=tuple(rows))
+
+
+def _take(result: Result) -> list[str]:
+    way = result.take
+    if way is None:
+        least = min((w for w in result.ways if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
+        line = f"take     nothing, for none of these fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
+        told = any(w.problem for w in result.ways)
+        what = "shorter sequences, a smaller batch, --train_type lora or more --gpus take less memory"
+        return [f"{line} ({least.name})"] if told else [f"{line} ({least.name})", f"hint: {what}"]
+    lines = [f"take     {way.name}"]
+    if way.fits == "barely":
+        lines[0] += f", which barely fits: above {ROOM:.0%} of the device's memory, and not all of it is predicted"
+    if isinstance(way.policy, Keep):
+        lines[0] += ": everything that is saved fits, and nothing needs to be offloaded"
+    lines.append(f"         {command(result, way)} --dataset YOURS")
+    if way.policy is not None and not isinstance(way.policy, Keep):
+        lines.append(f"         {_in_python(way.policy)}")
+    return lines
+
+
+def _notes(result: Result) -> list[str]:
+    """Say what of this model and machine is simplified."""
+    lines: list[str] = []
+    if result.outline.sees:
+        lines.append("The batch is text alone: what images take, in the vision part and as tokens, comes on top.")
+    if result.outline.experts:
+        lines.append("Experts are taken to get equally many tokens; where one gets more, its part takes longer.")
+    if result.room.host_bytes is None:
+        lines.append("What Python and the libraries take, up to a GiB, comes on top.")
+    elif result.config.gpu is not None and not result.config.gpu.endswith(".json"):
+        lines.append(
+            "Rates of the device are the best that others measured: a real step is longer, ratios hold better."
+        )
+    return lines
+
+
+def _count(number: int) -> str:
+    for size, word in ((1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(number)
+
+
+def _version() -> str | None:
+    try:
+        return version("ebbtide")
+    except PackageNotFoundError:
+        return None

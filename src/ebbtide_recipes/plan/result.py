@@ -1,0 +1,38 @@
+"""What ``ebbtide plan`` found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ebbtide.planner.machines import Machine
+from ebbtide.planner.profile import Profile
+from ebbtide_recipes.plan.config import PlanConfig
+from ebbtide_recipes.plan.model import Outline
+from ebbtide_recipes.plan.ways import Limits, Way, best
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was found.
+
+    Attributes:
+        config: What was asked.
+        outline: The model.
+        machine: Where it is to be trained.
+        profile: Its step that keeps everything, on paper.
+        room: What there is to fit into.
+        ways: What each way to train would take.
+    """
+
+    config: PlanConfig
+    outline: Outline
+    machine: Machine
+    profile: Profile
+    room: Limits
+    ways: Sequence[Way]
+
+    @property
+    def take(self) -> Way | None:
+        """The way to take; None: none fits."""
+        return best(self.ways)

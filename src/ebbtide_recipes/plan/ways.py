@@ -1,0 +1,165 @@
+"""The ways to train, side by side: what each would take, whether it fits, and which one to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ebbtide.base.errors import BudgetError
+from ebbtide.base.units import format_size, parse_size
+from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
+from ebbtide.measuring import solution_for
+from ebbtide.planner.checkpointing import rerun_blocks
+from ebbtide.planner.machines import Machine
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.solve import Solution, keep_everything
+from ebbtide.store.share import share_of
+
+ROOM = 0.9
+"""Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
+
+ALIKE = 0.005
+"""Ways whose steps differ by less than this part of plain's are equally fast."""
+
+Fits = Literal["yes", "barely", "no"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What there is to fit into.
+
+    Attributes:
+        device_bytes: Memory of a device.
+        budget_bytes: The peak that the user wants to stay below; None: none was named.
+        host_bytes: Of a node's memory, what its ranks may take together; None: offloaded bytes go to disk.
+        ranks: Ranks on a node.
+    """
+
+    device_bytes: int
+    budget_bytes: int | None
+    host_bytes: int | None
+    ranks: int
+
+    @property
+    def aim_bytes(self) -> int:
+        """The peak to stay below."""
+        return self.budget_bytes or int(ROOM * self.device_bytes)
+
+    def fits_device(self, peak_bytes: int) -> Fits:
+        """Say whether a peak fits; barely: into the device, but not into nine tenths of it."""
+        if peak_bytes <= min(self.aim_bytes, self.device_bytes):
+            return "yes" if peak_bytes <= ROOM * self.device_bytes else "barely"
+        return "barely" if self.budget_bytes is None and peak_bytes <= self.device_bytes else "no"
+
+    def fits_host(self, rank_bytes: int) -> bool:
+        """Say whether what each rank offloads fits into the node's memory."""
+        return self.host_bytes is None or rank_bytes * self.ranks <= self.host_bytes
+
+
+def limits(machine: Machine, gpus: int, *, memory_budget: str | None, host_memory: str | None, disk: bool) -> Limits:
+    """Return what there is to fit into.
+
+    Args:
+        machine: The node.
+        gpus: Ranks on all nodes.
+        memory_budget: The peak that the user wants to stay below.
+        host_memory: Of a node; None: what the machine says.
+        disk: Whether offloaded bytes go to disk.
+    """
+    ranks = min(gpus, machine.devices)
+    host = machine.host_memory_bytes if host_memory is None else parse_size(host_memory, name="host_memory")
+    return Limits(
+        device_bytes=machine.memory_bytes,
+        budget_bytes=None if memory_budget is None else parse_size(memory_budget, name="memory_budget"),
+        host_bytes=None if disk else share_of(host, host, 1),
+        ranks=ranks,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        name: As the table calls it.
+        policy: Of ebbtide; None: ebbtide has no part in it.
+        peak_bytes: Most device memory of a rank; None: there is no such plan.
+        step_ratio: Its step, relative to plain's.
+        offloaded_bytes: Of a rank.
+        fits: Whether the peak fits.
+        fits_host: Whether what is offloaded fits.
+        solution: What ebbtide would do; None: no plan is made.
+        problem: Why there is no such plan.
+    """
+
+    name: str
+    policy: Policy | None
+    peak_bytes: int | None = None
+    step_ratio: float | None = None
+    offloaded_bytes: int = 0
+    fits: Fits = "no"
+    fits_host: bool = True
+    solution: Solution | None = None
+    problem: str = ""
+
+
+def ways(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_slowdown: float) -> list[Way]:
+    """Return what each way would take.
+
+    Args:
+        profile: The step that keeps everything.
+        input_bytes: What each executed block is called with; None: not known.
+        room: What there is to fit into.
+        max_slowdown: For ebbtide auto.
+    """
+    plain = keep_everything(profile)
+    found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, input_bytes, room)]
+    found += [_ebbtide("ebbtide minimal", Minimal(), profile, room)]
+    found += [_ebbtide("ebbtide offload", Offload(), profile, room)]
+    slow = Auto(max_slowdown=max_slowdown)
+    found += [_ebbtide(f"ebbtide auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
+    if room.budget_bytes is not None or plain.peak_bytes > room.aim_bytes:
+        name = f"ebbtide auto, within {format_size(room.aim_bytes)}"
+        found += [_ebbtide(name, Auto(memory_budget=room.aim_bytes), profile, room)]
+    return found
+
+
+def best(found: Sequence[Way]) -> Way | None:
+    """Return the way to take: of those that fit, the fastest; of equally fast ones plain, then the lowest peak."""
+    for degrees in (("yes",), ("yes", "barely")):
+        fitting = [way for way in found if way.fits in degrees and way.fits_host]
+        if fitting:
+            least = min(way.step_ratio or 0.0 for way in fitting)
+            alike = [way for way in fitting if (way.step_ratio or 0.0) <= least + ALIKE]
+            return next((way for way in alike if way.name == "plain"), min(alike, key=lambda way: way.peak_bytes or 0))
+    return None
+
+
+def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
+    try:
+        solution = solution_for(policy, profile)
+    except BudgetError as error:
+        return Way(name=name, policy=policy, problem=f"there is no such plan: {error.expected}\nhint: {error.hint}")
+    predicted = solution.predicted
+    return Way(
+        name=name,
+        policy=policy,
+        peak_bytes=predicted.peak_bytes,
+        step_ratio=predicted.step_seconds / profile.step_seconds,
+        offloaded_bytes=predicted.offloaded_bytes,
+        fits=room.fits_device(predicted.peak_bytes),
+        fits_host=room.fits_host(predicted.offloaded_bytes),
+        solution=solution,
+    )
+
+
+def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Way:
+    rerun = rerun_blocks(profile, input_bytes)
+    return Way(
+        name="checkpointing",
+        policy=None,
+        peak_bytes=rerun.peak_bytes,
+        step_ratio=1 + rerun.overhead_seconds / profile.step_seconds,
+        fits=room.fits_device(rerun.peak_bytes),
+    )

@@ -1,0 +1,72 @@
+"""``ebbtide plan`` as a command: what goes where, and what it exits with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ebbtide.cli as cli
+
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return str(tmp_path)
+
+
+def test_what_is_printed_for_programs_is_json_alone(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "plan.json")
+    line = ["plan", "--model", model, "--gpu", "h200", "--max-length", "1024", "--json", "true", "--out", out]
+    assert cli.main([*line, "--lora_rank", "4"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["take"] == "plain"
+    assert "--lora_rank has no effect here" in shown.err
+    assert f"saved    {out}, the plan of plain" in shown.err
+    assert json.loads(Path(out).read_text())["name"] == "keep"
+
+
+def test_what_is_printed_for_people_names_each_way(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--model", model, "--gpu", "h200", "--max_length", "1024"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    rows = [line.split("  ")[0] for line in shown.out.splitlines()]
+    assert {"way", "plain", "checkpointing", "ebbtide minimal", "ebbtide offload"} <= set(rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--gpu", "h20"], "machine is 'h20'; expected one of h200, h100"),
+        (["--dataset", "x"], "hint: no data is read"),
+        (["--gups", "8"], "did you mean 'gpus'"),
+        (["--gpus", "many"], "--gpus is 'many'; expected an integer"),
+        (["--train_type", "qlora"], "expected full or lora"),
+        (["--policy", "minimal"], "hint: leave it out: the table has a row for each"),
+    ],
+)
+def test_bad_input_is_refused_with_a_hint(
+    model: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "--model", model, *flags]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "hint: " in shown.err
+    assert shown.out == ""
+
+
+def test_help_imports_neither_torch_nor_transformers() -> None:
+    code = "import sys; from ebbtide.cli import main; main(['plan', '--help']); " + (
+        "sys.exit(bool({'torch', 'transformers', 'peft'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

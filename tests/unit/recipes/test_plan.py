@@ -1,0 +1,387 @@
+"""What training would take: the model from its config, the ways side by side, what is said of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.base.errors import BudgetError, ConfigError, DataError
+from ebbtide.config import Auto
+from ebbtide.planner.machines import MACHINES
+from ebbtide.planner.table import load_plan
+from ebbtide_recipes.plan import main as recipe
+from ebbtide_recipes.plan import model, page
+from ebbtide_recipes.plan.config import PlanConfig
+from ebbtide_recipes.plan.result import Result
+from ebbtide_recipes.plan.ways import Limits, Way, best, limits
+from ebbtide_recipes.sft import adapters, models, smollm2
+from ebbtide_recipes.sft.config import SftConfig
+
+GIB = 1024**3
+QWEN = {
+    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = "small.json"
+"""A machine that is small enough for a small model to be too large."""
+
+Write = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Write:
+    def written(**changes: Any) -> str:
+        folder = tmp_path_factory.mktemp("model")
+        (folder / "config.json").write_text(json.dumps({**QWEN, **changes}))
+        return str(folder)
+
+    return written
+
+
+@pytest.fixture(scope="module")
+def qwen(write: Write) -> str:
+    return write()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], str]:
+    def machine(mebibytes: float) -> str:
+        path = tmp_path_factory.mktemp("machine") / SMALL
+        here = dataclasses.replace(MACHINES["h200"], name="small", memory_bytes=int(mebibytes * 2**20))
+        here.save(path)
+        return str(path)
+
+    return machine
+
+
+def found(model: str, **changes: Any) -> Result:
+    return recipe.main(PlanConfig(**{"model": model, "gpu": "h200", "max_length": 512, **changes}))
+
+
+@pytest.fixture(scope="module")
+def result(qwen: str) -> Result:
+    return found(qwen, max_length=1024)
+
+
+def named(result: Result, name: str) -> Way:
+    return next(way for way in result.ways if way.name.startswith(name))
+
+
+# The ways
+
+
+def test_every_way_has_a_row_in_this_order(result: Result) -> None:
+    assert [way.name for way in result.ways] == [
+        "plain", "checkpointing", "ebbtide minimal", "ebbtide offload", "ebbtide auto, at most 5 % slower",
+    ]  # fmt: skip
+
+
+def test_plain_is_the_measure_of_all(result: Result) -> None:
+    plain = named(result, "plain")
+    assert plain.step_ratio == pytest.approx(1)
+    assert plain.offloaded_bytes == 0
+    assert max(way.peak_bytes or 0 for way in result.ways) == plain.peak_bytes
+
+
+def test_checkpointing_keeps_the_inputs_and_runs_every_block_again(result: Result) -> None:
+    way, profile = named(result, "checkpointing"), result.profile
+    assert way.step_ratio == pytest.approx(1 + profile.forward_seconds / profile.step_seconds)
+    inputs = 4 * 1024 * 64 * 2  # four blocks, 1024 tokens, hidden size 64, bfloat16
+    assert (way.peak_bytes or 0) <= inputs + max(b.saved_bytes for b in profile.blocks) + max(
+        [profile.turn_beside_bytes, *(b.backward_beside_bytes for b in profile.blocks)]
+    )
+    assert (way.peak_bytes or 0) >= inputs + profile.turn_beside_bytes
+
+
+def test_what_fits_plainly_is_trained_plainly(result: Result) -> None:
+    assert result.take is named(result, "plain")
+    assert "take     plain: everything that is saved fits" in page.text(result)
+
+
+def test_what_does_not_fit_plainly_gets_a_budget_of_nine_tenths(qwen: str, small: Callable[[float], str]) -> None:
+    plain = named(found(qwen, max_length=1024), "plain").peak_bytes or 0
+    tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
+    way = tight.ways[-1]
+    assert named(tight, "plain").fits == "barely"
+    assert isinstance(way.policy, Auto)
+    assert way.policy.memory_budget == int(0.9 * tight.machine.memory_bytes)
+    assert way.fits == "yes"
+    assert tight.take is not None
+    assert tight.take.policy is not None
+    assert "--activation_cpu_offload true" in page.text(tight)
+    assert f"--memory_budget {int(0.9 * tight.machine.memory_bytes) >> 20}MiB" in page.command(tight, way)
+
+
+def test_where_nothing_fits_it_says_what_the_least_is(qwen: str, small: Callable[[float], str], tmp_path: Path) -> None:
+    none = found(qwen, gpu=small(1))
+    text = page.text(none)
+    assert none.take is None
+    assert "there is no such plan: at least " in text
+    assert "hint: that peak is in " in text
+    assert "take     nothing, for none of these fits; the lowest peak is " in text
+    with pytest.raises(BudgetError, match="no plan was saved in 'plan.json': none fits"):
+        recipe.save(none, "plan.json")
+
+
+def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
+    peak = named(found(qwen), "plain").peak_bytes or 0
+    asked = found(qwen, memory_budget=str(int(peak * 0.97)))
+    assert named(asked, "plain").fits == "no"
+    assert asked.ways[-1].fits == "yes"
+    assert asked.take is not None
+    assert (asked.take.peak_bytes or 0) <= int(peak * 0.97)
+
+
+def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
+    one, eight = found(qwen), found(qwen, gpus=8, host_memory="1GiB")
+    assert (named(eight, "plain").peak_bytes or 0) < (named(one, "plain").peak_bytes or 0)
+    assert eight.room.ranks == 8
+    moved = named(eight, "ebbtide offload").offloaded_bytes
+    values = page.as_values(eight)["ways"][3]
+    assert values["offloaded_bytes_a_node"] == 8 * moved > 0
+    assert "--nproc_per_node 8 --fsdp_strategy full_shard" in values["command"]
+
+
+def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
+    wide = dataclasses.replace(
+        result,
+        config=dataclasses.replace(result.config, gpus=16),
+        room=dataclasses.replace(result.room, ranks=8),
+    )
+    assert page.command(wide, wide.ways[0]).startswith("torchrun --nnodes 2 --nproc_per_node 8 -m ebbtide sft ")
+
+
+def limit(*, device: int = 100, budget: int | None = None, host: int | None = 1000, ranks: int = 1) -> Limits:
+    return Limits(device_bytes=device, budget_bytes=budget, host_bytes=host, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("room", "peak", "fits"),
+    [
+        (limit(), 90, "yes"),
+        (limit(), 91, "barely"),
+        (limit(), 101, "no"),
+        (limit(budget=50), 50, "yes"),
+        (limit(budget=50), 51, "no"),
+        (limit(budget=95), 95, "barely"),
+        (limit(budget=200), 101, "no"),
+    ],
+)
+def test_what_fits(room: Limits, peak: int, fits: str) -> None:
+    assert room.fits_device(peak) == fits
+
+
+def test_ranks_of_a_node_share_its_host_memory() -> None:
+    assert limit(ranks=8).fits_host(125)
+    assert not limit(ranks=8).fits_host(126)
+    assert limit(host=None).fits_host(10**15)
+    of_two_nodes = limits(MACHINES["h100"], 16, memory_budget=None, host_memory="2TiB", disk=False)
+    assert of_two_nodes.ranks == 8
+    assert of_two_nodes.host_bytes == 2048 * GIB - 8 * GIB
+
+
+def way(name: str, peak: int, ratio: float, *, fits: Any = "yes", host: bool = True) -> Way:
+    return Way(name=name, policy=None, peak_bytes=peak, step_ratio=ratio, fits=fits, fits_host=host)
+
+
+def test_the_fastest_that_fits_is_taken() -> None:
+    slow, fast, full = way("slow", 10, 1.2), way("fast", 80, 1.03), way("full", 120, 1.0, fits="no")
+    assert best([slow, fast, full]) is fast
+    assert best([slow, way("fast", 80, 1.03, host=False), full]) is slow
+    assert best([full]) is None
+
+
+def test_of_equally_fast_ways_plain_comes_first_then_the_lowest_peak() -> None:
+    plain, small, large = way("plain", 90, 1.0), way("small", 10, 1.004), way("large", 50, 1.0)
+    assert best([plain, large, small]) is plain
+    assert best([large, small]) is small
+
+
+def test_a_way_that_barely_fits_is_the_last_resort() -> None:
+    fast, slow = way("fast", 95, 1.0, fits="barely"), way("slow", 10, 1.5)
+    assert best([fast, slow]) is slow
+    assert best([fast]) is fast
+
+
+# What is said
+
+
+def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
+    text = page.text(result)
+    assert text.startswith("model    ")
+    assert "(bfloat16; all trained), 4 x Qwen3DecoderLayer; 1 x 1024 tokens a device" in text
+    assert "\nmachine  h200: 139.0 GiB a device" in text
+    assert "predicted, not measured: the step was run on paper. Left out: fragmentation" in text
+
+
+def test_values_for_programs_are_json(result: Result) -> None:
+    values = json.loads(json.dumps(page.as_values(result), allow_nan=False))
+    assert values["predicted"] is True
+    assert values["take"] == "plain"
+    assert values["model"]["tokens"] == 1024
+    assert [way["name"] for way in values["ways"]] == [way.name for way in result.ways]
+    assert recipe.shown(dataclasses.replace(result, config=dataclasses.replace(result.config, json=True))) == (
+        json.dumps(values, indent=1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("checkpointing", "--gradient_checkpointing true"),
+        ("ebbtide minimal", "--activation_cpu_offload true --gradient_checkpointing true"),
+        ("ebbtide offload", "--activation_cpu_offload true --policy offload"),
+        ("ebbtide auto", "--activation_cpu_offload true --max_slowdown 0.05"),
+    ],
+)
+def test_the_command_line_trains_that_way(result: Result, name: str, flags: str) -> None:
+    line = page.command(result, named(result, name))
+    assert line == f"ebbtide sft --model {result.config.model} --max_length 1024 --torch_dtype bfloat16 {flags}"
+
+
+def test_the_plan_that_is_saved_is_the_one_to_take(qwen: str, small: Callable[[float], str], tmp_path: Path) -> None:
+    plain = named(found(qwen, max_length=1024), "plain").peak_bytes or 0
+    tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
+    path = tmp_path / "plan.json"
+    said = recipe.save(tight, str(path))
+    assert tight.take is not None
+    assert f"the plan of {tight.take.name}" in said
+    plan = load_plan(path)
+    assert plan.predicted.peak_bytes == tight.take.peak_bytes
+    assert {name for name, _ in plan.actions} == {f"model.layers.{i}" for i in range(4)}
+
+
+# The model
+
+
+def test_only_a_config_is_needed_and_a_file_will_do(qwen: str, result: Result) -> None:
+    outline = found(f"{qwen}/config.json", max_length=1024).outline
+    assert outline.weights == result.outline.weights == sum(p.numel() for p in outline.module.parameters())
+    assert all(p.is_meta for p in outline.module.parameters())
+
+
+def test_the_builtin_models_shape_is_known_without_its_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "make", lambda: pytest.fail("weights are made"))
+    config = model.read(SftConfig())
+    assert sum(p.numel() for p in models.outline_of(SftConfig(), config).parameters()) == 134_515_008
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # PEFT's, where training puts them on
+def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
+    config = SftConfig(model=qwen, train_type="lora", lora_rank=4, target_modules=("q_proj", "v_proj"))
+    read = model.read(config)
+    ours = model.outline(config, read, "bfloat16")
+    theirs = models.outline_of(config, read, "bfloat16")
+    trained = adapters.put_on(theirs, adapters.chosen(config, models.outline_of(config, read, "bfloat16")), config)
+
+    def shapes(module: nn.Module) -> dict[str, Any]:
+        return {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
+
+    assert shapes(ours.module) == shapes(trained)
+    assert 0 < ours.trained < ours.weights
+    assert all(p.is_meta for p in ours.module.parameters())
+
+
+def test_adapters_take_less_than_full_training(qwen: str) -> None:
+    full, lora = found(qwen), found(qwen, train_type="lora")
+    assert (named(lora, "ebbtide minimal").peak_bytes or 0) < (named(full, "ebbtide minimal").peak_bytes or 0)
+    assert "--train_type lora" in page.text(lora)
+
+
+def test_experts_can_be_run_on_paper(write: Write) -> None:
+    moe = write(model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    text = page.text(found(moe))
+    assert "4 x Qwen3MoeDecoderLayer, 4 experts" in text
+    assert "Experts are taken to get equally many tokens" in text
+
+
+def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
+    module = models.outline_of(SftConfig(model=qwen), model.read(SftConfig(model=qwen)), "float32")
+    seen, end = model.watch_inputs(module)
+    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"))
+    end()
+    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"))
+    assert seen == [2 * 16 * 64 * 4] * 4
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpus": 0}, "gpus is 0; expected 1 or more"),
+        ({"gpu": " "}, "gpu is empty"),
+        ({"host_memory": "lots"}, "host_memory is 'lots'"),
+        ({"memory_budget": "0"}, "memory_budget is '0'"),
+        ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
+        ({"max_length": 1}, "max_length is 1; expected 2 or more"),
+        ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more"),
+        ({"train_type": "qlora"}, "train_type is 'qlora'; expected full or lora: weights in 4 bits"),
+    ],
+)
+def test_values_that_make_no_plan_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        PlanConfig(**changes)
+    assert str(caught.value).startswith(said)
+    assert caught.value.hint
+
+
+def test_a_model_that_cannot_be_made_says_what_is_needed(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text('{"a": ')
+    for name in (str(tmp_path), str(tmp_path / "file.json"), write(model_type="nonsense"), write(model_type="t5")):
+        with pytest.raises(DataError) as caught:
+            found(name)
+        assert "expected a folder with config.json, such a file, a hub name, or one of " in str(caught.value)
+        assert caught.value.hint == "the config.json of a text or vision-language model is enough; no weights are read"
+
+
+def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(write: Write) -> None:
+    with pytest.raises(ConfigError, match="are quantised already"):
+        found(write(quantization_config={"quant_method": "gptq", "bits": 4}))
+    with pytest.raises(ConfigError, match="max_length is 5000; expected at most 4096"):
+        found(write(), max_length=5000)
+
+
+def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "none" / "plan.json"):
+        with pytest.raises(DataError, match="expected a file in an existing folder"):
+            recipe.main(PlanConfig(model="/nowhere", gpu="h200", out=str(path)))
+
+
+def test_what_has_no_effect_is_said(qwen: str) -> None:
+    said: list[str] = []
+    recipe.main(PlanConfig(model=qwen, gpu="h200", max_length=512, lora_rank=4), said.append)
+    assert said == ["--lora_rank has no effect here: train_type is full"]
+
+
+@pytest.mark.parametrize(("changes", "said"), [({"gpus": 2}, "gpus is 2"), ({"host_memory": "1GiB"}, "host_memory is")])
+def test_a_machine_without_devices_has_neither_ranks_nor_a_host(
+    qwen: str, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "cpu.json"
+    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(path)
+    with pytest.raises(ConfigError, match=f"{said}.* on a machine without an accelerator"):
+        found(qwen, gpu=str(path), **changes)
+    text = page.text(found(qwen, gpu=str(path)))
+    assert "offloaded bytes go to disk" in text
+    assert "(float32; all trained)" in text
+
+
+def test_a_step_that_cannot_be_run_on_paper_is_said_to_be_so(qwen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object, **named: object) -> None:
+        raise RuntimeError("a shape that is wrong\nand more")
+
+    monkeypatch.setattr("ebbtide.forecast.forecast", fail)
+    with pytest.raises(ConfigError) as caught:
+        found(qwen)
+    assert "cannot be run on paper (RuntimeError: a shape that is wrong); expected a model that" in str(caught.value)
