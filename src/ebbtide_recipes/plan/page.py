@@ -17,6 +17,8 @@ from ebbtide_recipes.plan.result import Result
 from ebbtide_recipes.plan.ways import ROOM, Way
 from ebbtide_recipes.sft.config import SftConfig
 
+GIB = 1024**3
+
 SCHEMA = 1
 """Of what ``--json`` prints."""
 
@@ -179,7 +181,8 @@ def _table(result: Result) -> Table:
         if way.peak_bytes is None or way.step_ratio is None:
             rows.append((way.name, *[ABSENT] * (len(columns) - 1)))
             continue
-        cells = [way.name, format_size(way.peak_bytes), way.fits, f"×{way.step_ratio:.2f}"]
+        digits = 2 if GIB <= way.peak_bytes < 10 * GIB else 1
+        cells = [way.name, format_size(way.peak_bytes, digits=digits), way.fits, f"×{way.step_ratio:.2f}"]
         moved = way.offloaded_bytes
         cells.append(format_size(moved) if moved else ABSENT)
         if room.host_bytes is not None:

@@ -385,3 +385,24 @@ def test_a_step_that_cannot_be_run_on_paper_is_said_to_be_so(qwen: str, monkeypa
     with pytest.raises(ConfigError) as caught:
         found(qwen)
     assert "cannot be run on paper (RuntimeError: a shape that is wrong); expected a model that" in str(caught.value)
+
+
+def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Path) -> None:
+    import ebbtide
+
+    machine, out = tmp_path / "cpu.json", tmp_path / "plan.json"
+    dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(machine)
+    asked = found(qwen, max_length=1024, gpu=str(machine))
+    asked = dataclasses.replace(asked, ways=[named(asked, "ebbtide minimal")])
+    recipe.save(asked, str(out))
+    predicted = load_plan(out).predicted
+    config = SftConfig(model=qwen, max_length=1024)
+    module = models.outline_of(config, model.read(config), "float32").to_empty(device="cpu").train()
+    with torch.no_grad():
+        for weight in (*module.parameters(), *module.buffers()):
+            weight.fill_(0.01)
+    with ebbtide.enable_activation_offloading(module, policy=out, disk_path=tmp_path) as handle:
+        module(**model.batch_of(config)).loss.backward()
+    stats = handle.stats()
+    assert stats.offloaded_bytes == predicted.offloaded_bytes
+    assert stats.recomputed_bytes == predicted.remade_bytes
