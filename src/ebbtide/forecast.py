@@ -13,63 +13,24 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ebbtide.base.actions import Action, Candidate
-from ebbtide.base.errors import ConfigError, EbbtideError
+from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
-from ebbtide.config import Keep, Options
+from ebbtide.base.units import format_size
+from ebbtide.config import Auto, Options
 from ebbtide.engine import Engine
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.timing import StepTimer, TimedStep
 from ebbtide.engine.trust import Trust
 from ebbtide.measuring import profile_of
-from ebbtide.paper import TENSOR_TYPES, PaperMachine, without_bytes
+from ebbtide.paper import NEEDS_VALUES, TENSOR_TYPES, PaperMachine, PaperTier, without_bytes
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
-from ebbtide.planner.profile import Profile
-from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.protocol import Slot
+from ebbtide.planner.profile import Profile, Rates
 from ebbtide.wrap import Attachment, find_blocks
 
-
-class _NoTier:
-    """A tier into which nothing goes: everything is kept."""
-
-    name, withdraws, used_bytes, free_bytes = "paper", True, 0, None
-
-    def __init__(self) -> None:
-        self.stalls, self.counters = Stalls(), TierCounters()
-
-    def gauges(self) -> dict[str, int]:
-        return {}
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return True
-
-    def park(self, source: torch.Tensor) -> Slot:
-        raise RuntimeError("a step on paper keeps everything")
-
-    def trim(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class _KeepAndAsk:
-    """Keeps everything, and wants to know what could be remade."""
-
-    name = "paper"
-    remakes = True
-
-    def choose(self, candidate: Candidate) -> Action:
-        return Action.KEEP
-
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
-        return Action.KEEP
-
-    def explain(self) -> str:
-        return plan_for(Keep()).explain()
+AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
+LEAST_WINDOW = 1
+"""How bytes leave and come back on paper while a step is looked at: the plan's own copies are simulated afterwards."""
 
 
 class _OnPaper(Trust):
@@ -92,6 +53,17 @@ class Job:
     shards: int = 1
     ranks: int | None = None
     optimizer_state: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("shards", 1), ("ranks", 1), ("optimizer_state", 0)):
+            value = getattr(self, name)
+            number = isinstance(value, int if least else (int, float)) and not isinstance(value, bool)
+            if not (number and least <= value < math.inf) and not (name == "ranks" and value is None):
+                raise ConfigError(
+                    f"{name} is {value!r}",
+                    expected=f"a number, {least} or more",
+                    hint="2 is Adam's state: twice the bytes of what is trained" if not least else "1 is one device",
+                )
 
 
 def forecast(
@@ -122,16 +94,17 @@ def forecast(
         ConfigError: The model is sharded or quantised, or its code needs values that are not there.
         BlocksError: No blocks, or a glob that matches nothing.
     """
-    job, found = job or Job(), list[TimedStep]()
+    job, options, found = job or Job(), options or Options(), list[TimedStep]()
     mode = without_bytes()
     with mode:
         twin = _without_bytes(model)
-        given = tree_map(lambda x: _fake(x) if _is_tensor(x) and (x.is_floating_point() or x.is_meta) else x, batch)
+        given = tree_map(_given, batch)
     pairs = find_blocks(twin, blocks)
     beside = _beside_bytes(twin, [module for module, _ in pairs], job)
-    paper = PaperMachine(machine, beside)
+    inputs = [x for x in tree_leaves(given) if _is_tensor(x)]
+    paper = PaperMachine(machine, beside + _nbytes(inputs))
     engine = Engine(
-        _KeepAndAsk(), _NoTier(), options or Options(), Bus(), rules=rules or rule_table(),
+        plan_for(Auto()), PaperTier(), replace(options, window_bytes=LEAST_WINDOW), Bus(), rules=rules or rule_table(),
         model_weights=lambda: (*twin.parameters(), *twin.buffers()), tensor_types=TENSOR_TYPES,
     )  # fmt: skip
     engine.trust = _OnPaper(engine.bus)
@@ -143,32 +116,37 @@ def forecast(
             stack.enter_context(mode)
             stack.callback(_shard_gradients(twin, job.shards))
             stack.enter_context(paper)
-            paper.ignore([*twin.parameters(), *twin.buffers(), *(x for x in tree_leaves(given) if _is_tensor(x))])
+            paper.ignore([*twin.parameters(), *twin.buffers(), *inputs])
             _backward(_call(twin, given), loss)
             engine.timer.finish()
-    except EbbtideError:
-        raise
-    except Exception as error:
+    except NEEDS_VALUES as error:
         raise ConfigError(
-            f"the step cannot be run without values ({type(error).__name__}: {str(error).splitlines()[0]:.200})",
-            expected="a forward that decides nothing by what its tensors hold",
+            f"the model's code asks for a tensor's values ({type(error).__name__}: {error.func})",
+            expected="a forward that decides nothing by what weights and activations hold",
             hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
         ) from error
+    except Exception as error:
+        error.add_note("(while the model ran once on paper, to make a plan)")
+        raise
     finally:
         attachment.remove()
     if not found:
         raise ConfigError(
-            "no block of the model ran with gradients",
-            expected="a forward whose loss needs gradients of what the blocks made",
-            hint="give `loss=` if the forward returns several things, or `blocks=` if others are repeated",
+            f"no block saved anything of {format_size(options.min_bytes)} or more that the backward read",
+            expected="a batch of the size that is trained, and a loss that needs gradients of what the blocks made",
+            hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
         )
     ranks = job.ranks or max(1, min(job.shards, machine.devices))
-    profile = profile_of(found[0], machine.rates(ranks), (options or Options()).window_bytes)
+    profile = profile_of(found[0], machine.rates(ranks), options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
     return replace(profile, tail_seconds=profile.tail_seconds + _update_seconds(twin, job, machine))
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -180,7 +158,13 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
     if loss is None:
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        value = own if own is not None else next(x for x in tree_leaves(output) if _is_tensor(x) and x.requires_grad)
+        value = own if own is not None else next((x for x in tree_leaves(output) if _requires_grad(x)), None)
+        if value is None:
+            raise ConfigError(
+                f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
+                expected="a `loss`, or a tensor that requires gradients",
+                hint="is every weight frozen? otherwise give loss=, a function of what forward returns",
+            )
         value = value if value.ndim == 0 else value.float().square().mean()
     else:
         value = loss(output)
@@ -190,6 +174,13 @@ def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on paper with the shape, strides and type of another; it says that it lies in host memory."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+def _given(value: Any) -> Any:
+    """Return an argument of the forward on paper. What has values and no fractions is left: they may decide."""
+    if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
+        return value
+    return _fake(value).requires_grad_(value.requires_grad)
 
 
 def _without_bytes(model: nn.Module) -> nn.Module:

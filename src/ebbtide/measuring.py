@@ -188,16 +188,20 @@ def solution_for(policy: Policy, profile: Profile) -> Solution:
     return shrink(profile, policy.max_slowdown)
 
 
-def profile_of(step: TimedStep, rates: Rates, window_bytes: int | None) -> Profile:
+def profile_of(
+    step: TimedStep, rates: Rates, window_bytes: int | None, *, ran: tuple[Rates, int | None] | None = None
+) -> Profile:
     """Return what the planner needs to know of a measured step.
 
     Remakes that it did are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
-    blocks saved is what was measured, less what the simulated schedule of the same actions holds there.
+    blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is
+    there anyway if that is more: the two may be the same bytes.
 
     Args:
         step: What was measured.
         rates: What moving costs.
         window_bytes: Bytes allowed in flight; None: follows the model.
+        ran: Rates and window under which the step was measured, if they were others.
     """
     profile = Profile(
         blocks=tuple(map(_block, step.blocks)),
@@ -208,17 +212,24 @@ def profile_of(step: TimedStep, rates: Rates, window_bytes: int | None) -> Profi
     )
     if step.turn_peak_bytes is None:
         return profile
-    levels = simulate(profile, [[unit.action for unit in block.units] for block in step.blocks]).levels_bytes
+    as_it_ran = profile if ran is None else replace(profile, rates=ran[0], window_bytes=ran[1])
+    levels = simulate(as_it_ran, [[unit.action for unit in block.units] for block in step.blocks]).levels_bytes
     count = len(step.blocks)
     blocks = tuple(
         replace(
             profile.blocks[place],
-            forward_beside_bytes=_beside(block.forward_peak_bytes, levels[place]),
-            backward_beside_bytes=_beside(block.backward_peak_bytes, levels[-1 - place]),
+            forward_beside_bytes=_beside(block.forward_peak_bytes, max(levels[place], block.forward_anyway_bytes)),
+            backward_beside_bytes=_beside(
+                block.backward_peak_bytes, max(levels[-1 - place], block.backward_anyway_bytes)
+            ),
         )
         for place, block in enumerate(step.blocks)
     )
-    return replace(profile, blocks=blocks, turn_beside_bytes=_beside(step.turn_peak_bytes, levels[count]))
+    return replace(
+        profile,
+        blocks=blocks,
+        turn_beside_bytes=_beside(step.turn_peak_bytes, max(levels[count], step.turn_anyway_bytes)),
+    )
 
 
 def _block(block: TimedBlock) -> BlockProfile:
@@ -232,6 +243,7 @@ def _block(block: TimedBlock) -> BlockProfile:
             Unit(
                 site=unit.site,
                 nbytes=unit.nbytes,
+                narrow_bytes=unit.narrow_bytes,
                 block_input=unit.block_input,
                 movable=unit.movable,
                 remake_seconds=unit.remake_seconds,

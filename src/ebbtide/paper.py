@@ -6,7 +6,7 @@ is saved, and from what it can be remade, is found as in a real step. A dispatch
 operator moves a clock on by the time that it would take (its FLOP at the machine's rate, or its bytes at the rate of
 the memory, whichever is longer), and every storage counts while it lives. The clock and the account are what a measured
 step asks its meter for (``ebbtide.engine.timing``), so that all that follows is the same as for one that was measured.
-Everything is kept in that step: what a plan does with it is simulated.
+The step goes by rule, as a measured one does; what is offloaded leaves at once. What a plan does is simulated.
 
 What a model computes from neither weights nor activations (positions, lengths, whether a mask hides anything) is small
 and is really computed, so that it may decide by it as it always does.
@@ -31,9 +31,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ebbtide.planner.machines import Machine
+from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.protocol import Slot
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
 """Of tensors with a storage of their own, in a step on paper."""
+
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised by operators whose result, or its shape, depends on values that are not there."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _FREE = {"set_", "detach", "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -98,14 +103,16 @@ class PaperMachine(TorchDispatchMode):
     def _call(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
         """Call an operator: on paper, or really if all that it reads is real and what it makes is small."""
         name = func._schema.name.partition("::")[2]
-        if name == "set_" and isinstance(args[1], torch.UntypedStorage) and args[1].device.type != "meta":
-            with unset_fake_temporarily():  # a view over real bytes
-                return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
+        if name.startswith("index"):
+            args = (args[0], _places(args[1]), *args[2:])
         if any(isinstance(x, FakeTensor) for x in read) or (not read and name.startswith("empty")):
             return func(*args, **kwargs)
+        if name == "set_":  # of a real storage
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         try:
             sizes = func(*args, **kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
+        except NEEDS_VALUES:
             pass
         else:
             if sum(x.numel() * x.itemsize for x in tree_leaves(sizes) if isinstance(x, torch.Tensor)) > REAL_BYTES:
@@ -151,6 +158,74 @@ class PaperMachine(TorchDispatchMode):
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._living[id(storage)] = weakref.ref(storage)
+
+
+class _PaperSlot:
+    """What was parked and takes no place. See ``ebbtide.store.protocol.Slot``."""
+
+    parked = True
+
+    def __init__(self, source: torch.Tensor) -> None:
+        self.nbytes = source.numel()
+        self._real = None if isinstance(source, FakeTensor) else source.clone()
+        self._kind = source.new_empty(0)
+
+    def wait_parked(self) -> None:
+        pass
+
+    def cancel(self) -> bool:
+        return False
+
+    def prefetch(self) -> None:
+        pass
+
+    def put_back(self) -> None:
+        pass
+
+    def take(self) -> torch.Tensor:
+        return self._kind.new_empty(self.nbytes) if self._real is None else self._real.clone()
+
+    def free(self) -> None:
+        self._real = None
+
+
+class PaperTier:
+    """Where bytes go at once and come back at once. See ``ebbtide.store.protocol.Tier``."""
+
+    name, withdraws, used_bytes, free_bytes = "paper", True, 0, None
+
+    def __init__(self) -> None:
+        self.stalls, self.counters = Stalls(), TierCounters()
+
+    def gauges(self) -> dict[str, int]:
+        return {}
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def park(self, source: torch.Tensor) -> Slot:
+        return _PaperSlot(source)
+
+    def trim(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _places(indices: Any) -> Any:
+    """Return indices with real masks turned into the places that they choose: how many these are depends on values."""
+    if not isinstance(indices, (list, tuple)):
+        return indices
+    found: list[torch.Tensor | None] = []
+    for index in indices:
+        mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+        if mask and not isinstance(index, FakeTensor):
+            with unset_fake_temporarily():
+                found += index.nonzero(as_tuple=True)
+        else:
+            found.append(index)
+    return found
 
 
 def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[float, bool]:

@@ -49,7 +49,7 @@ class Tiny:
     def loss(self, model: nn.Module | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the forward; return the scalar loss and the float outputs."""
         with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            outputs = _outputs((self.model if model is None else model)(**self.inputs))
+            outputs = outputs_of((self.model if model is None else model)(**self.inputs))
         if "loss" in outputs:
             return outputs["loss"], outputs
         return sum((v.float().square().mean() for v in outputs.values()), torch.zeros(())), outputs
@@ -64,7 +64,8 @@ class Tiny:
         return list(self.model.get_submodule(self.blocks).children())
 
 
-def _outputs(result: Any) -> dict[str, Tensor]:
+def outputs_of(result: Any) -> dict[str, Tensor]:
+    """Return what of a forward's result can be differentiated."""
     if isinstance(result, Tensor):
         return {"output": result}
     items = result.items() if isinstance(result, Mapping) else enumerate(result)

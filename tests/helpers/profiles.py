@@ -14,10 +14,21 @@ LIGHT = 0.42e-12
 """Seconds per byte of an element-wise pass there."""
 
 
-def unit(name: str, nbytes: int, remake: float | None = None, *, given: bool = False, movable: bool = True) -> Unit:
+def unit(
+    name: str,
+    nbytes: int,
+    remake: float | None = None,
+    *,
+    given: bool = False,
+    movable: bool = True,
+    narrow: bool = False,
+) -> Unit:
     """Return a unit at a site of that name."""
     site = Site("Layer", name, "Node", 0)
-    return Unit(site=site, nbytes=nbytes, remake_seconds=remake, block_input=given, movable=movable)
+    half = nbytes // 2 if narrow else None
+    return Unit(
+        site=site, nbytes=nbytes, remake_seconds=remake, block_input=given, movable=movable, narrow_bytes=half
+    )  # fmt: skip
 
 
 def alike(
@@ -88,7 +99,8 @@ def profiles(draw: st.DrawFn) -> Profile:
     for place in range(draw(st.integers(1, 4))):
         units = tuple(
             unit(
-                f"m{number}", draw(nbytes), draw(st.none() | seconds), given=not number, movable=draw(st.booleans())
+                f"m{number}", draw(nbytes), draw(st.none() | seconds), given=not number, movable=draw(st.booleans()),
+                narrow=draw(st.booleans()),
             )
             for number in range(draw(st.integers(0, 4)))
         )  # fmt: skip

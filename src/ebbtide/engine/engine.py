@@ -195,7 +195,7 @@ class Engine:
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Let an entry have its bytes on the device for now."""
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor.device)
+        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
 
     def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
         """Whether a recipe gives the tensor that is there, bit by bit."""
@@ -226,7 +226,7 @@ class Engine:
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
-        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor.device))
+        entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
 
     # Reading
 
@@ -255,7 +255,7 @@ class Engine:
             began = time.perf_counter()
             keep = None if backward is None else functools.partial(self._keep, backward)
             read = functools.partial(self._operand, entry, backward, run)
-            content = exactly(entry.device.type, entry.switches, lambda: evaluate(entry, read, keep))
+            content = exactly(entry.empty.device.type, entry.switches, lambda: evaluate(entry, read, keep))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -294,7 +294,7 @@ class Engine:
             entry.restored = None  # a backward changed in place what it was given
         storage = entry.storage_ref() if entry.storage_ref is not None else None
         if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
-            return byte_view(storage, entry.first, entry.last, entry.device)
+            return byte_view(storage, entry.first, entry.last, entry.empty)
         if entry.tainted:
             raise operand_error(str(entry.site))
         if entry.slot is None:

@@ -48,30 +48,34 @@ class Layout(NamedTuple):
 
     def over(self, content: torch.Tensor, first_byte: int) -> torch.Tensor:
         """Return this view over ``content``, whose first byte is byte ``first_byte`` of the old storage."""
-        view = torch.empty(0, dtype=self.dtype, device=content.device)
+        view = content.new_empty(0, dtype=self.dtype)
         shift = int(content.storage_offset()) * content.itemsize - first_byte  # the source lies in a larger storage
         offset = self.offset + shift // self.dtype.itemsize
         return view.set_(content.untyped_storage(), offset, self.size, self.stride)
 
 
-def byte_view(storage: torch.UntypedStorage, first: int, last: int, device: torch.device) -> torch.Tensor:
+def byte_view(storage: torch.UntypedStorage, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
     """Return bytes ``first`` to ``last`` of a storage as a one-dimensional ``uint8`` tensor.
 
-    ``device`` is that of the tensor whose storage it is: the storage of one without bytes says that it is on meta.
+    Args:
+        storage: The storage.
+        first: The first byte.
+        last: The byte after the last.
+        like: A tensor of the same kind, on the same device: a storage without bytes would say that it is on meta.
     """
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, first, (last - first,), (1,))
+    return like.new_empty(0, dtype=torch.uint8).set_(storage, first, (last - first,), (1,))
 
 
 def content_bytes(content: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Return the ``nbytes`` bytes that begin where ``content`` begins as a one-dimensional ``uint8`` tensor."""
     first = int(content.storage_offset()) * content.itemsize
-    return byte_view(content.untyped_storage(), first, first + nbytes, content.device)
+    return byte_view(content.untyped_storage(), first, first + nbytes, content)
 
 
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole storage of ``tensor`` as a one-dimensional ``uint8`` tensor."""
     storage = tensor.untyped_storage()
-    return byte_view(storage, 0, storage.nbytes(), tensor.device)
+    return byte_view(storage, 0, storage.nbytes(), tensor)
 
 
 def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, region
 from ebbtide.engine.modules import Running
+from ebbtide.engine.narrow import narrower, park_narrowed
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.switches import switches_now
@@ -26,12 +27,6 @@ from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
-
-NARROWER = {
-    torch.float32: (torch.bfloat16, torch.float16),
-    torch.float64: (torch.bfloat16, torch.float16, torch.float32),
-}
-"""Types whose values a wider type holds exactly: a tensor cast up from one is stored as it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,7 +285,7 @@ class BlockRun:
         taken = engine.index.bytes_apart(storage, at)
         moved = (0, nbytes) if recipe is not None else region(layout, nbytes, taken)
         entry = Entry(
-            tensor,
+            engine.empty(tensor),
             site=site,
             region=moved,
             base_layout=base_layout,
@@ -313,7 +308,15 @@ class BlockRun:
         self._carry_out(action, entry, tensor, base, recipe)
         if engine.timer is not None:
             prepare = None if recipe is None else functools.partial(engine.remake_alone, entry, recipe, base)
-            engine.timer.saw(self, entry, candidate, movable=engine.may_move(tensor), prepare=prepare)
+            narrow, narrowed = (
+                narrower(self.builder, entry, base),
+                entry.recipe is not None and entry.recipe is not recipe,
+            )
+            engine.timer.saw(
+                self, Action.OFFLOAD if narrowed else entry.action, candidate, storage,
+                movable=engine.may_move(tensor),
+                narrow_bytes=None if narrow is None else narrow.nbytes, prepare=prepare,
+            )  # fmt: skip
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
@@ -328,9 +331,9 @@ class BlockRun:
             entry.action, entry.recipe, entry.switches = Action.RECOMPUTE, recipe, switches_now()
             return
         if action is not Action.KEEP and engine.may_move(tensor):
-            narrow = self._narrowed(entry, base)
+            narrow = narrower(self.builder, entry, base)
             if narrow is not None:
-                entry.action, entry.recipe = Action.RECOMPUTE, narrow
+                entry.action, entry.recipe = Action.RECOMPUTE, park_narrowed(self, entry, base, narrow)
                 return
             entry.action = Action.OFFLOAD
             engine.park(self, entry, tensor)
@@ -339,32 +342,17 @@ class BlockRun:
         entry.first, entry.last = 0, tensor.untyped_storage().nbytes()  # a part would hold the whole storage too
         engine.keep(entry, tensor)
 
-    def _narrowed(self, entry: Entry, base: torch.Tensor) -> Expr | None:
-        """Store a tensor that was cast up in the type it came from; return how to cast it up again."""
-        node, builder = base.grad_fn, self.builder
-        if builder is None or node is None or node.name() != "ToCopyBackward0" or base._version:
-            return None
-        if not entry.base_layout.whole(entry.nbytes):
-            return None
-        source, number = node.next_functions[0]
-        if source is None or getattr(source, "variable", None) is not None:
-            return None
-        dtype, wide = source._input_metadata[number].dtype, base.dtype
-        if dtype not in NARROWER.get(wide, ()):
-            return None
-        with torch.no_grad():
-            small = base.detach().to(dtype)
-        layout = Layout.of(small)
-        region = (0, small.untyped_storage().nbytes())
-        inner = Entry(small, site=entry.site, region=region, base_layout=layout, at=0, living=self.engine.live_entries)
-        inner.action = Action.OFFLOAD
-        self.engine.park(self, inner, small)
-        self.tally.add_narrowed(inner.nbytes)
-        ticket = Ticket(inner, layout, self, version_probe(small, self.engine.empty(small)), 0)
-        self._list(inner)
-        builder.note_ticket(source, number, ticket)  # keeps the node, so that its id stays its own
-        self._narrow[id(source), number] = ticket
-        return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
+    def keep_narrowed(self, key: tuple[int, int], ticket: Ticket, nbytes: int) -> None:
+        """Remember what was stored in the type that it was cast up from.
+
+        Args:
+            key: Node and output number of the value that was cast up.
+            ticket: Its own.
+            nbytes: Its size.
+        """
+        self.tally.add_narrowed(nbytes)
+        self._list(ticket.entry)
+        self._narrow[key] = ticket
 
     # Backward
 

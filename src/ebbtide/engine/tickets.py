@@ -93,13 +93,13 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "at", "base_layout", "checksum", "device", "first", "last", "life", "part_only",
+        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "first", "last", "life", "part_only",
         "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "switches", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
         self,
-        tensor: torch.Tensor,
+        empty: torch.Tensor,
         *,
         site: Site,
         region: tuple[int, int],
@@ -110,7 +110,7 @@ class Entry:
         self.life = Life(living)
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
-        self.device = tensor.device
+        self.empty = empty
         self.first, self.last = region
         self.at, self.version = at, at if isinstance(at, int) else at[0]
         self.base_layout = base_layout

@@ -7,6 +7,12 @@ what lies between the last forward and the first backward is the turn-around; wh
 and the next pass is the tail. Blocks of other graphs, which may come in between, end a stretch like any other and are
 not counted. Each kind of saved tensor that can be remade is remade right after it was saved, from operands that are
 there, and timed: what an operand costs is the operand's own.
+
+[Note: memory that is there anyway]
+What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
+the block runs, its output while the head reads it. A plan that keeps it takes no more memory there, so these bytes are
+counted, stretch by stretch, to be taken from what is there beside the saved tensors: those that are there from the
+beginning of the stretch to its end.
 """
 
 from __future__ import annotations
@@ -23,7 +29,6 @@ from ebbtide.store.meter import Meter, Moment
 
 if TYPE_CHECKING:
     from ebbtide.engine.run import BlockRun, Pass
-    from ebbtide.engine.tickets import Entry
 
 Edges = tuple[Moment, Moment]
 Prepare = Callable[[], Callable[[], object] | None]
@@ -44,6 +49,7 @@ class TimedUnit:
         action: What was done with it in the measured step.
         remake_seconds: Time of making it again; None if that cannot be done.
         remake_flops: Multiply-add work of that, in FLOP.
+        narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
     """
 
     site: Site
@@ -53,6 +59,7 @@ class TimedUnit:
     action: Action
     remake_seconds: float | None
     remake_flops: float | None = None
+    narrow_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +74,9 @@ class TimedBlock:
         backward_seconds: The same of its backward; remakes included.
         forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
         backward_peak_bytes: The same of its backward.
+        forward_anyway_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: memory
+            that is there anyway].
+        backward_anyway_bytes: The same of its backward.
     """
 
     name: str
@@ -76,6 +86,8 @@ class TimedBlock:
     backward_seconds: float
     forward_peak_bytes: int | None
     backward_peak_bytes: int | None
+    forward_anyway_bytes: int = 0
+    backward_anyway_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +99,14 @@ class TimedStep:
         turn_seconds: Between the last forward and the first backward.
         tail_seconds: From the end of the backward to the first block of the next pass.
         turn_peak_bytes: Most memory in the former; None if not asked for, or not known.
+        turn_anyway_bytes: Bytes that were there then though the step had not kept them.
     """
 
     blocks: tuple[TimedBlock, ...]
     turn_seconds: float
     tail_seconds: float
     turn_peak_bytes: int | None
+    turn_anyway_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -101,9 +115,11 @@ class _Stretches:
 
     pieces: list[Edges] = field(default_factory=list[Edges])
     peak_bytes: int | None = None
+    anyway_bytes: int = 0
 
-    def add(self, pieces: list[Edges], peak_bytes: int | None) -> None:
+    def add(self, pieces: list[Edges], peak_bytes: int | None, anyway_bytes: int) -> None:
         self.pieces += pieces
+        self.anyway_bytes = max(self.anyway_bytes, anyway_bytes)
         if peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
 
@@ -115,6 +131,7 @@ class _Stretches:
 class _Unit:
     site: Site
     nbytes: int
+    narrow_bytes: int | None
     block_input: bool
     movable: bool
     action: Action
@@ -143,6 +160,19 @@ class _Pass:
         self.tail: _Stretches | None = None
         self.turned = False
         self.remakes: dict[tuple[Site, int], Edges | None] = {}
+        self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
+
+    def anyway_bytes(self, known: int) -> int:
+        """Return the bytes of what was not kept and is there all the same.
+
+        Args:
+            known: Of what was saved later than the first so many, only what came into its block from outside counts.
+        """
+        return sum(
+            unit.bytes_
+            for place, (storage, unit) in enumerate(self.left)
+            if (place < known or unit.block_input) and storage() is not None
+        )
 
 
 class StepTimer:
@@ -169,6 +199,7 @@ class StepTimer:
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
         self._open: tuple[_Stretches, Moment] | None = None
+        self._known = 0  # how much of what was not kept was known when the open stretch began
 
     def want(self) -> None:
         """Measure from the next pass on."""
@@ -206,7 +237,7 @@ class StepTimer:
         block = _Block(run.block.name, run.block.kind)
         self._cut(block.forward)
         if now.blocks:
-            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes)
+            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.anyway_bytes)
         now.between = _Stretches()
         now.blocks.append(block)
         now.by_run[run] = block
@@ -235,13 +266,25 @@ class StepTimer:
             self._cut(None)
             self._finish(self._pass)
 
-    def saw(self, run: BlockRun, entry: Entry, unit: Candidate, *, movable: bool, prepare: Prepare | None) -> None:
+    def saw(
+        self,
+        run: BlockRun,
+        action: Action,
+        unit: Candidate,
+        storage: torch.UntypedStorage,
+        *,
+        narrow_bytes: int | None,
+        movable: bool,
+        prepare: Prepare | None,
+    ) -> None:
         """A block saved a storage.
 
         Args:
             run: The block.
-            entry: The storage's.
+            action: What was done with it; what was stored in a narrower type counts as offloaded.
             unit: What the plan was told about it.
+            storage: The storage.
+            narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
         """
@@ -254,9 +297,12 @@ class StepTimer:
             remake = prepare()
             remakes[key] = None if remake is None else self._time(remake, run.where or self._where)
             block.aside.append((began, self._meter.moment(run.where or self._where)))
+        if action is not Action.KEEP:
+            self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
             _Unit(
-                site=unit.site, nbytes=unit.bytes_, block_input=unit.block_input, movable=movable, action=entry.action,
+                site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
+                movable=movable, action=action,
                 remake=None if prepare is None else remakes[key], flops=unit.recompute_flops,
             )
         )  # fmt: skip
@@ -275,8 +321,10 @@ class StepTimer:
         peak = self._meter.take_peak_bytes(self._where) if self._memory else None
         if self._open is not None:
             stretches, began = self._open
-            stretches.add([(began, now)], peak)
+            anyway = self._pass.anyway_bytes(self._known) if self._memory and self._pass is not None else 0
+            stretches.add([(began, now)], peak, anyway)
         self._open = None if then is None else (then, now)
+        self._known = 0 if self._pass is None else len(self._pass.left)
 
     def _finish(self, found: _Pass) -> None:
         meter, waited = self._meter, self._waited()
@@ -291,7 +339,8 @@ class StepTimer:
                 kind=block.kind,
                 units=tuple(
                     TimedUnit(
-                        site=u.site, nbytes=u.nbytes, block_input=u.block_input, movable=u.movable, action=u.action,
+                        site=u.site, nbytes=u.nbytes, narrow_bytes=u.narrow_bytes, block_input=u.block_input,
+                        movable=u.movable, action=u.action,
                         remake_seconds=None if u.remake is None else meter.seconds(*u.remake),
                         remake_flops=None if u.remake is None else u.flops,
                     )
@@ -301,6 +350,8 @@ class StepTimer:
                 backward_seconds=own(block.backward, f"backward {block.name}", []),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
+                forward_anyway_bytes=block.forward.anyway_bytes,
+                backward_anyway_bytes=block.backward.anyway_bytes,
             )
             for block in found.blocks
         )  # fmt: skip
@@ -309,6 +360,7 @@ class StepTimer:
             turn_seconds=found.between.seconds(meter),
             tail_seconds=0.0 if found.tail is None else found.tail.seconds(meter),
             turn_peak_bytes=found.between.peak_bytes,
+            turn_anyway_bytes=found.between.anyway_bytes,
         )
         self._pass = self._open = None
         self._wanted = self._done(step)

@@ -21,6 +21,7 @@ class Unit:
     Attributes:
         site: Where it is saved.
         nbytes: Its size in bytes.
+        narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not.
         block_input: It came into the block from outside.
         movable: It may be offloaded.
         remake_seconds: Time of making it again from what else is saved; None if it cannot be.
@@ -29,10 +30,16 @@ class Unit:
 
     site: Site
     nbytes: int
+    narrow_bytes: int | None = None
     block_input: bool = False
     movable: bool = True
     remake_seconds: float | None = None
     remake_flops: float | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """What crosses the link when it is offloaded."""
+        return self.nbytes if self.narrow_bytes is None else self.narrow_bytes
 
     @property
     def stubborn(self) -> bool:
@@ -120,6 +127,7 @@ class Profile:
             _check(f"backward_beside_bytes of {block.name}", block.backward_beside_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
+                _check(f"moved_bytes of {unit.site}", unit.moved_bytes)
                 _check(f"remake_seconds of {unit.site}", unit.remake_seconds or 0.0)
 
     def units(self) -> Iterator[tuple[int, int, Unit]]:

@@ -39,7 +39,8 @@ class Simulated:
         peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
         kept_bytes: Bytes that stay.
         offloaded_bytes: Bytes that leave, or would if there were time.
-        served_bytes: Of these, bytes that had not left at the turn-around: backward reads them where they were.
+        moved_bytes: Bytes that cross the link for that: fewer where they are stored in a narrower type.
+        served_bytes: Of those that leave, bytes that had not at the turn-around: backward reads them where they were.
         remade_bytes: Bytes that are dropped and made again.
         handling_seconds: Compute time that moving took beside the copies.
     """
@@ -53,6 +54,7 @@ class Simulated:
     peak_at: tuple[str, str]
     kept_bytes: int
     offloaded_bytes: int
+    moved_bytes: int
     served_bytes: int
     remade_bytes: int
     handling_seconds: float
@@ -89,7 +91,7 @@ class _Step:
         self.flight_bytes = 0
         self.parked: dict[tuple[int, int], _Parked] = {}
         moved = [
-            sum(u.nbytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
+            sum(u.moved_bytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
             for block, actions in zip(profile.blocks, assignment, strict=True)
         ]
         largest, given = max(moved, default=0), profile.window_bytes
@@ -128,8 +130,8 @@ class _Step:
                 self.held += unit.nbytes
             elif action is Action.OFFLOAD:
                 self.handle()
-                self.held += unit.nbytes
-                self._park(place, number, unit.nbytes)
+                self.held += unit.moved_bytes
+                self._park(place, number, unit.moved_bytes)
                 self._retire(place)
             level = max(level, self.held)
         if not block.units:
@@ -164,7 +166,7 @@ class _Step:
         self.see(self.held, self.profile.turn_beside_bytes, "turn", "")
         self.now += self.profile.turn_seconds
         # What has begun is finished, and its source still serves; what has not is withdrawn. Either way it is there.
-        self.served_bytes = self.flight_bytes
+        self.served_bytes = sum(self.profile.blocks[p.place].units[p.number].nbytes for p in self.in_flight)
         self.in_flight.clear()
 
     def backward(self) -> None:
@@ -195,18 +197,20 @@ class _Step:
                     self.stalls[place] += ready - self.now
                     self.now = ready
                 coming.read(place, number)
-                back += unit.nbytes
+                back += unit.moved_bytes
+            if action is Action.OFFLOAD and unit.narrow_bytes is not None:
+                back += unit.nbytes  # cast up again
             level = max(level, self.held + coming.ahead_bytes + back)
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
         self.see(level, block.backward_beside_bytes, "backward", block.name)
         # Its graph is gone, and with it what stayed for it.
-        self.held -= sum(
-            u.nbytes
-            for number, (u, a) in enumerate(zip(block.units, actions, strict=True))
-            if a is Action.KEEP or (a is Action.OFFLOAD and self.parked[place, number].resident)
-        )
+        for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
+            if action is Action.KEEP:
+                self.held -= unit.nbytes
+            elif action is Action.OFFLOAD and self.parked[place, number].resident:
+                self.held -= unit.moved_bytes
 
 
 class _CopyIn:
@@ -261,10 +265,11 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     step.turn()
     step.backward()
     by_action = dict.fromkeys(Action, 0)
-    remade = 0.0
+    remade, moved = 0.0, 0
     for place, number, unit in profile.units():
         action = assignment[place][number]
         by_action[action] += unit.nbytes
+        moved += unit.moved_bytes if action is Action.OFFLOAD else 0
         remade += (unit.remake_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     seconds = step.now + profile.tail_seconds
     return Simulated(
@@ -277,6 +282,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         peak_at=step.peak_at,
         kept_bytes=by_action[Action.KEEP],
         offloaded_bytes=by_action[Action.OFFLOAD],
+        moved_bytes=moved,
         served_bytes=step.served_bytes,
         remade_bytes=by_action[Action.RECOMPUTE],
         handling_seconds=step.handling_seconds,

@@ -48,14 +48,19 @@ class Solution:
         assignment: For each executed block, the action of each of its units.
         predicted: The simulated step.
         everything_kept: The simulated step that keeps everything.
-        bound_seconds: The least overhead of any schedule at the same bytes kept.
+        bound: The linear program over the step.
     """
 
     profile: Profile
     assignment: Assignment
     predicted: Simulated
     everything_kept: Simulated
-    bound_seconds: float
+    bound: Bound
+
+    @property
+    def bound_seconds(self) -> float:
+        """The least overhead of any schedule that has as many bytes on the device at the turn-around."""
+        return self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
 
 
 def fit(profile: Profile, budget_bytes: int) -> Solution:
@@ -121,13 +126,12 @@ def follow(profile: Profile, plan: Plan) -> Solution:
         return Action.KEEP if chosen is Action.OFFLOAD and not unit.movable else chosen
 
     assignment = tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
-    predicted = simulate(profile, assignment)
     return Solution(
         profile=profile,
         assignment=assignment,
-        predicted=predicted,
+        predicted=simulate(profile, assignment),
         everything_kept=keep_everything(profile),
-        bound_seconds=Bound(profile).least(predicted.kept_bytes)[0],
+        bound=Bound(profile),
     )
 
 
@@ -155,11 +159,11 @@ class _Search:
         """Return the fastest plan found that keeps at most ``kept_bytes``, as far as that can be."""
         kept_bytes = max(kept_bytes, self.profile.stubborn_bytes)
         if kept_bytes not in self._known:
-            seconds, moved = self._bound.least(kept_bytes)
-            self._known[kept_bytes] = self._best(kept_bytes, moved, seconds)
+            _, moved = self._bound.least(kept_bytes)
+            self._known[kept_bytes] = self._best(kept_bytes, moved)
         return self._known[kept_bytes]
 
-    def _best(self, kept_bytes: int, moved_bytes: float, bound_seconds: float) -> Solution:
+    def _best(self, kept_bytes: int, moved_bytes: float) -> Solution:
         """Return the best of a few: first how much is offloaded, then how many of the last blocks stay."""
 
         rates = self.profile.rates
@@ -171,22 +175,21 @@ class _Search:
         def cost(found: Solution) -> tuple[bool, bool, int, float]:
             p = found.predicted
             peak = round(p.peak_bytes / grain) if shrinks else 0
-            disturbed = p.overhead_seconds + price * p.offloaded_bytes
+            disturbed = p.overhead_seconds + price * p.moved_bytes
             return p.kept_bytes > kept_bytes, p.overhead_seconds > self._slack_seconds, peak, disturbed
 
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         middle = tails[len(tails) // 2]
-        by_share = {share: self._try(kept_bytes, share * moved_bytes, bound_seconds, middle) for share in SHARES}
+        by_share = {share: self._try(kept_bytes, share * moved_bytes, middle) for share in SHARES}
         share = min(by_share, key=lambda share: cost(by_share[share]))
-        others = [self._try(kept_bytes, share * moved_bytes, bound_seconds, t) for t in tails if t != middle]
+        others = [self._try(kept_bytes, share * moved_bytes, t) for t in tails if t != middle]
         return min([by_share[share], *others], key=cost)
 
     def smallest(self) -> Solution:
         """Return the plan of the smallest peak: nothing stays that can leave."""
         kept = self.profile.stubborn_bytes
         leave = self.profile.saved_bytes - kept
-        seconds = self._bound.least(kept)[0]
-        tried = [self._try(kept, share * leave, seconds, 0) for share in SHARES]
+        tried = [self._try(kept, share * leave, 0) for share in SHARES]
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
 
     def border(self, least: Solution, most: Solution, holds: Callable[[Solution], bool]) -> tuple[Solution, Solution]:
@@ -207,15 +210,14 @@ class _Search:
                 high, most = middle, found
         return least, most
 
-    def _try(self, kept_bytes: int, moved_bytes: float, bound_seconds: float, tail: int) -> Solution:
+    def _try(self, kept_bytes: int, moved_bytes: float, tail: int) -> Solution:
         assignment = self._assign(kept_bytes, moved_bytes, tail)
-        predicted = simulate(self.profile, assignment)
         return Solution(
             profile=self.profile,
             assignment=assignment,
-            predicted=predicted,
+            predicted=simulate(self.profile, assignment),
             everything_kept=self._everything,
-            bound_seconds=bound_seconds,
+            bound=self._bound,
         )
 
     def _assign(self, kept_bytes: int, moved_bytes: float, tail: int) -> Assignment:
@@ -244,10 +246,15 @@ class _Search:
         return tuple(map(tuple, actions))
 
     def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
-        """Keep what these blocks would offload, the last first, while there is room. Returns the room that is left."""
+        """Keep what these blocks would offload while there is room, the last first; what is moved as less, at the end.
+
+        Returns:
+            The room that is left.
+        """
         for place in reversed(places):
             units = self.profile.blocks[place].units
-            for number in reversed(range(len(units))):
+            narrow_last = sorted(range(len(units)), key=lambda n: (units[n].narrow_bytes is not None, -n))
+            for number in narrow_last:
                 if actions[place][number] is Action.OFFLOAD and units[number].nbytes <= room:
                     actions[place][number] = Action.KEEP
                     room -= units[number].nbytes

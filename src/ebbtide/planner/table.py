@@ -35,6 +35,7 @@ class Prediction:
         peak_everything_kept_bytes: The same when everything is kept.
         kept_bytes: Of what the blocks save, bytes that stay.
         offloaded_bytes: Bytes that are offloaded.
+        moved_bytes: What crosses the link for that, each way: less where it is stored in a narrower type.
         remade_bytes: Bytes that are dropped and made again.
     """
 
@@ -45,6 +46,7 @@ class Prediction:
     peak_everything_kept_bytes: int
     kept_bytes: int
     offloaded_bytes: int
+    moved_bytes: int
     remade_bytes: int
 
 
@@ -144,6 +146,7 @@ def table_plan(solution: Solution, name: str) -> TablePlan:
         peak_everything_kept_bytes=solution.everything_kept.peak_bytes,
         kept_bytes=found.kept_bytes,
         offloaded_bytes=found.offloaded_bytes,
+        moved_bytes=found.moved_bytes,
         remade_bytes=found.remade_bytes,
     )
     return TablePlan(name=name, actions=actions, predicted=predicted, reasons=_reasons(solution))

@@ -41,7 +41,7 @@ def test_a_view_over_its_own_source_is_itself(name: str) -> None:
     view = VIEWS[name]
     layout = Layout.of(view)
     first, last = layout.extent()
-    source = byte_view(view.untyped_storage(), first, last, view.device)
+    source = byte_view(view.untyped_storage(), first, last, view)
     assert same_bits(layout.over(source, first), view)
     assert same_bits(layout.over(source.clone(), first), view)
     assert layout.over(source.clone(), first).stride() == view.stride()

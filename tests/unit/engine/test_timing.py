@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,8 +81,8 @@ def unit(nbytes: int = 8, name: str = "a") -> Candidate:
     return Candidate(site=site, block_name="x", block=0, bytes_=nbytes, block_input=False, recompute_flops=None)
 
 
-def entry(action: Action = Action.OFFLOAD) -> Any:
-    return SimpleNamespace(action=action)
+def storage() -> torch.UntypedStorage:
+    return torch.UntypedStorage(8)
 
 
 def test_every_second_of_a_step_belongs_to_one_stretch() -> None:
@@ -109,6 +110,36 @@ def test_waits_for_copies_are_taken_out() -> None:
     (step,) = scene.found
     assert [block.forward_seconds for block in step.blocks] == [0.75, 1.0]
     assert [block.backward_seconds for block in step.blocks] == [2.0, 1.25]
+
+
+def test_what_others_hold_is_there_anyway() -> None:
+    scene, one = Scene(memory=True), Pass()
+    held = {name: storage() for name in ("a", "b", "kept")}
+
+    def saw(run: Any, name: str, action: Action, *, given: bool = False) -> None:
+        found = replace(unit(nbytes=10 if name == "a" else 100, name=name), block_input=given)
+        scene.timer.saw(run, action, found, held[name], narrow_bytes=None, movable=True, prepare=None)
+
+    first: Any = Run(one, "first")
+    scene.timer.block_begins(first)
+    saw(first, "a", Action.OFFLOAD, given=True)
+    saw(first, "kept", Action.KEEP)
+    scene.timer.block_ends(first)
+    second: Any = Run(one, "second")
+    scene.timer.block_begins(second)
+    saw(second, "b", Action.RECOMPUTE)
+    del held["a"]
+    scene.timer.block_ends(second)
+    scene.spend(1.0)
+    scene.timer.backward_begins(second)
+    del held["b"]
+    scene.backward([first, second])
+    scene.forward(Pass(), "first")
+    (step,) = scene.found
+    # What came into the first is there in its whole forward, and gone in the second's; what the second made dies at last.
+    assert [block.forward_anyway_bytes for block in step.blocks] == [10, 0]
+    assert step.turn_anyway_bytes == 100
+    assert [block.backward_anyway_bytes for block in step.blocks] == [0, 0]
 
 
 def test_peaks_are_those_of_their_stretch() -> None:
@@ -182,9 +213,13 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
     for name in ("a", "b"):
         run: Any = Run(one, name)
         scene.timer.block_begins(run)
-        scene.timer.saw(run, entry(), unit(name="x"), movable=True, prepare=prepared(0.5))
-        scene.timer.saw(run, entry(Action.KEEP), unit(name="y"), movable=False, prepare=None)
-        scene.timer.saw(run, entry(), unit(name="z"), movable=True, prepare=lambda: None)
+        scene.timer.saw(
+            run, Action.OFFLOAD, unit(name="x"), storage(), narrow_bytes=4, movable=True, prepare=prepared(0.5)
+        )
+        scene.timer.saw(run, Action.KEEP, unit(name="y"), storage(), narrow_bytes=None, movable=False, prepare=None)
+        scene.timer.saw(
+            run, Action.OFFLOAD, unit(name="z"), storage(), narrow_bytes=None, movable=True, prepare=lambda: None
+        )
         scene.timer.block_ends(run)
         runs.append(run)
     scene.backward(runs)
@@ -195,4 +230,5 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
     for block in step.blocks:
         assert [u.remake_seconds for u in block.units] == [0.5, None, None]
         assert [u.movable for u in block.units] == [True, False, True]
+        assert [u.narrow_bytes for u in block.units] == [4, None, None]
         assert [u.action for u in block.units] == [Action.OFFLOAD, Action.KEEP, Action.OFFLOAD]

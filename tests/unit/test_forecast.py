@@ -1,0 +1,278 @@
+"""Plans without a step: the profile made on paper is that of measured steps, and the plan can be carried out."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.base.errors import BlocksError, BudgetError, ConfigError, DataError
+from ebbtide.config import Options
+from ebbtide.forecast import Job, forecast
+from ebbtide.measuring import MeasuredPlan
+from ebbtide.paper import PaperMachine, without_bytes
+from ebbtide.planner.machines import MACHINES, Machine, machine_named
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.table import TablePlan
+from tests.helpers.models import PRECISIONS, Tiny, build, outputs_of
+from tests.helpers.oracle import differences
+
+H200 = MACHINES["h200"]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    found = outputs_of(output)
+    return found["loss"] if "loss" in found else sum((v.float().square().mean() for v in found.values()), start=0.0)  # type: ignore[return-value]
+
+
+def on_paper(tiny: Tiny, **given: Any) -> Profile:
+    return forecast(tiny.model, tiny.inputs, H200, options=Options(min_bytes=0), loss=loss_of, **given)
+
+
+def measured(tiny: Tiny) -> Profile:
+    with ebbtide.enable_activation_offloading(tiny.model, min_bytes=0) as handle:
+        for _ in range(4):
+            tiny.step()
+        assert isinstance(handle.plan, MeasuredPlan) and handle.plan.profile is not None
+        assert not handle.stats().demoted_sites
+        return handle.plan.profile
+
+
+def plan_of(*args: Any, **given: Any) -> TablePlan:
+    return ebbtide.make_plan(*args, **{"min_bytes": 0, **given})
+
+
+def saved(profile: Profile) -> list[tuple[Any, ...]]:
+    """What a profile says of the model and not of the machine."""
+    return [
+        (
+            block.name,
+            block.kind,
+            u.site,
+            u.nbytes,
+            u.narrow_bytes,
+            u.block_input,
+            u.movable,
+            u.remake_seconds is not None,
+        )
+        for block in profile.blocks
+        for u in block.units
+    ]
+
+
+SOME = ("block", "llama", "qwen3", "gpt2", "t5", "vit", "qwen2_5_vl", "mixtral", "wan")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_what_is_saved_on_paper_is_what_is_saved_in_measured_steps(name: str) -> None:
+    tiny = build(name, **PRECISIONS["bf16"])
+    assert saved(on_paper(tiny)) == saved(measured(tiny))
+
+
+def test_what_is_stored_narrow_crosses_the_link_narrow() -> None:
+    tiny = build("llama", **PRECISIONS["bf16"])
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        tiny.step()
+        counted = handle.stats()
+    units = [u for block in on_paper(tiny).blocks for u in block.units]
+    assert sum(u.moved_bytes for u in units) == counted.offloaded_bytes < sum(u.nbytes for u in units)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).exp()
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def plain_peak(net: nn.Module, *shape: int) -> int:
+    """Count the peak of a plain step of a model without the engine."""
+    with without_bytes():
+        twin = copy.deepcopy(net, {id(p): nn.Parameter(torch.empty(p.shape)) for p in net.parameters()})
+        x = torch.empty(shape)
+        paper = PaperMachine(H200, sum(p.nbytes for p in twin.parameters()) + x.nbytes)
+        paper.ignore([*twin.parameters(), x])
+        with paper:
+            twin(x).square().mean().backward()
+            return paper.take_peak_bytes()
+
+
+@pytest.mark.parametrize("rows", [64, 256, 4096])
+def test_the_peak_of_keeping_everything_is_that_of_a_plain_step(rows: int) -> None:
+    net = Net()
+    plan = plan_of(net, torch.zeros(rows, 64, device="meta"), machine=H200, policy="keep", optimizer_state=0.0)
+    activation = rows * 64 * 4
+    assert plan.predicted.kept_bytes == 5 * activation
+    # While a block's backward runs its own saved tensors die one by one, which no profile tells.
+    assert 0 <= plan.predicted.peak_bytes - plain_peak(net, rows, 64) <= activation
+
+
+def test_weights_gradients_and_state_are_divided_among_shards() -> None:
+    net, x = Net(width=512), torch.zeros(8, 512, device="meta")
+    weights = 4 * 512 * 512 * 4
+
+    def peak(**job: Any) -> int:
+        return plan_of(net, x, machine=H200, policy="keep", **job).predicted.peak_bytes
+
+    assert peak(optimizer_state=2.0) - peak(optimizer_state=0.0) == 2 * weights
+    assert peak(optimizer_state=2.0, shards=4) < peak(optimizer_state=2.0) - weights
+    # Two blocks are gathered at once, and every gradient is a quarter once it is there.
+    assert peak(optimizer_state=0.0, shards=4) == pytest.approx(weights / 4 + weights / 2 + weights / 2, rel=0.2)
+
+
+def test_a_model_on_meta_needs_no_values_and_one_with_values_is_left_alone() -> None:
+    with torch.device("meta"):
+        absent = Net()
+    there = Net()
+    before = copy.deepcopy(there.state_dict())
+    x = torch.randn(16, 64)
+    plans = [plan_of(net, x, machine="h200") for net in (absent, there)]
+    assert plans[0] == plans[1]
+    assert all(torch.equal(before[name], value) for name, value in there.state_dict().items())
+    assert all(p.grad is None for p in there.parameters()) and all(p.is_meta for p in absent.parameters())
+
+
+def test_weights_that_are_shared_stay_shared() -> None:
+    net = Net()
+    net.layers[1].linear.weight = net.layers[0].linear.weight
+    x = torch.zeros(4, 64)
+
+    def peak(model: nn.Module) -> int:
+        return plan_of(model, x, machine="h200", policy="keep").predicted.peak_bytes
+
+    assert (
+        peak(Net()) - peak(net) >= 2 * 64 * 64 * 4
+    )  # weight and two of state, less a gradient that is added to another
+
+
+@pytest.mark.parametrize("policy", ["auto", "keep", "offload", "inputs", "minimal"])
+def test_a_plan_made_on_paper_is_carried_out(policy: str, tmp_path: Path) -> None:
+    tiny = build("llama", **PRECISIONS["bf16"])
+    plain = tiny.step()
+    plan = plan_of(tiny.model, tiny.inputs, policy=policy, machine="h200")
+    plan.save(tmp_path / "plan.json")
+    given = tmp_path / "plan.json"
+    with ebbtide.enable_activation_offloading(tiny.model, policy=given, min_bytes=0, verify=True) as handle:
+        for _ in range(2):
+            assert not differences(plain, tiny.step())
+        stats = handle.stats()
+    found = plan.predicted
+    assert found.kept_bytes + found.offloaded_bytes + found.remade_bytes == stats.unique_bytes
+    assert stats.kept_bytes == found.kept_bytes
+    assert stats.offloaded_bytes == found.moved_bytes
+
+
+def test_the_batch_may_be_a_tensor_a_list_or_names() -> None:
+    net, x = Net(), torch.zeros(4, 64)
+    assert (
+        plan_of(net, x, machine="h200") == plan_of(net, [x], machine="h200") == plan_of(net, {"x": x}, machine="h200")
+    )
+
+
+def test_a_budget_is_fitted_or_refused() -> None:
+    net, x = Net(width=256), torch.zeros(4096, 256, device="meta")
+    keep = plan_of(net, x, machine="h200", policy="keep").predicted
+    budget = keep.peak_bytes - keep.kept_bytes // 3
+    plan = plan_of(net, x, machine="h200", policy=ebbtide.Auto(memory_budget=budget))
+    assert plan.predicted.peak_bytes <= budget
+    with pytest.raises(BudgetError, match=r"memory_budget is 1\.0 KiB.*smallest peak"):
+        plan_of(net, x, machine="h200", policy=ebbtide.Auto(memory_budget=1024))
+
+
+def test_this_machine_is_measured_when_none_is_named() -> None:
+    plan = plan_of(Net(), torch.zeros(64, 64))
+    assert plan.predicted.step_seconds > 0
+
+
+class Asks(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x if x.sum() > 0 else -x
+
+
+class Breaks(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("missing")
+
+
+def test_a_model_that_asks_for_values_is_refused_and_its_own_errors_are_its_own() -> None:
+    x = torch.zeros(4, 64)
+    with pytest.raises(ConfigError, match=r"asks for a tensor's values .*; expected .*\n*hint: train a few steps"):
+        plan_of(Asks(), x, machine="h200")
+    with pytest.raises(KeyError, match="missing") as caught:
+        plan_of(Breaks(), x, machine="h200")
+    assert "on paper" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    net, x = Net(), torch.zeros(4, 64)
+    with pytest.raises(BlocksError):
+        plan_of(nn.Linear(64, 64), x, machine="h200")
+    with pytest.raises(ConfigError, match=r"policy is a plan"):
+        plan_of(net, x, machine="h200", policy=plan_of(net, x, machine="h200"))
+    with pytest.raises(ConfigError, match=r"shards is 0"):
+        plan_of(net, x, machine="h200", shards=0)
+    with pytest.raises(ConfigError, match=r"optimizer_state is -1"):
+        plan_of(net, x, machine="h200", optimizer_state=-1)
+    with pytest.raises(ConfigError, match=r"no block saved anything of 0 B or more"):
+        plan_of(net, x, machine="h200", loss=lambda out: out.detach().sum().requires_grad_())
+    with pytest.raises(ConfigError, match=r"no block saved anything of 64\.0 KiB or more"):
+        plan_of(net, x, machine="h200", min_bytes="64KiB")
+    frozen = Net().requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"nothing to begin a backward with"):
+        plan_of(frozen, x, machine="h200")
+
+
+class Odd(torch.Tensor):
+    pass
+
+
+def test_wrapped_weights_are_refused() -> None:
+    net = Net()
+    net.layers[0].linear.register_buffer("odd", torch.zeros(2).as_subclass(Odd))
+    with pytest.raises(ConfigError, match=r"layers\.0\.linear\.odd is a Odd"):
+        plan_of(net, torch.zeros(4, 64), machine="h200")
+
+
+def test_machines_have_names_and_files(tmp_path: Path) -> None:
+    assert machine_named("H200") is H200 and machine_named("RTX 4090") is MACHINES["4090"]
+    assert machine_named(H200) is H200
+    path = tmp_path / "machine.json"
+    H200.save(path)
+    assert machine_named(path) == H200 == machine_named(str(path))
+    with pytest.raises(ConfigError, match=r"machine is 'h20'.*\n*.*hint:.*h200"):
+        machine_named("h20")
+    with pytest.raises(DataError, match=r"cannot be read"):
+        machine_named(tmp_path / "none.json")
+    path.write_text('{"name": "x"}')
+    with pytest.raises(DataError, match=r"describes no machine"):
+        machine_named(path)
+    with pytest.raises(DataError, match=r"cannot be written"):
+        H200.save(tmp_path / "no" / "where.json")
+    with pytest.raises(ConfigError, match=r"memory_bytes of machine 'x' is -1"):
+        Machine(**{**{f: getattr(H200, f) for f in Machine.__dataclass_fields__}, "name": "x", "memory_bytes": -1})
+
+
+def test_devices_that_copy_at_once_share_the_hosts_memory() -> None:
+    assert H200.rates().out_bytes_per_second == 52.8e9
+    assert H200.rates(ranks=64).out_bytes_per_second == pytest.approx(921e9 / 64)
+    profile = forecast(Net(), torch.zeros(4, 64), H200, job=Job(shards=8), options=Options(min_bytes=0))
+    assert profile.rates.out_bytes_per_second == 52.8e9
