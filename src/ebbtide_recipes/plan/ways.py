@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size, parse_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.measuring import solution_for
+from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import rerun_blocks
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
@@ -18,6 +20,9 @@ from ebbtide.store.share import share_of
 
 ROOM = 0.9
 """Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
+
+RERUN = "ebbtide minimal, blocks re-run"
+"""Name of ebbtide minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
 
 ALIKE = 0.005
 """Ways whose steps differ by less than this part of plain's are equally fast."""
@@ -115,7 +120,7 @@ def ways(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_
     """
     plain = keep_everything(profile)
     found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, input_bytes, room)]
-    found += [_ebbtide("ebbtide minimal", Minimal(), profile, room)]
+    found += [_minimal(profile, input_bytes, room, found[1])]
     found += [_ebbtide("ebbtide offload", Offload(), profile, room)]
     slow = Auto(max_slowdown=max_slowdown)
     found += [_ebbtide(f"ebbtide auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
@@ -152,6 +157,31 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
         fits_host=room.fits_host(predicted.offloaded_bytes),
         solution=solution,
     )
+
+
+def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Way) -> Way:
+    """Return ebbtide minimal; where it would re-run blocks that the rules cover badly, checkpointing with its bytes."""
+    if input_bytes is None or not _reruns(profile, input_bytes):
+        return _ebbtide("ebbtide minimal", Minimal(), profile, room)
+    offloaded = sum(input_bytes)
+    return replace(
+        checkpointing, name=RERUN, policy=Minimal(), offloaded_bytes=offloaded, fits_host=room.fits_host(offloaded)
+    )
+
+
+def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
+    """Whether ebbtide minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
+    plan = plan_for(Minimal())
+    for place, (block, given) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
+        stubborn = sum(
+            unit.nbytes
+            for unit in block.units
+            # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
+            if unit.remake_seconds is None and not unit.block_input and getattr(unit, "narrow_bytes", None) is None
+        )
+        if plan.block_action(block.kind, place, input_bytes=given, stubborn_bytes=stubborn) is Action.CHECKPOINT:
+            return True
+    return False
 
 
 def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Way:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import BudgetError, ConfigError, DataError
-from ebbtide.config import Auto
+from ebbtide.config import Auto, Minimal
 from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.table import load_plan
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import model, page
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.result import Result
-from ebbtide_recipes.plan.ways import Limits, Way, best, limits
+from ebbtide_recipes.plan.ways import Limits, Way, best, limits, ways
 from ebbtide_recipes.sft import adapters, models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
 
@@ -156,6 +156,21 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
         room=dataclasses.replace(result.room, ranks=8),
     )
     assert page.command(wide, wide.ways[0]).startswith("torchrun --nnodes 2 --nproc_per_node 8 -m ebbtide sft ")
+
+
+def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result) -> None:
+    few = tuple(
+        dataclasses.replace(
+            b, units=tuple(dataclasses.replace(u, remake_seconds=None, remake_flops=None) for u in b.units)
+        )
+        for b in result.profile.blocks
+    )
+    found_ = ways(dataclasses.replace(result.profile, blocks=few), [4 * 2**10] * 4, result.room, 0.05)
+    rerun = found_[2]
+    assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide minimal, blocks re-run", Minimal(), None)
+    assert (rerun.peak_bytes, rerun.step_ratio) == (found_[1].peak_bytes, found_[1].step_ratio)
+    assert rerun.offloaded_bytes == 16 * 2**10
+    assert "--activation_cpu_offload true --gradient_checkpointing true" in page.command(result, rerun)
 
 
 def limit(*, device: int = 100, budget: int | None = None, host: int | None = 1000, ranks: int = 1) -> Limits:
