@@ -50,7 +50,7 @@ class PlanConfig:
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
         attn_impl: Attention implementation.
         memory_budget: The peak to stay below, such as 40GiB; left out, nine tenths of the device's memory.
-        max_slowdown: How much slower a step of ebbtide auto may be; 0.05 is 5 %.
+        max_slowdown: How much slower a step of ebbtide-auto may be; 0.05 is 5 %.
         out: File to save the plan in that is to be taken; policy="plan.json" then starts with it.
         json: Print the result as JSON.
     """

@@ -21,8 +21,8 @@ from ebbtide.store.share import share_of
 ROOM = 0.9
 """Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
 
-RERUN = "ebbtide minimal, blocks re-run"
-"""Name of ebbtide minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
+RERUN = "ebbtide-minimal, blocks re-run"
+"""Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
 
 ALIKE = 0.005
 """Ways whose steps differ by less than this part of plain's are equally fast."""
@@ -116,16 +116,16 @@ def ways(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_
         profile: The step that keeps everything.
         input_bytes: What each executed block is called with; None: not known.
         room: What there is to fit into.
-        max_slowdown: For ebbtide auto.
+        max_slowdown: For ebbtide-auto.
     """
     plain = keep_everything(profile)
     found = [_ebbtide("plain", Keep(), profile, room), _checkpointing(profile, input_bytes, room)]
     found += [_minimal(profile, input_bytes, room, found[1])]
-    found += [_ebbtide("ebbtide offload", Offload(), profile, room)]
+    found += [_ebbtide("ebbtide-offload", Offload(), profile, room)]
     slow = Auto(max_slowdown=max_slowdown)
-    found += [_ebbtide(f"ebbtide auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
+    found += [_ebbtide(f"ebbtide-auto, at most {100 * max_slowdown:g} % slower", slow, profile, room)]
     if room.budget_bytes is not None or plain.peak_bytes > room.aim_bytes:
-        name = f"ebbtide auto, within {format_size(room.aim_bytes)}"
+        name = f"ebbtide-auto, within {format_size(room.aim_bytes)}"
         found += [_ebbtide(name, Auto(memory_budget=room.aim_bytes), profile, room)]
     return found
 
@@ -160,9 +160,9 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
 
 
 def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Way) -> Way:
-    """Return ebbtide minimal; where it would re-run blocks that the rules cover badly, checkpointing with its bytes."""
+    """Return ebbtide-minimal; where it would re-run blocks that the rules cover badly, checkpointing with its bytes."""
     if input_bytes is None or not _reruns(profile, input_bytes):
-        return _ebbtide("ebbtide minimal", Minimal(), profile, room)
+        return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
     offloaded = sum(input_bytes)
     return replace(
         checkpointing, name=RERUN, policy=Minimal(), offloaded_bytes=offloaded, fits_host=room.fits_host(offloaded)
@@ -170,14 +170,14 @@ def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
 
 
 def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
-    """Whether ebbtide minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
+    """Whether ebbtide-minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
     plan = plan_for(Minimal())
     for place, (block, given) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
         stubborn = sum(
             unit.nbytes
             for unit in block.units
             # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
-            if unit.remake_seconds is None and not unit.block_input and getattr(unit, "narrow_bytes", None) is None
+            if unit.remake_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
         if plan.block_action(block.kind, place, input_bytes=given, stubborn_bytes=stubborn) is Action.CHECKPOINT:
             return True

@@ -41,7 +41,7 @@ def test_what_is_printed_for_people_names_each_way(model: str, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert shown.err == ""
     rows = [line.split("  ")[0] for line in shown.out.splitlines()]
-    assert {"way", "plain", "checkpointing", "ebbtide minimal", "ebbtide offload"} <= set(rows)
+    assert {"way", "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload"} <= set(rows)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def named(result: Result, name: str) -> Way:
 
 def test_every_way_has_a_row_in_this_order(result: Result) -> None:
     assert [way.name for way in result.ways] == [
-        "plain", "checkpointing", "ebbtide minimal", "ebbtide offload", "ebbtide auto, at most 5 % slower",
+        "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload", "ebbtide-auto, at most 5 % slower",
     ]  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
     one, eight = found(qwen), found(qwen, gpus=8, host_memory="1GiB")
     assert (named(eight, "plain").peak_bytes or 0) < (named(one, "plain").peak_bytes or 0)
     assert eight.room.ranks == 8
-    moved = named(eight, "ebbtide offload").offloaded_bytes
+    moved = named(eight, "ebbtide-offload").offloaded_bytes
     values = page.as_values(eight)["ways"][3]
     assert values["offloaded_bytes_a_node"] == 8 * moved > 0
     assert "--nproc_per_node 8 --fsdp_strategy full_shard" in values["command"]
@@ -167,7 +167,7 @@ def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result)
     )
     found_ = ways(dataclasses.replace(result.profile, blocks=few), [4 * 2**10] * 4, result.room, 0.05)
     rerun = found_[2]
-    assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide minimal, blocks re-run", Minimal(), None)
+    assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide-minimal, blocks re-run", Minimal(), None)
     assert (rerun.peak_bytes, rerun.step_ratio) == (found_[1].peak_bytes, found_[1].step_ratio)
     assert rerun.offloaded_bytes == 16 * 2**10
     assert "--activation_cpu_offload true --gradient_checkpointing true" in page.command(result, rerun)
@@ -251,9 +251,9 @@ def test_values_for_programs_are_json(result: Result) -> None:
     ("name", "flags"),
     [
         ("checkpointing", "--gradient_checkpointing true"),
-        ("ebbtide minimal", "--activation_cpu_offload true --gradient_checkpointing true"),
-        ("ebbtide offload", "--activation_cpu_offload true --policy offload"),
-        ("ebbtide auto", "--activation_cpu_offload true --max_slowdown 0.05"),
+        ("ebbtide-minimal", "--activation_cpu_offload true --gradient_checkpointing true"),
+        ("ebbtide-offload", "--activation_cpu_offload true --policy offload"),
+        ("ebbtide-auto", "--activation_cpu_offload true --max_slowdown 0.05"),
     ],
 )
 def test_the_command_line_trains_that_way(result: Result, name: str, flags: str) -> None:
@@ -308,7 +308,7 @@ def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
 
 def test_adapters_take_less_than_full_training(qwen: str) -> None:
     full, lora = found(qwen), found(qwen, train_type="lora")
-    assert (named(lora, "ebbtide minimal").peak_bytes or 0) < (named(full, "ebbtide minimal").peak_bytes or 0)
+    assert (named(lora, "ebbtide-minimal").peak_bytes or 0) < (named(full, "ebbtide-minimal").peak_bytes or 0)
     assert "--train_type lora" in page.text(lora)
 
 
@@ -408,7 +408,7 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
     machine, out = tmp_path / "cpu.json", tmp_path / "plan.json"
     dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(machine)
     asked = found(qwen, max_length=1024, gpu=str(machine))
-    asked = dataclasses.replace(asked, ways=[named(asked, "ebbtide minimal")])
+    asked = dataclasses.replace(asked, ways=[named(asked, "ebbtide-minimal")])
     recipe.save(asked, str(out))
     predicted = load_plan(out).predicted
     config = SftConfig(model=qwen, max_length=1024)
