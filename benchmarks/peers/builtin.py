@@ -70,7 +70,7 @@ def auto(name: str) -> Way:
         ValueError: It is no such name.
     """
     begin, *aims = name.split(", ")
-    if begin != "ebbtide auto" or not aims:
+    if begin != "ebbtide auto" or not all("=" in text for text in aims):
         raise ValueError(f"{name!r} is no way")
     aim: dict[str, Any] = dict(text.split("=", 1) for text in aims)
     if "max_slowdown" in aim:

@@ -117,7 +117,7 @@ def forecast(
             stack.callback(_shard_gradients(twin, job.shards))
             stack.enter_context(paper)
             paper.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-            _backward(_call(twin, given), loss)
+            _loss_of(_call(twin, given), loss).backward()  # what forward returned is dropped before, as in most loops
             engine.timer.finish()
     except NEEDS_VALUES as error:
         raise ConfigError(
@@ -145,6 +145,25 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    """Return what backward begins with.
+
+    Raises:
+        ConfigError: There is nothing.
+    """
+    if loss is not None:
+        return loss(output)
+    own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    value = own if own is not None else next((x for x in tree_leaves(output) if _requires_grad(x)), None)
+    if value is None:
+        raise ConfigError(
+            f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
+            expected="a `loss`, or a tensor that requires gradients",
+            hint="is every weight frozen? otherwise give loss=, a function of what forward returns",
+        )
+    return value if value.ndim == 0 else value.float().square().mean()
+
+
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -153,22 +172,6 @@ def _call(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _backward(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> None:
-    if loss is None:
-        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        value = own if own is not None else next((x for x in tree_leaves(output) if _requires_grad(x)), None)
-        if value is None:
-            raise ConfigError(
-                f"forward returned {type(output).__name__}, and there is nothing to begin a backward with",
-                expected="a `loss`, or a tensor that requires gradients",
-                hint="is every weight frozen? otherwise give loss=, a function of what forward returns",
-            )
-        value = value if value.ndim == 0 else value.float().square().mean()
-    else:
-        value = loss(output)
-    value.backward()
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:

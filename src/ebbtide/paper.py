@@ -46,8 +46,6 @@ REAL_BYTES = 16 * 1024**2
 """What is computed from real tensors is itself real up to this size."""
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-_CAUSAL = {"_scaled_dot_product_flash_attention": 4, "_scaled_dot_product_efficient_attention": 6, _CPU_ATTENTION: 4}
-"""Operators of fused attention → where their arguments say that it is causal."""
 
 
 def without_bytes() -> FakeTensorMode:
@@ -241,5 +239,6 @@ def _flops(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> tuple[f
         flops = float(counts(*args, **kwargs, out_val=result))
     if "attention" not in name:
         return flops, False
-    causal = any(argument is True for argument in args[3:]) or kwargs.get("is_causal", False)
+    names = [argument.name for argument in func._schema.arguments]
+    causal = dict(zip(names, args, strict=False)).get("is_causal") or kwargs.get("is_causal", False)
     return (flops / 2 if causal else flops), True

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
 
 
+FUSED_ATTENTION = "ScaledDotProduct"
+"""Begins the node's name whichever kernel was taken: a site has the same name on every device."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """A block as the engine knows it.
@@ -245,6 +249,8 @@ class BlockRun:
 
     def _site(self, node_name: str) -> Site:
         module = self.running[-1].name if self.running else ""
+        if node_name.startswith(FUSED_ATTENTION):
+            node_name = FUSED_ATTENTION
         self._counts[module, node_name] += 1
         return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
 
@@ -306,20 +312,29 @@ class BlockRun:
             action = Action.RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
         self._carry_out(action, entry, tensor, base, recipe)
-        if engine.timer is not None:
-            prepare = None if recipe is None else functools.partial(engine.remake_alone, entry, recipe, base)
-            narrow, narrowed = (
-                narrower(self.builder, entry, base),
-                entry.recipe is not None and entry.recipe is not recipe,
-            )
-            engine.timer.saw(
-                self, Action.OFFLOAD if narrowed else entry.action, candidate, storage,
-                movable=engine.may_move(tensor),
-                narrow_bytes=None if narrow is None else narrow.nbytes, prepare=prepare,
-            )  # fmt: skip
+        self._tell_timer(entry, candidate, tensor, base, recipe)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
+
+    def _tell_timer(
+        self, entry: Entry, candidate: Candidate, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
+    ) -> None:
+        """Let a step that is measured know what was saved, and what was done with it."""
+        engine, timer = self.engine, self.engine.timer
+        if timer is None:
+            return
+        narrow = narrower(self.builder, entry, base)
+        narrowed = entry.recipe is not None and entry.recipe is not recipe
+        timer.saw(
+            self,
+            Action.OFFLOAD if narrowed else entry.action,
+            candidate,
+            tensor.untyped_storage(),
+            movable=engine.may_move(tensor),
+            narrow_bytes=None if narrow is None else narrow.nbytes,
+            prepare=None if recipe is None else functools.partial(engine.remake_alone, entry, recipe, base),
+        )
 
     def _carry_out(
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None

@@ -136,7 +136,7 @@ def test_what_others_hold_is_there_anyway() -> None:
     scene.backward([first, second])
     scene.forward(Pass(), "first")
     (step,) = scene.found
-    # What came into the first is there in its whole forward, and gone in the second's; what the second made dies at last.
+    # What came into the first is there in its whole forward, and gone in the second's; what that made dies at last.
     assert [block.forward_anyway_bytes for block in step.blocks] == [10, 0]
     assert step.turn_anyway_bytes == 100
     assert [block.backward_anyway_bytes for block in step.blocks] == [0, 0]

@@ -1,0 +1,57 @@
+"""The suite of plans: which cases it tries, and what its table says of what came."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.case import Case, Row
+from benchmarks.peers import planned, way_named
+from benchmarks.suites.bound import SLOWDOWNS, aims, table, total
+
+MIB = 1 << 20
+
+
+def row(way: str, peak_mib: int, seconds: list[float], **predicted: float) -> Row:
+    case = Case(way=way, model="small", tokens=512, batch=2)
+    notes = {"predicted": predicted} if predicted else {}
+    return Row(case=case, seconds=seconds, base_bytes=100 * MIB, peak_bytes=peak_mib * MIB, notes=notes)
+
+
+def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None:
+    ways = aims([])
+    assert ways == ["plain", *(planned(max_slowdown=s) for s in SLOWDOWNS)]
+    rows = [row(way, 900 - 100 * place, [1.0]) for place, way in enumerate(ways)]
+    assert aims(rows[:-1]) == ways
+    low, high = aims(rows)[len(ways) :]
+    assert low == planned(memory_budget=(100 + 500 + 40) * MIB) and high == planned(memory_budget=(100 + 700) * MIB)
+    assert aims([*rows, *(row(way, 1, [1.0]) for way in ways)]) == aims(rows), "budgets follow from the first round"
+
+
+def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
+    said = {
+        "peak_bytes": 204 * MIB, "overhead_percent": 4.0, "bound_percent": 2.0, "kept_bytes": MIB,
+        "offloaded_bytes": 2 * MIB, "remade_bytes": 3 * MIB,
+    }  # fmt: skip
+    budget = planned(memory_budget=300 * MIB)
+    rows = [
+        row("plain", 300, [1.0, 1.0, 1.2]), row(budget, 100, [1.05, 1.05, 1.1], **said),
+        row(planned(max_slowdown=0.05), 100, [1.1], **said),
+        Row(case=Case(way="x", model="small", tokens=512), status="no"),
+    ]  # fmt: skip
+    lines = table(rows)[2:]
+    assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.100) |  |  |  | ok |" in lines[0]
+    assert (
+        "| 204.0 MiB | 200.0 MiB | +2.0 % | 1.040 | 1.050 (1.050 to 1.075) | 1.020 | +3.0 points | "
+        "1.0 MiB / 2.0 MiB / 3.0 MiB | ok |"
+    ) in lines[1]
+    assert "| auto, max_slowdown=0.05 |  | 200.0 MiB |  | 1.040 | 1.100" in lines[2]
+    assert lines[3].endswith("| x |  |  |  |  |  |  |  |  | no |")
+    assert total(rows[0]) == 400 * MIB
+
+
+def test_a_way_is_named_by_its_arguments() -> None:
+    assert way_named("plain").name == "plain"
+    assert way_named(planned(max_slowdown=0.3)).setting == "auto, max_slowdown=0.3"
+    for name in ("ebbtide nothing", "ebbtide auto, x", "TRLs"):
+        with pytest.raises(ValueError, match="is no way"):
+            way_named(name)
