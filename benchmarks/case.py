@@ -205,14 +205,14 @@ def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> R
     except (torch.OutOfMemoryError, MemoryError) as error:
         row.status, row.notes["error"] = "out of memory", str(error)[:200]
     except Exception as error:
-        row.status = f"failed: {type(error).__name__}: {error}"[:300]
+        row.status = f"failed: {type(error).__name__}: {error}".replace("\n", "; ")[:300]
     return row
 
 
 def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) -> None:
     case, shape = row.case, SHAPES[row.case.model]
     if device.type == "cpu":
-        return_freed_memory(1 << 16)  # for every way: what the heap keeps for itself would hide what is in use
+        return_freed_memory()  # for every way, as ebbtide has it: what the heap keeps would hide what is in use
     torch.manual_seed(0)
     model = shape.build(device, case.tuning).train()
     short = shape.inputs(min(case.tokens, case.gate_tokens), case.batch, device)

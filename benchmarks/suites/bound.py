@@ -21,7 +21,7 @@ from benchmarks.results_folder import summary
 from ebbtide.base.units import format_size
 
 SLOWDOWNS = (0.0, 0.05, 0.3, 10.0)
-SHARES = (0.1, 0.5)
+SHARES = (0.25, 0.6)
 """Budgets, between the least peak (0) and plain training's (1)."""
 
 LENGTHS = {"Qwen3-8B": 8192, "Qwen3-1.7B": 32768}

@@ -23,7 +23,9 @@ def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None
     rows = [row(way, 900 - 100 * place, [1.0]) for place, way in enumerate(ways)]
     assert aims(rows[:-1]) == ways
     low, high = aims(rows)[len(ways) :]
-    assert low == planned(memory_budget=(100 + 500 + 40) * MIB) and high == planned(memory_budget=(100 + 700) * MIB)
+    assert low == planned(memory_budget=(100 + 500 + 100) * MIB) and high == planned(
+        memory_budget=(100 + 500 + 240) * MIB
+    )
     assert aims([*rows, *(row(way, 1, [1.0]) for way in ways)]) == aims(rows), "budgets follow from the first round"
 
 
