@@ -113,6 +113,7 @@ def forecast(
     attachment = Attachment(twin, pairs, engine)
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # what is small is really drawn
             stack.enter_context(mode)
             stack.callback(_shard_gradients(twin, job.shards))
             stack.enter_context(paper)

@@ -177,6 +177,17 @@ def test_a_model_on_meta_needs_no_values_and_one_with_values_is_left_alone() -> 
     assert all(p.grad is None for p in there.parameters()) and all(p.is_meta for p in absent.parameters())
 
 
+class Draws(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * torch.rand(())
+
+
+def test_the_random_state_is_left_as_it_was() -> None:
+    net, before = Draws(), torch.get_rng_state()
+    plan_of(net, torch.zeros(4, 64), machine="h200")
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_weights_that_are_shared_stay_shared() -> None:
     net = Net()
     net.layers[1].linear.weight = net.layers[0].linear.weight
