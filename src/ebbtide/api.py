@@ -232,7 +232,8 @@ def make_plan(
         model: A module that is neither wrapped nor sharded nor quantised; left as it is.
         batch: Arguments of its forward: a dict of names, a list, or one tensor. Floating-point tensors may be on meta;
             of integers (tokens, positions) the values may decide what the model does.
-        policy: ``Auto(...)`` (the default) or another policy, or its name.
+        policy: ``Auto(...)`` (the default) or another policy, or its name. No block is re-run whole, as ``Minimal``
+            does with blocks that the recompute rules cover badly.
         machine: ``"h200"``, ``"h100"``, ``"a100"``, ``"gh200"``, ``"4090"``, a JSON file, or a ``Machine``; default:
             this one, measured now (seconds).
         shards: Ranks over which weights, gradients and optimizer state are divided.

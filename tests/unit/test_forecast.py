@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,33 @@ class Draws(Net):
         return super().forward(x) * torch.rand(())
 
 
+class Stem(Net):
+    def __init__(self) -> None:
+        super().__init__(width=512, depth=2)
+        self.stem = nn.Linear(512, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.stem(x))
+
+
+def test_blocks_that_are_alike_take_alike_and_what_is_before_them_counts() -> None:
+    profile = forecast(Stem(), torch.zeros(4096, 512, device="meta"), H200, options=Options(min_bytes=0))
+    first, second = profile.blocks
+    assert first.forward_seconds == pytest.approx(second.forward_seconds)
+    assert profile.lead_seconds == pytest.approx(2 * 4096 * 512 * 512 / H200.flop32_per_second, rel=0.2)
+
+
+def test_what_blocks_share_is_gathered_once() -> None:
+    net = Net(width=512)
+    for layer in net.layers[1:]:
+        layer.linear.weight = net.layers[0].linear.weight
+    x = torch.zeros(8, 512, device="meta")
+    peak = plan_of(net, x, machine=H200, policy="keep", shards=4, optimizer_state=0.0).predicted.peak_bytes
+    weight = 512 * 512 * 4
+    # Its shard and the whole of it; its gradient from one block, from the next, and their sum.
+    assert peak == pytest.approx((0.25 + 1 + 3) * weight, rel=0.05)
+
+
 def test_the_random_state_is_left_as_it_was() -> None:
     net, before = Draws(), torch.get_rng_state()
     plan_of(net, torch.zeros(4, 64), machine="h200")
@@ -305,6 +334,9 @@ def test_machines_have_names_and_files(tmp_path: Path) -> None:
         machine_named(path)
     with pytest.raises(DataError, match=r"cannot be written"):
         H200.save(tmp_path / "no" / "where.json")
+    path.write_text(json.dumps({**dataclasses.asdict(H200), "devices": 1.5}))
+    with pytest.raises(ConfigError, match=r"devices of machine 'h200' is 1\.5; expected a whole number"):
+        machine_named(path)
     with pytest.raises(ConfigError, match=r"memory_bytes of machine 'x' is -1"):
         Machine(**{**{f: getattr(H200, f) for f in Machine.__dataclass_fields__}, "name": "x", "memory_bytes": -1})
 

@@ -199,6 +199,7 @@ class StepTimer:
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
         self._open: tuple[_Stretches, Moment] | None = None
+        self.began: Moment | None = None  # the first block of the latest pass that is measured
         self._known = 0  # how much of what was not kept was known when the open stretch began
 
     def want(self) -> None:
@@ -230,6 +231,7 @@ class StepTimer:
                 return
         if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
             self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
+            self.began = self._meter.moment(self._where)
         now = self._pass
         if run.pass_ is not now.measured() or now.turned:
             self._cut(None)

@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
 from ebbtide.planner.profile import Rates
 
 
@@ -52,12 +52,13 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            kinds = int if field.type == "int" else (int, float)
+            number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
             if not (number and (value > 0 or (field.name == "launch_seconds" and value == 0))):
                 raise ConfigError(
                     f"{field.name} of machine {self.name!r} is {value!r}",
-                    expected="a number above 0, in bytes, seconds or FLOP",
-                    hint="see docs/concepts/planning.md for what each of them is",
+                    expected="a whole number above 0" if kinds is int else "a number above 0",
+                    hint="`ebbtide doctor --out machine.json` writes the machine that it runs on",
                 )
 
     def rates(self, ranks: int = 1) -> Rates:
@@ -150,6 +151,8 @@ def machine_named(given: str | PathLike[str] | Machine) -> Machine:
             expected="a file that describes a machine",
             hint="`ebbtide doctor --out machine.json` writes the one it runs on",
         ) from error
+    except EbbtideError:
+        raise
     except (ValueError, TypeError) as error:
         raise DataError(
             f"{text!r} describes no machine ({error})",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError
 from ebbtide.base.extras import check_installed
-from ebbtide.base.units import format_size
+from ebbtide.base.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from ebbtide.planner.machines import Machine
@@ -45,7 +46,7 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     if config.gpu is None:
         say("measuring this machine, which takes seconds; --gpu names another")
     machine = machine_here() if config.gpu is None else machine_named(config.gpu)
-    _check_ram(config, machine)
+    _check_machine(config, machine)
     outline = model.outline(sft, model_config, _dtype(config, machine))
     inputs, end = model.watch_inputs(outline.module)
     try:
@@ -112,8 +113,8 @@ def is_cpu(machine: Machine) -> bool:
     return machine.name == "cpu"
 
 
-def _check_ram(config: PlanConfig, machine: Machine) -> None:
-    """Refuse what has no meaning where the scarce memory is RAM."""
+def _check_machine(config: PlanConfig, machine: Machine) -> None:
+    """Refuse what this machine cannot do, or what has no meaning on it."""
     if is_cpu(machine) and config.gpus > 1:
         raise ConfigError(
             f"gpus is {config.gpus} on a machine without an accelerator",
@@ -126,6 +127,20 @@ def _check_ram(config: PlanConfig, machine: Machine) -> None:
             expected="a device whose memory is scarcer than the host's",
             hint="leave --host_memory out: offloaded bytes go to disk here, or name the device with --gpu",
         )
+    if config.gpus > machine.devices and config.gpus % machine.devices:
+        raise ConfigError(
+            f"gpus is {config.gpus}, and a node of {machine.name} has {machine.devices}",
+            expected=f"at most {machine.devices}, or whole nodes",
+            hint=f"such as --gpus {machine.devices * math.ceil(config.gpus / machine.devices)}",
+        )
+    if config.memory_budget is not None:
+        asked = parse_size(config.memory_budget, name="memory_budget")
+        if asked > machine.memory_bytes:
+            raise ConfigError(
+                f"memory_budget is {config.memory_budget}, and the device has {format_size(machine.memory_bytes)}",
+                expected="a part of the device's memory",
+                hint="leave it out: nine tenths of the device are then the aim",
+            )
 
 
 def _dtype(config: PlanConfig, machine: Machine) -> str:

@@ -20,7 +20,7 @@ class Result:
         config: What was asked.
         outline: The model.
         machine: Where it is to be trained.
-        profile: Its step that keeps everything, on paper.
+        profile: Its step on paper.
         room: What there is to fit into.
         ways: What each way to train would take.
     """

@@ -152,9 +152,9 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
         policy=policy,
         peak_bytes=predicted.peak_bytes,
         step_ratio=predicted.step_seconds / profile.step_seconds,
-        offloaded_bytes=predicted.offloaded_bytes,
+        offloaded_bytes=predicted.moved_bytes,
         fits=room.fits_device(predicted.peak_bytes),
-        fits_host=room.fits_host(predicted.offloaded_bytes),
+        fits_host=room.fits_host(predicted.moved_bytes),
         solution=solution,
     )
 

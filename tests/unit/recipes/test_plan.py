@@ -351,6 +351,19 @@ def test_values_that_make_no_plan_are_refused(changes: dict[str, Any], said: str
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"memory_budget": "200GiB"}, "memory_budget is 200GiB, and the device has 139.0 GiB"),
+        ({"gpus": 12}, "gpus is 12, and a node of h200 has 8; expected at most 8, or whole nodes"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused(qwen: str, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        found(qwen, **{"gpu": "h200", **changes})
+    assert str(caught.value).startswith(said)
+
+
 def test_a_model_that_cannot_be_made_says_what_is_needed(write: Write, tmp_path: Path) -> None:
     (tmp_path / "file.json").write_text('{"a": ')
     for name in (str(tmp_path), str(tmp_path / "file.json"), write(model_type="nonsense"), write(model_type="t5")):
