@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import ebbtide
 from ebbtide.base.errors import DiskFullError, ModifiedInPlaceError, RestoreError
@@ -308,3 +310,35 @@ def test_a_change_in_place_of_what_stays_names_the_block(kept: str) -> None:
         ):
             z.backward()
         drain()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_a_block_that_an_interrupt_kept_from_its_hooks_holds_nothing(block: int, monkeypatch: Any) -> None:
+    """Between a block's beginning and its hooks nobody but the pass knows the run, and the run holds itself."""
+    from ebbtide.wrap import attach
+    from tests.helpers.handles import training
+
+    begun: list[object] = []
+
+    def struck(self: Any) -> Any:
+        run = self._engine.begin_block(self._block, self._inputs)
+        if len(begun) == block:
+            raise KeyboardInterrupt
+        begun.append(run.block.name)
+        self._run = run
+        saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
+        return run
+
+    with training("offload", "disk") as trainee:
+        gc.collect()
+        gc.disable()
+        try:
+            with monkeypatch.context() as patch:
+                patch.setattr(attach.offloading, "__enter__", lambda self: struck(self))
+                with pytest.raises(KeyboardInterrupt) as caught:
+                    trainee.step()
+            del caught
+            assert not trainee.handle._engine.live_tickets and not trainee.handle._engine.live_entries
+        finally:
+            gc.enable()
+        trainee.assert_recovers()
