@@ -76,6 +76,7 @@ class BlockRun:
 
     def __init__(self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor]) -> None:
         self.engine, self.block, self.pass_ = engine, block, pass_
+        self.builder: Builder | None = None  # made last: an interrupt may strike before
         self.previous, pass_.latest = pass_.latest, self
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
@@ -94,7 +95,7 @@ class BlockRun:
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
-        self.builder: Builder | None = Builder(
+        self.builder = Builder(
             engine.rules,
             self.weights,
             self._inputs,
