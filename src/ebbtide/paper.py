@@ -119,7 +119,7 @@ class PaperMachine(TorchDispatchMode):
         try:
             sizes = func(*args, **kwargs)
         except NEEDS_VALUES:
-            pass
+            pass  # the values are there
         else:
             if sum(x.numel() * x.itemsize for x in tree_leaves(sizes) if isinstance(x, torch.Tensor)) > REAL_BYTES:
                 return sizes
