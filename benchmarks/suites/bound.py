@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> list[str]:
     """Return a line for every model and aim; medians over all rounds."""
     lines = [
         "| model | way | peak: predicted | came | off | step ÷ plain: predicted | came | bound | above the bound | "
-        "stays / moved / remade | status |",
+        "stays / offloaded / remade | status |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)

@@ -14,9 +14,10 @@ import torch
 from ebbtide.base.errors import EbbtideError
 from ebbtide.base.extras import oldest
 from ebbtide.doctor.device import look_at_device
-from ebbtide.doctor.facts import Facts, look_at_bus, look_at_disk, look_at_environment, look_at_host, ranks_of
+from ebbtide.doctor.facts import Facts, look_at_bus, look_at_disk, look_at_environment, look_at_host
 from ebbtide.doctor.findings import Finding, findings
 from ebbtide.machine_here import machine_with, speed_here
+from ebbtide.store.share import ranks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

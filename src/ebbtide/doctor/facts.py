@@ -269,16 +269,6 @@ def look_at_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: environment[name] for name in VARIABLES if environment.get(name, "").strip()}
 
 
-def ranks_of(environment: Mapping[str, str]) -> int:
-    """Return how many ranks share this node, as ``LOCAL_WORLD_SIZE`` says; else one.
-
-    Args:
-        environment: The variables.
-    """
-    said = environment.get("LOCAL_WORLD_SIZE", "").strip()
-    return max(1, int(said)) if said.isdecimal() else 1
-
-
 def _text(path: Path) -> str | None:
     try:
         return path.read_text()

@@ -159,11 +159,11 @@ class _Search:
         """Return the fastest plan found that keeps at most ``kept_bytes``, as far as that can be."""
         kept_bytes = max(kept_bytes, self.profile.stubborn_bytes)
         if kept_bytes not in self._known:
-            _, moved = self._bound.least(kept_bytes)
-            self._known[kept_bytes] = self._best(kept_bytes, moved)
+            _, offloaded = self._bound.least(kept_bytes)
+            self._known[kept_bytes] = self._best(kept_bytes, offloaded)
         return self._known[kept_bytes]
 
-    def _best(self, kept_bytes: int, moved_bytes: float) -> Solution:
+    def _best(self, kept_bytes: int, offloaded_bytes: float) -> Solution:
         """Return the best of a few: first how much is offloaded, then how many of the last blocks stay."""
 
         rates = self.profile.rates
@@ -180,9 +180,9 @@ class _Search:
 
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         middle = tails[len(tails) // 2]
-        by_share = {share: self._try(kept_bytes, share * moved_bytes, middle) for share in SHARES}
+        by_share = {share: self._try(kept_bytes, share * offloaded_bytes, middle) for share in SHARES}
         share = min(by_share, key=lambda share: cost(by_share[share]))
-        others = [self._try(kept_bytes, share * moved_bytes, t) for t in tails if t != middle]
+        others = [self._try(kept_bytes, share * offloaded_bytes, t) for t in tails if t != middle]
         return min([by_share[share], *others], key=cost)
 
     def smallest(self) -> Solution:
@@ -210,8 +210,8 @@ class _Search:
                 high, most = middle, found
         return least, most
 
-    def _try(self, kept_bytes: int, moved_bytes: float, tail: int) -> Solution:
-        assignment = self._assign(kept_bytes, moved_bytes, tail)
+    def _try(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Solution:
+        assignment = self._assign(kept_bytes, offloaded_bytes, tail)
         return Solution(
             profile=self.profile,
             assignment=assignment,
@@ -220,17 +220,17 @@ class _Search:
             bound=self._bound,
         )
 
-    def _assign(self, kept_bytes: int, moved_bytes: float, tail: int) -> Assignment:
+    def _assign(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Assignment:
         """Return actions that remake the cheapest until no more than so many bytes are kept and moved.
 
         Args:
             kept_bytes: Bytes that may stay.
-            moved_bytes: Bytes that are to be offloaded.
+            offloaded_bytes: Bytes that are to be offloaded.
             tail: The last so many blocks come first when it is decided what stays.
         """
         blocks = self.profile.blocks
         actions = [[Action.OFFLOAD] * len(block.units) for block in blocks]
-        drop = self.profile.saved_bytes - kept_bytes - moved_bytes
+        drop = self.profile.saved_bytes - kept_bytes - offloaded_bytes
         for place, number in self._by_cost:
             if drop <= 0:
                 break

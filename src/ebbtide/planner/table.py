@@ -30,7 +30,7 @@ class Prediction:
     Attributes:
         step_seconds: Time of the step.
         overhead_percent: By how much that is longer than the step that keeps everything.
-        bound_percent: The least that any schedule could add at the same bytes kept.
+        bound_percent: The least that any schedule could add that leaves no more on the device at the turn-around.
         peak_bytes: Most device memory.
         peak_everything_kept_bytes: The same when everything is kept.
         kept_bytes: Of what the blocks save, bytes that stay.

@@ -8,6 +8,7 @@ limit is killed, not refused.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +32,19 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
         ranks: Ranks on this node; ``None``: what ``LOCAL_WORLD_SIZE`` says, or one.
     """
     if ranks is None:
-        said = os.environ.get("LOCAL_WORLD_SIZE", "")
-        ranks = int(said) if said.isdecimal() else 1
+        ranks = ranks_of(os.environ)
     found = [_machine(root), *_groups(root)]
     return share_of(min(x.limit_bytes for x in found), min(x.free_bytes for x in found), ranks)
+
+
+def ranks_of(environment: Mapping[str, str]) -> int:
+    """Return how many ranks share this node, as ``LOCAL_WORLD_SIZE`` says; else one.
+
+    Args:
+        environment: The variables.
+    """
+    said = environment.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(said)) if said.isdecimal() else 1
 
 
 def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:

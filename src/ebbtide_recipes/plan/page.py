@@ -107,7 +107,8 @@ def command(result: Result, way: Way) -> str:
     if config.gpus > 1:
         nodes = math.ceil(config.gpus / result.machine.devices)
         if nodes > 1:
-            words = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(result.room.ranks), "-m", *words]
+            words = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(result.room.ranks)]
+            words += ["--node_rank", "RANK", "--master_addr", "FIRST", "-m", "ebbtide", "sft"]  # theirs to fill in
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))
@@ -164,7 +165,8 @@ def _model(result: Result) -> str:
 def _machine(result: Result) -> str:
     machine, room = result.machine, result.room
     if room.host_bytes is None:
-        return f"this one, without an accelerator: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
+        which = result.config.gpu or "this one"
+        return f"{which}, without an accelerator: {format_size(machine.memory_bytes)}; offloaded bytes go to disk"
     lines = f"{machine.name}: {format_size(machine.memory_bytes)} a device"
     lines += f", {format_size(room.host_bytes)} of host memory a node for offloaded bytes"
     gpus = result.config.gpus

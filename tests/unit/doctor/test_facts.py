@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.doctor import facts
-from ebbtide.doctor.facts import Bus, look_at_bus, look_at_disk, look_at_environment, look_at_host, ranks_of
+from ebbtide.doctor.facts import Bus, look_at_bus, look_at_disk, look_at_environment, look_at_host
 from ebbtide.store.location import filesystem_of
+from ebbtide.store.share import ranks_of
 from tests.unit.store.test_share import machine, write
 
 GIB = 1 << 30

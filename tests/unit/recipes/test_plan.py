@@ -155,7 +155,9 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
         config=dataclasses.replace(result.config, gpus=16),
         room=dataclasses.replace(result.room, ranks=8),
     )
-    assert page.command(wide, wide.ways[0]).startswith("torchrun --nnodes 2 --nproc_per_node 8 -m ebbtide sft ")
+    assert page.command(wide, wide.ways[0]).startswith(
+        "torchrun --nnodes 2 --nproc_per_node 8 --node_rank RANK --master_addr FIRST -m ebbtide sft "
+    )
 
 
 def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result) -> None:
