@@ -20,11 +20,11 @@ from ebbtide.engine.flow import CopyIn, CopyOut, Window
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.model import ModelWeights
+from ebbtide.engine.numerics import exactly
 from ebbtide.engine.recipe import Expr, evaluate
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import StallBook, Stats, Tally
-from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
@@ -257,7 +257,7 @@ class Engine:
             began = time.perf_counter()
             keep = None if backward is None else functools.partial(self._keep, backward)
             read = functools.partial(self._operand, entry, backward, run)
-            content = exactly(entry.empty.device.type, entry.switches, lambda: evaluate(entry, read, keep))
+            content = exactly(entry.empty.device.type, entry.numerics, lambda: evaluate(entry, read, keep))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:

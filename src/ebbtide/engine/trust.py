@@ -10,8 +10,8 @@ import torch
 
 from ebbtide.base.events import Bus
 from ebbtide.engine.layout import Layout, storage_bytes
+from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.recipe import Expr
-from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry
 
 logger = logging.getLogger("ebbtide.engine")
@@ -22,7 +22,7 @@ Key = tuple[Any, ...]
 class Trust:
     """Remembers which recipes were compared and found equal.
 
-    A verdict holds for a site, a layout, the recipe's operators and constants, and the switches that change what a
+    A verdict holds for a site, a layout, the recipe's operators and constants, and the numerics that change what a
     kernel computes; whatever differs in one of them is compared anew.
     """
 
@@ -33,7 +33,7 @@ class Trust:
 
     def holds(self, entry: Entry, recipe: Expr, base: torch.Tensor, remake: Callable[[Expr], torch.Tensor]) -> bool:
         """Return whether ``recipe`` gives ``base`` exactly; compares when this key was not met before."""
-        key = (entry.site, entry.base_layout, recipe.signature, switches_now())
+        key = (entry.site, entry.base_layout, recipe.signature, current_numerics())
         verdict = self._verdicts.get(key)
         if verdict is None:
             verdict = self._verdicts[key] = self._compare(entry, recipe, base, remake)
