@@ -254,6 +254,32 @@ def test_a_recompute_runs_under_the_numerics_of_its_forward(
             assert all(found == numerics for found in recomputed)
 
 
+@pytest.mark.parametrize("setting", [*PRECISIONS, *FLAGS], ids=_names)
+def test_a_block_that_is_run_again_runs_under_the_numerics_of_its_forward(setting: Setting) -> None:
+    if setting is double:
+        pytest.skip("weights of another dtype than the data")
+    runs: list[Any] = []
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        runs.append(current_numerics())
+        return x + s.b(s.a(x).cumprod(-1).cummax(-1).values)
+
+    model = Model(lambda: Part(forward, a=nn.Linear(WIDTH, WIDTH), b=nn.Linear(WIDTH, WIDTH)))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks="layers.*"):
+        for step in range(3):
+            setting()
+            numerics = current_numerics()
+            loss = model(x).square().sum()
+            _reset()
+            runs.clear()
+            shown = _shown()
+            loss.backward()
+            assert _shown() == shown
+            assert runs or not step
+            assert all(found == numerics for found in runs)
+
+
 def convolution(s: Any, x: Tensor) -> Tensor:
     return x + s.b(nn.functional.silu(s.a(nn.functional.silu(x))))
 
