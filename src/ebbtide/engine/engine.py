@@ -28,6 +28,7 @@ from ebbtide.engine.stats import StallBook, Stats, Tally
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.engine.wrappers import WrapperTicket
 from ebbtide.store.protocol import Tier
 
@@ -75,6 +76,7 @@ class Engine:
         rules: dict[str, Rule] | None = None,
         tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
     ) -> None:
+        leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.weights = ModelWeights(model_weights, move=weights_move)
         self.rules = rules if rules is not None else rule_table()
