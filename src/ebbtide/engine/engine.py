@@ -21,15 +21,16 @@ from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.model import ModelWeights
+from ebbtide.engine.numerics import Numerics, current_numerics
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.recompute import evaluate_now, recompute, repeatable
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import StallBook, Stats, Tally
-from ebbtide.engine.switches import Switches, switches_now
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.engine.wrappers import WrapperTicket
 from ebbtide.store.protocol import Tier
 
@@ -77,6 +78,7 @@ class Engine:
         rules: dict[str, Rule] | None = None,
         tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
     ) -> None:
+        leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.lock = threading.RLock()
         self.trust = Trust(bus, always_whole=options.verify)
@@ -202,14 +204,14 @@ class Engine:
         """Let an entry have its bytes on the device for now."""
         entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
 
-    def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Switches) -> bool:
+    def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
         """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
         run = functools.partial(evaluate_now, recipe, base, self._content)
         return self.trust.holds((block, numerics), entry, recipe, base, run)
 
     def remake_alone(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
         """Return what recomputes a tensor from operands that are there, to be timed; None if it may not be."""
-        if not self.trusts(block, entry, recipe, base, switches_now()):
+        if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
         self._stalls.serve_nobody()
         return repeatable(recipe, base, functools.partial(self._operand, entry, None, None))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 
 from ebbtide.engine.guard import Watched, changed_error
+from ebbtide.engine.numerics import exactly
 from ebbtide.engine.recipe import Expr, Reader, evaluate
-from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry
 from ebbtide.engine.trust import Trust
 
@@ -38,7 +38,7 @@ def recompute(
         return watched.tensor
 
     work = functools.partial(evaluate, target, read, compare_and_keep, weight)
-    return exactly(target.empty.device.type, target.switches, work)
+    return exactly(target.empty.device.type, target.numerics, work)
 
 
 def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor:

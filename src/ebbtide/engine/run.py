@@ -18,9 +18,9 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, region
 from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import narrower, park_narrowed
+from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.weights import Weights, is_parameter
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
@@ -345,9 +345,9 @@ class BlockRun:
         if engine.options.verify:
             engine.take_checksum(entry, tensor)
         if action is Action.RECOMPUTE and recipe is not None:
-            numerics = switches_now()
+            numerics = current_numerics()
             if engine.trusts(self.block.name, entry, recipe, base, numerics):
-                entry.action, entry.recipe, entry.switches = Action.RECOMPUTE, recipe, numerics
+                entry.action, entry.recipe, entry.numerics = Action.RECOMPUTE, recipe, numerics
                 entry.fingerprint = engine.trust.fingerprint(base, self.compared)
                 return
         if action is not Action.KEEP and engine.may_move(tensor):

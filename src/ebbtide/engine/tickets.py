@@ -27,9 +27,9 @@ from ebbtide.engine.layout import Layout
 from ebbtide.store.protocol import Slot
 
 if TYPE_CHECKING:
+    from ebbtide.engine.numerics import Numerics
     from ebbtide.engine.recipe import Expr
     from ebbtide.engine.run import BlockRun
-    from ebbtide.engine.switches import Switches
 
 Place = tuple[str, str]
 """Path of a module within its block, and the block's name."""
@@ -96,7 +96,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "last", "life",
-        "part_only", "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "switches", "tainted",
+        "numerics", "part_only", "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted",
         "version",
     )  # fmt: skip
 
@@ -124,7 +124,7 @@ class Entry:
         self.restored: torch.Tensor | None = None
         self.checksum: tuple[int, int] | None = None
         self.fingerprint: Fingerprint | None = None  # of the tensor that was dropped, if it is to be recomputed
-        self.switches: Switches | None = None  # what its kernels ran under, if they are to run again
+        self.numerics: Numerics | None = None  # what its kernels ran under, if they are to run again
         self.probe: torch.Tensor | None = None
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
