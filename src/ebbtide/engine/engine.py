@@ -133,9 +133,9 @@ class Engine:
             self.timer.pass_ends(done.tally.unique)
         self.bus.emit("pass_end", packs=done.tally.packs, checkpointed=done.checkpointed, **done.tally.fields())
 
-    def begin_block(self, block: Block, inputs: list[torch.Tensor]) -> BlockRun:
+    def begin_block(self, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> BlockRun:
         """A block's forward begins; enter hooks with ``run.pack`` and ``engine.unpack`` around it."""
-        run = BlockRun(self, block, self._pass, inputs)
+        run = BlockRun(self, block, self._pass, inputs, checkpointed=checkpointed)
         if self.timer is not None:
             self.timer.block_begins(run)
         return run

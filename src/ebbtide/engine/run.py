@@ -22,7 +22,7 @@ from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
-from ebbtide.engine.weights import Weights, is_parameter
+from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 if TYPE_CHECKING:
@@ -69,18 +69,17 @@ class Pass:
 
 
 class BlockRun:
-    """The forward of one block, open while the block runs; afterwards the order of what it saved.
+    """The forward of one block, open while it runs; then the order of what it saved, by weak references."""
 
-    Tickets hold the run; the run holds only weak references to entries, so it frees nothing late.
-    """
-
-    def __init__(self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor]) -> None:
+    def __init__(
+        self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
+    ) -> None:
         self.engine, self.block, self.pass_ = engine, block, pass_
         self.builder: Builder | None = None  # made last: an interrupt may strike before
         self.previous, pass_.latest = pass_.latest, self
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
-        self.whole = False  # the block is run again in backward
+        self.checkpointed = checkpointed  # the block runs again in backward
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
@@ -93,7 +92,9 @@ class BlockRun:
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
-        self.compared = engine.trust.begin_block(block.count, accelerator=self._inputs.device_type != "cpu")
+        self.compared = engine.trust.begin_block(
+            (block.name, checkpointed), block.count, accelerator=self._inputs.device_type != "cpu"
+        )
         self.builder = Builder(
             engine.rules,
             self.weights,
@@ -173,7 +174,7 @@ class BlockRun:
         """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else None."""
         engine = self.engine
         base = tensor._base
-        if is_parameter(tensor) or (base is not None and is_parameter(base)):
+        if self.weights.include(tensor):
             return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
         if type(tensor) not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
@@ -182,8 +183,6 @@ class BlockRun:
         if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
             return LightTicket(tensor, place=self._place)
         storage = tensor.untyped_storage()
-        if self.weights.holds(storage):
-            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             self.tally.add_saved(nbytes)

@@ -174,7 +174,7 @@ class Ticket:
         """Raise ModifiedInPlaceError when the saved tensor was changed in place since it was saved."""
         if self.changed:
             site, layout = str(self.entry.site), self.layout
-            hint = AGAIN_HINT if self.run.whole else PLAIN_HINT
+            hint = AGAIN_HINT if self.run.checkpointed else PLAIN_HINT
             raise modified_error(layout.dtype, layout.size, self.probe._version, self.version, site, hint)
 
 

@@ -49,6 +49,7 @@ class Trust:
     def __init__(self, bus: Bus, *, always_whole: bool = False) -> None:
         self._bus, self._always_whole = bus, always_whole
         self._verdicts: dict[Key, bool] = {}
+        self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
         self._unread: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
         self.fingerprints = True
@@ -106,16 +107,20 @@ class Trust:
 
     # When it is used
 
-    def begin_block(self, blocks: int, *, accelerator: bool) -> Compared:
-        """Return how a block's run compares what it recomputes.
+    def begin_block(self, block: Key, blocks: int, *, accelerator: bool) -> Compared:
+        """Return how a block's run compares what it recomputes, or what its second run computes.
 
         Args:
+            block: Names the block, and tells whether it will run a second time; the first of its runs is compared
+                whole.
             blocks: Blocks of the model.
             accelerator: Its tensors are on an accelerator.
         """
         if not self.fingerprints:
             return Compared.NOT
-        if self._always_whole or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
+        first = block not in self._met
+        self._met.add(block)
+        if first or self._always_whole or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
             return Compared.WHOLE
         return Compared.NOT if accelerator else Compared.SAMPLE
 

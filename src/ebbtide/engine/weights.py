@@ -40,16 +40,16 @@ class Weights:
         """Let go what only the block's forward needed."""
         self._nodes.clear()
 
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is a weight's."""
+    def include(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a weight, a view of one, or lies in the storage of one."""
+        base = tensor._base
+        if is_parameter(tensor) or (base is not None and is_parameter(base)):
+            return True
+        return tensor.layout == torch.strided and not tensor.is_nested and self._holds(tensor.untyped_storage())
+
+    def _holds(self, storage: torch.UntypedStorage) -> bool:
         key = storage_key(storage)
         return key in self._own or key in self._passing or self._model.include(storage)
-
-    def include(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a weight, or lies in the storage of one."""
-        if is_parameter(tensor) or tensor.layout != torch.strided or tensor.is_nested:
-            return is_parameter(tensor)
-        return self.holds(tensor.untyped_storage())
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward remakes."""

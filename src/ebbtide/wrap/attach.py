@@ -28,11 +28,11 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import under_fsdp1, weights_of
+from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
 from ebbtide.wrap.others import Inside, refuse_around, refuse_taken
 from ebbtide.wrap.rerun import Reruns
-from ebbtide.wrap.second import Moment, run_again
 from ebbtide.wrap.strategy import weights_move
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -164,7 +164,7 @@ class Attachment:
             with hooks as run, self._reruns.watched(block, scope.module, args, kwargs):
                 if whole:
                     try:
-                        return run_again(forward, args, kwargs, functools.partial(self._moment, scope))
+                        return run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
                     finally:
                         run.tally.add_rerun(seen.unique)
                 scope.run = run
@@ -179,11 +179,6 @@ class Attachment:
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
-
-    def _moment(self, scope: _Scope) -> Moment:
-        module = scope.module
-        weights = () if self.engine.weights.move else (*module.parameters(), *module.buffers())
-        return Moment(module, scope.block.name, weights)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
@@ -318,8 +313,7 @@ class offloading:
         self._ended = False
 
     def __enter__(self) -> BlockRun:
-        run = self._run = self._engine.begin_block(self._block, self._inputs)
-        run.whole = self._checkpointed
+        run = self._run = self._engine.begin_block(self._block, self._inputs, checkpointed=self._checkpointed)
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
 

@@ -2,10 +2,10 @@
 
 [Note: what may be run again]
 A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
-something that it may change, such as a key-value cache, or that changes its own buffers (batch norm's running
-statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, or that draws random numbers from
-a generator of its own, is treated tensor by tensor instead. What changes is seen while blocks of the kind run: the
-first one always runs tensor by tensor. What a forward changes in other Python objects is not seen.
+something that it may change, such as a key-value cache, or that changes in place tensors of its own (batch norm's
+running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, or that can reach a random
+generator, is treated tensor by tensor instead. What changes is seen while blocks of the kind run: the first one always
+runs tensor by tensor. What is not seen is found by comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.base.actions import Action, Plan
 from ebbtide.engine import Block
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes
+from ebbtide.wrap.state import State, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -46,7 +48,7 @@ class Reruns:
     def __init__(self, plan: Plan, votes: Votes) -> None:
         self._plan, self._votes = plan, votes
         self._refused: dict[str, str] = {}  # kind → why not, as it was told
-        self._looked: set[str] = set()  # kinds of which one was searched for random generators
+        self._looked: set[str] = set()  # blocks that were searched for random generators
 
     def decide(
         self, block: Block, module: nn.Module, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,17 +81,16 @@ class Reruns:
             yield
             return
         kind = block.kind
-        if kind not in self._looked:
-            self._looked.add(kind)
-            if any(isinstance(value, torch.Generator) for m in module.modules() for value in vars(m).values()):
+        if block.name not in self._looked:
+            self._looked.add(block.name)
+            if generators_of(module):
                 self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
         before, given = _versions(module), _contents(args, kwargs)
         try:
             yield
         finally:
-            changed = [name for name, version in _versions(module).items() if before.get(name) != version]
-            if changed:
-                self._refuse(kind, f"change their own buffers ({changed[0]}), which a second run would change again")
+            if any(tensor._version != version for tensor, version in before):
+                self._refuse(kind, "change tensors of their own in place, which a second run would change again")
             if _contents(args, kwargs) != given:
                 self._refuse(kind, "change what they are given, which a second run would find changed")
 
@@ -115,8 +116,10 @@ class Reruns:
             )
 
 
-def _versions(block: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(b), b._version) for name, b in block.named_buffers() if not b.is_inference()}
+def _versions(block: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Return the tensors that a block's modules reach (parameters, buffers, attributes) and their versions."""
+    tensors = (t for t in State(block.modules()).tensors if not is_lazy(t))
+    return [(t, t._version) for t in tensors if not t.is_inference()]
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:

@@ -1,0 +1,214 @@
+"""Running a block's forward a second time, in backward, under what the first run ran under.
+
+[Note: a second run]
+Gradients are right only if the second run computes what the first did. Torch's checkpoint brings back autocast and the
+default random generators. What it does not is brought back here: Python's and numpy's random state, all that the
+block's modules reach (see [Note: state]: parameters and adapters of then, counters, memories), ``requires_grad``, the
+numerics and the chosen attention kernels. Weights, buffers and other tensors that the modules hold are watched: see
+[Note: watched weights].
+
+[Note: checked checkpoints]
+What torch's checkpoint saves in the first run goes through hooks of ours, which hand it on and remember its version and
+a fingerprint. In backward both are compared with what the second run made: a change in place that ordinary autograd
+refuses is refused, and a second run that computed something else is an error before any gradient is computed from it.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ebbtide.base.errors import RestoreError
+from ebbtide.engine.fingerprint import Fingerprint
+from ebbtide.engine.guard import Watched, changed_error
+from ebbtide.engine.numerics import NumericsChange, current_numerics
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
+from ebbtide.wrap.state import State
+
+_SDPA = ("flash", "mem_efficient", "math", "cudnn")
+
+
+class ForwardContext:
+    """What a block's forward runs under.
+
+    Args:
+        module: The block.
+        run: Its run.
+    """
+
+    def __init__(self, module: nn.Module, run: BlockRun) -> None:
+        self._run = run
+        self._state = State(module.modules())
+        engine, moved = run.engine, run.engine.weights.move
+        self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
+        self._watched: list[tuple[torch.Tensor, Watched]] = []
+        for tensor in [] if moved else self._state.tensors:
+            if not tensor.is_inference() and not torch.nn.parameter.is_lazy(tensor):
+                watched = engine.guard.watch(tensor, tensor._version, compared=run.compared)
+                self._watched.append((tensor, watched))
+        self._moved = moved
+        self._random = _random_states()
+        self._numerics, self._kernels = current_numerics(), _attention_kernels()
+
+    @contextmanager
+    def back(self) -> Generator[None]:
+        """Bring it back for the second run, and what is now afterwards.
+
+        Raises:
+            ModifiedInPlaceError: A tensor that the modules hold changed since.
+        """
+        instead = self._check_tensors()
+        now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
+        randoms, kernels, numerics = _random_states(), _attention_kernels(), NumericsChange()
+        try:
+            self._state.put_back(instead, tensors=not self._moved)
+            _set_flags(self._flags)
+            _set_random(self._random)
+            _set_attention_kernels(self._kernels)
+            numerics.apply(self._numerics)
+            yield
+        finally:
+            now.put_back(tensors=not self._moved)
+            _set_flags(flags)
+            _set_random(randoms)
+            _set_attention_kernels(kernels)
+            numerics.undo()
+
+    def _check_tensors(self) -> dict[int, torch.Tensor]:
+        """Return, by id, the copies that stand for tensors which an optimizer has changed since."""
+        instead: dict[int, torch.Tensor] = {}
+        for tensor, watched in self._watched:
+            what, block = f"a {list(tensor.shape)} weight, buffer or attribute", self._run.block.name
+            failed = functools.partial(changed_error, what, f"runs block {block!r} again")
+            self._run.engine.trust.require(watched.same, failed)
+            if watched.copied:
+                requires = tensor.requires_grad
+                copy = watched.tensor
+                instead[id(tensor)] = nn.Parameter(copy, requires) if isinstance(tensor, nn.Parameter) else copy
+        return instead
+
+
+def run_checkpointed(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, run: BlockRun
+) -> Any:
+    """Run a block whose backward runs it again. What it is given is saved, and offloaded by the hooks that are open.
+
+    Tensors are handed over one by one: what a checkpoint is given by name, or inside a list, it would hold itself. The
+    first run gets what the caller gave; lists and dictionaries of the second are copies.
+
+    Args:
+        forward: The block's.
+        args: What it is called with.
+        kwargs: What it is called with, by name.
+        context: What it runs under now.
+        run: The block's run.
+    """
+    leaves, spec = tree_flatten((args, kwargs))
+    given_first = [(args, kwargs)]
+
+    def flat(*given: Any) -> Any:
+        if given_first:
+            first_args, first_kwargs = given_first.pop()
+            hooks = _Checked(run)
+            with saved_tensors_hooks(hooks.pack, hooks.unpack):
+                return forward(*first_args, **first_kwargs)
+        again_args, again_kwargs = tree_unflatten(list(given), spec)
+        with context.back():
+            return forward(*again_args, **again_kwargs)
+
+    return checkpoint(flat, *leaves, use_reentrant=False)
+
+
+class _Packed:
+    """What torch's checkpoint packed for a saved tensor, and what the tensor was."""
+
+    __slots__ = ("dtype", "fingerprint", "held", "probe", "size", "version")
+
+    def __init__(
+        self, held: Any, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | None
+    ) -> None:
+        self.held, self.probe, self.fingerprint = held, probe, fingerprint
+        self.version = 0 if probe is None else probe._version
+        self.dtype, self.size = tensor.dtype, tuple(tensor.shape)
+
+
+class _Checked:
+    """Hooks around those of torch's checkpoint. See [Note: checked checkpoints].
+
+    Args:
+        run: The block's run.
+    """
+
+    def __init__(self, run: BlockRun) -> None:
+        self._run = run
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
+        self._pack, self._unpack = top
+
+    def pack(self, tensor: torch.Tensor) -> _Packed | LightTicket:
+        run, held = self._run, self._pack(tensor)
+        if run.weights.include(tensor):
+            place = "(block)", run.block.name
+            return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
+        probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
+        return _Packed(held, tensor, probe, run.engine.trust.fingerprint(tensor, run.compared))
+
+    def unpack(self, packed: _Packed | LightTicket) -> torch.Tensor:
+        if isinstance(packed, LightTicket):
+            return packed.read()
+        block, trust = self._run.block.name, self._run.engine.trust
+        if packed.probe is not None and packed.probe._version != packed.version:
+            raise modified_error(packed.dtype, packed.size, packed.probe._version, packed.version, f"block {block!r}")
+        tensor = self._unpack(packed.held)
+        if packed.fingerprint is not None:
+            trust.require(packed.fingerprint.same(tensor), functools.partial(_differs, block, packed))
+        return tensor
+
+
+def _differs(block: str, packed: _Packed) -> RestoreError:
+    return RestoreError(
+        f"block {block!r} was run again in backward and computed another {list(packed.size)} tensor than in forward",
+        expected="a forward that computes the same when it runs a second time",
+        hint="does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
+        "policy='offload', which runs nothing again",
+    )
+
+
+def _set_flags(flags: list[tuple[torch.Tensor, bool]]) -> None:
+    for tensor, requires_grad in flags:
+        if tensor.requires_grad is not requires_grad and tensor.is_leaf:
+            tensor.requires_grad_(requires_grad)
+
+
+def _random_states() -> tuple[Any, Any]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    cuda: Any = torch.backends.cuda
+    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA)
+
+
+def _set_attention_kernels(kernels: tuple[bool, ...]) -> None:
+    cuda: Any = torch.backends.cuda
+    for kernel, on in zip(_SDPA, kernels, strict=True):
+        if getattr(cuda, f"{kernel}_sdp_enabled")() != on:
+            getattr(cuda, f"enable_{kernel}_sdp")(on)
