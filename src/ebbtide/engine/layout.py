@@ -86,6 +86,11 @@ def with_layout(value: torch.Tensor, layout: Layout) -> torch.Tensor:
     return fresh.copy_(value)
 
 
+def has_layout(tensor: torch.Tensor) -> bool:
+    """Whether numbers say where a tensor's elements lie. What jagged tensors are made of may have a symbolic size."""
+    return tensor.layout == torch.strided and not tensor.is_nested and not tensor._has_symbolic_sizes_strides
+
+
 def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
     """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
 

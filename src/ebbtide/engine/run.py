@@ -15,7 +15,7 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import note_place
 from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
-from ebbtide.engine.layout import Layout, region
+from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import narrower, park_narrowed
 from ebbtide.engine.numerics import current_numerics
@@ -180,7 +180,7 @@ class BlockRun:
             copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
             return ticket or LightTicket(tensor, place=self._place)
-        if tensor.layout != torch.strided or tensor.is_nested or not engine.tier.owns(tensor):
+        if not (has_layout(tensor) and (base is None or has_layout(base)) and engine.tier.owns(tensor)):
             return LightTicket(tensor, place=self._place)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
@@ -230,7 +230,7 @@ class BlockRun:
         to block.
         """
         engine = self.engine
-        if type(tensor) not in engine.tensor_types or tensor.layout != torch.strided or tensor.is_nested:
+        if type(tensor) not in engine.tensor_types or not has_layout(tensor):
             return None
         layout = Layout.of(tensor)
         entry = engine.index.find(tensor.untyped_storage(), tensor._version, *layout.extent())

@@ -23,9 +23,13 @@ import torch
 _ROOMS = ("ebbtide.engine", "ebbtide.store")
 
 
-def leave_untraced() -> None:
-    """Mark the code of all modules of the engine and the store that are imported by now. See [Note: untraced]."""
-    for name in [name for name in sys.modules if name.startswith(_ROOMS)]:
+def leave_untraced(*others: str) -> None:
+    """Mark the code of all modules of the engine and the store that are imported by now. See [Note: untraced].
+
+    Args:
+        others: Names of further modules.
+    """
+    for name in [*others, *(name for name in list(sys.modules) if name.startswith(_ROOMS))]:
         _mark(name)
 
 

@@ -9,7 +9,6 @@ entered there, see [Note: checkpoints around blocks]. Hooks are never open while
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import weakref
@@ -31,9 +30,11 @@ from ebbtide.wrap.blocks import under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
-from ebbtide.wrap.others import Inside, refuse_around, refuse_taken
+from ebbtide.wrap.others import refuse_around, refuse_taken
 from ebbtide.wrap.rerun import Reruns
+from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.strategy import weights_move
+from ebbtide.wrap.threads import Turns, in_turn
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -69,6 +70,7 @@ class Attachment:
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
+        self.turns = Turns()
         self._depth = 0
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
@@ -76,12 +78,12 @@ class Attachment:
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
-        self._scopes: list[tuple[nn.Module, _Scope]] = []
+        self._scopes: list[tuple[nn.Module, Scope]] = []
         self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
         for module, block in blocks:
             _attached.add(module)
             self._undo.append(functools.partial(_attached.discard, module))
-            scope = _Scope(block, module)
+            scope = Scope(block, module)
             self._scopes.append((module, scope))
             self._undo.append(scope.leave)
             call = functools.partial(self._block_call, scope)
@@ -103,6 +105,7 @@ class Attachment:
 
     # What runs in place of forward
 
+    @in_turn
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward() or self._transformed():
             return forward(*args, **kwargs)
@@ -130,8 +133,9 @@ class Attachment:
         self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
 
+    @in_turn
     def _block_call(
-        self, scope: _Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, scope: Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not torch.is_grad_enabled():
             if self._depth and self.enabled and not _in_backward():
@@ -179,6 +183,7 @@ class Attachment:
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
+            self._leave_compiled_parts(scope)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
@@ -194,7 +199,7 @@ class Attachment:
         if theirs is not None:
             refuse_taken(block.name, theirs)
 
-    def _leave_to_reentrant(self, scope: _Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _leave_to_reentrant(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Offload what a reentrant checkpoint around the block before this one keeps."""
         before, self._before = self._before, scope.block
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -248,51 +253,13 @@ class Attachment:
                 call = functools.partial(self._block_call, scope)
                 self._undo.append(StandIn(module, call, "_compiled_call_impl").remove)
 
-
-class _Scope:
-    """Which module of a block is running."""
-
-    def __init__(self, block: Block, module: nn.Module) -> None:
-        self.block, self.module = block, module
-        self.open = False
-        self.inside: list[Callable[[], None]] = []  # take away what was put on the block and its modules
-        self.run: BlockRun | None = None
-        self.others = Inside()
-
-    def __reduce__(self) -> tuple[type[_Scope], tuple[Block, nn.Module]]:
-        """Follow nothing in a copy. See [Note: copies]."""
-        return _Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
-
-    def follow(self) -> None:
-        """Let the engine know which module of the block runs, and what its leaf modules made."""
-        for name, module in self.module.named_modules():
-            if module is self.module:
-                continue
-            leaf = not any(True for _ in module.children())
-            before = module.register_forward_pre_hook(functools.partial(self.entered, name))
-            after = module.register_forward_hook(functools.partial(self.left, leaf), always_call=True)
-            self.inside += [before.remove, after.remove]
-
-    def leave(self) -> None:
-        """Take away what was put on the block and its modules."""
-        while self.inside:
-            self.inside.pop()()
-
-    def entered(self, name: str, module: nn.Module, args: Any) -> None:
-        run = self.run
-        if run is not None:
-            self.others.look(run)
-            run.enter(name, module)
-            if run.engine.weights.move:
-                run.weights.see(weights_of(module))
-
-    def left(self, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
-        run = self.run
-        if run is None:
-            return
-        running = run.leave()
-        if leaf and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
-            run.builder.note_module(running, output)
+    def _leave_compiled_parts(self, scope: Scope) -> None:
+        """Take the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""
+        if scope.compiled:
+            for _, other in self._scopes:
+                if other.block.kind == scope.block.kind:
+                    other.leave_parts(scope.compiled)
+            scope.compiled.clear()
 
 
 class offloading:

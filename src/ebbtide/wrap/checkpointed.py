@@ -162,7 +162,8 @@ class _Checked:
             return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
         probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
-        return _Packed(held, tensor, probe, run.engine.trust.fingerprint(tensor, run.compared))
+        fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
+        return _Packed(held, tensor, probe, fingerprint)
 
     def unpack(self, packed: _Packed | LightTicket) -> torch.Tensor:
         if isinstance(packed, LightTicket):
@@ -174,6 +175,17 @@ class _Checked:
         if packed.fingerprint is not None:
             trust.require(packed.fingerprint.same(tensor), functools.partial(_differs, block, packed))
         return tensor
+
+
+def _has_only_values(tensor: torch.Tensor) -> bool:
+    """Whether all bytes of a saved tensor are values.
+
+    Kernels save memory of their own for their backward, parts of which nobody ever wrote: the workspace of a recurrent
+    layer, as bytes, and on devices the padded sums of attention, which take no gradient.
+    """
+    if tensor.requires_grad or tensor.device.type == "cpu":
+        return tensor.dtype is not torch.uint8
+    return not tensor.is_floating_point() and tensor.dtype is not torch.uint8
 
 
 def _differs(block: str, packed: _Packed) -> RestoreError:

@@ -10,7 +10,8 @@ block, a stand-in or a module hook, has every block compiled anew, until torch g
 a compiled block or inside: hooks stand around the compiled call, ``_compiled_call_impl``. A block that is compiled
 under a handle is found when the next forward of the model begins; should it be traced before, a stand-in is nothing
 but the forward behind it, and says so: Dynamo calls a function that is marked as constant while it traces, and leaves
-it out of the graph.
+it out of the graph. So do the module hooks inside an eager block when a part of the block is compiled without their
+knowing (a method, a function that calls modules): they are taken from that part when the block's forward is over.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StandIn:
         behind = getattr(module, name)
         functools.update_wrapper(self, behind)  # inspect.signature(module.forward) stays what it was
         self._module, self._name, self._call, self._behind = module, name, call, behind
-        self._traced = _while_tracing(traced)
+        self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
         setattr(module, name, self)
 
@@ -82,12 +83,19 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _while_tracing(told: Callable[[], None] | None) -> Callable[[], None]:
+def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules inside a block, with their paths, that are in no compiled part of it."""
+    compiled = [m for m in block.modules() if m is not block and (is_compiled(m) or is_compiled_wrapper(m))]
+    left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
+    return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
+
+
+def while_tracing(told: Callable[..., None] | None) -> Callable[..., None]:
     """Return a function that Dynamo calls while it traces and that is no part of what it compiles."""
 
-    def call() -> None:
+    def call(*given: Any) -> None:
         if told is not None:
-            told()
+            told(*given)
 
     # What torch.compiler.assume_constant_result sets, without importing Dynamo.
     call._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

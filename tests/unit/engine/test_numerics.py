@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
-from ebbtide.engine import engine as engine_module
+from ebbtide.engine import recompute as recompute_module
 from ebbtide.engine.numerics import current_numerics, exactly
 from tests.helpers.interrupts import Fuse
 from tests.helpers.parts import WIDTH, Model, Part, differing, gated_model, training_step
+
+# ruff: noqa: B023 - functions defined in a loop are called in the same round
 
 NODES = [("generic", "all"), *((b, o) for b in ("cuda", "mkldnn") for o in ("all", "matmul", "conv", "rnn"))]
 
@@ -112,7 +114,8 @@ PRECISIONS = [
     _set("mkldnn.conv.fp32_precision", "bf16"),
     _set("mkldnn.rnn.fp32_precision", "tf32"),
     _all(_set("fp32_precision", "tf32"), _set("cuda.matmul.fp32_precision", "tf32")),
-    _all(_set("fp32_precision", "ieee"), _set("cudnn.fp32_precision", "ieee"), _set("cudnn.conv.fp32_precision", "ieee")),
+    _all(_set("fp32_precision", "ieee"), _set("cudnn.fp32_precision", "ieee")),
+    _all(_set("cudnn.fp32_precision", "ieee"), _set("cudnn.conv.fp32_precision", "ieee")),
     _all(_set("cudnn.fp32_precision", "tf32"), _set("cudnn.conv.fp32_precision", "none")),
     highest,
     high,
@@ -170,7 +173,14 @@ def _shown() -> list[Any]:
     return [*(torch._C._get_fp32_precision_getter(*node) for node in NODES), *(_read(getter) for getter in getters)]
 
 
-THEN = [nothing, _set("fp32_precision", "tf32"), _set("fp32_precision", "ieee"), _set("cudnn.fp32_precision", "ieee"), high]  # fmt: skip
+THEN = [
+    nothing,
+    _set("fp32_precision", "tf32"),
+    _set("fp32_precision", "ieee"),
+    _set("cudnn.fp32_precision", "ieee"),
+    _all(_set("fp32_precision", "ieee"), _set("cudnn.fp32_precision", "none")),
+    high,
+]
 """What a program may do next: shows which settings are inherited."""
 
 
@@ -206,7 +216,7 @@ def test_a_recompute_puts_back_what_it_found(first: Setting) -> None:
         inside: list[Any] = []
 
         def recompute() -> Tensor:
-            inside.append((current_numerics(), _shown()[: len(NODES)]))  # noqa: B023
+            inside.append((current_numerics(), _shown()[: len(NODES)]))
             return torch.zeros(())
 
         def between() -> None:
@@ -231,13 +241,13 @@ def test_a_recompute_runs_under_the_numerics_of_its_forward(
     if setting is double:
         pytest.skip("weights of another dtype than the data")
     recomputed: list[Any] = []
-    evaluate = engine_module.evaluate
+    evaluate = recompute_module.evaluate
 
     def recording(*given: Any) -> Tensor:
         recomputed.append(current_numerics())
         return evaluate(*given)
 
-    monkeypatch.setattr(engine_module, "evaluate", recording)
+    monkeypatch.setattr(recompute_module, "evaluate", recording)
     model, x = gated_model(), torch.randn(4, WIDTH, requires_grad=True)
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*"):
         for _ in range(2):
@@ -333,9 +343,9 @@ def test_an_interrupt_leaves_nothing_changed() -> None:
         places: list[str] = []
 
         def struck() -> None:
-            fuse = Fuse(KeyboardInterrupt, when)  # noqa: B023
+            fuse = Fuse(KeyboardInterrupt, when)
             with pytest.raises(KeyboardInterrupt):
                 fuse.burn(recompute)
-            places.append(fuse.where)  # noqa: B023
+            places.append(fuse.where)
 
         assert _seen_afterwards(user, struck) == expected, places

@@ -54,9 +54,9 @@ def counting_blocks(handle: ebbtide.Handle) -> Iterator[list[str]]:
     entered: list[str] = []
     begin = handle._engine.begin_block
 
-    def counted(block: Any, inputs: list[Tensor]) -> Any:
+    def counted(block: Any, inputs: list[Tensor], **given: Any) -> Any:
         entered.append(block.name)
-        return begin(block, inputs)
+        return begin(block, inputs, **given)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handle._engine, "begin_block", counted)

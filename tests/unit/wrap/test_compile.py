@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,171 @@ def test_a_compiled_function_inside_a_block(policy: str, dynamic: bool) -> None:
     model = Model(lambda: Part(forward, a=linear(), b=linear()))
     handle = check_model(model, torch.randn(4, WIDTH), policy)
     assert handle.stats().packs > 0
+
+
+class Scoped(nn.Module):
+    """A module of one's own, which Dynamo compiles beside torch's that it leaves in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.a(x).relu()
+
+
+class Breaking(nn.Module):
+    """Compiled parts around what Dynamo cannot compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.n, self.inner = linear(), nn.LayerNorm(WIDTH), Scoped()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).sin()
+        torch._dynamo.graph_break()
+        return self.inner(self.eager(self.n(y) * y.cos())) + x
+
+    @torch._dynamo.disable
+    def eager(self, x: torch.Tensor) -> torch.Tensor:
+        return self.n(x).tanh() * x.exp()
+
+
+class Partly(nn.Module):
+    """A block of eager code with a part that is compiled, as ``how`` says."""
+
+    def __init__(self, how: str, **given: Any) -> None:
+        super().__init__()
+        self.how, self.part, self.out = how, nn.Sequential(Scoped(), nn.LayerNorm(WIDTH)), linear()
+        if how == "in place":
+            self.part.compile(**given)
+        elif how == "wrapper":
+            self.part = torch.compile(self.part, **given)
+        else:
+            self.inner = torch.compile(self._inner, **given)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.inner(x) if self.how == "method" else self.part(x))
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part[0](x).sin() * self.out(x)
+
+
+SHAPES = (4, 4, 7, 5)
+
+
+def _check_compiled(make: Callable[[], Model], policy: str, *, autocast: bool = False) -> None:
+    """Steps of a compiled model of several shapes, without and with a handle, from an empty cache each."""
+
+    def steps(model: Model) -> list[dict[str, torch.Tensor | None]]:
+        torch._dynamo.reset()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [training_step(model, torch.ones(rows, WIDTH)) for rows in SHAPES]
+
+    torch.manual_seed(1)
+    expected = steps(make())
+    torch.manual_seed(1)
+    model = make()
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, blocks="layers.*") as handle:
+        assert [differing(a, b) for a, b in zip(expected, steps(model), strict=True)] == [[]] * len(SHAPES)
+        assert handle.stats().packs > 0
+        assert_nothing_left(handle._engine)
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of our frames that Dynamo was handed to compile, but for stand-ins and the module hooks behind them."""
+    import torch._dynamo.convert_frame as convert
+
+    seen: list[str] = []
+    compile_frame = convert.ConvertFrameAssert.__call__
+
+    def record(self: Any, frame: Any, *given: Any, **named: Any) -> Any:
+        if Path(frame.f_code.co_filename).is_relative_to(Path(ebbtide.__file__).parent):
+            seen.append(frame.f_code.co_qualname)
+        return compile_frame(self, frame, *given, **named)
+
+    monkeypatch.setattr(convert.ConvertFrameAssert, "__call__", record)
+    return seen
+
+
+@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", False), ("eager", True)], ids=str)
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+@pytest.mark.parametrize("kind", ["full graphs", "breaks"])
+def test_compiled_blocks_with_eager_parts(
+    kind: str, policy: str, autocast: bool, backend: str, frames: list[str]
+) -> None:
+    def make() -> Model:
+        model = Model(Breaking if kind == "breaks" else lambda: nn.Sequential(Scoped(), nn.LayerNorm(WIDTH)))
+        for layer in model.layers:
+            layer.compile(backend=backend, fullgraph=kind == "full graphs")
+        return model
+
+    _check_compiled(make, policy, autocast=autocast)
+    assert frames == []
+
+
+@pytest.mark.parametrize(("policy", "fullgraph"), [("offload", True), ("minimal", True), ("auto", False)])
+@pytest.mark.parametrize("how", ["in place", "wrapper", "method"])
+def test_compiled_parts_of_eager_blocks(how: str, policy: str, fullgraph: bool, frames: list[str]) -> None:
+    _check_compiled(lambda: Model(lambda: Partly(how, backend="aot_eager", fullgraph=fullgraph)), policy)
+    assert frames == []
+
+
+@pytest.mark.parametrize("how", ["in place", "wrapper", "method"])
+def test_compiled_parts_are_compiled_no_more_often(how: str) -> None:
+    compiled: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        compiled.append(1)
+        return graph.forward
+
+    model = Model(lambda: Partly(how, backend=backend, fullgraph=True))
+    x = torch.ones(4, WIDTH)
+    training_step(model, x)
+    before = len(compiled)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks="layers.*"):
+        for _ in range(3):
+            training_step(model, x)
+    assert len(compiled) == before
+
+
+def test_a_part_that_is_compiled_under_a_handle() -> None:
+    model, x = gated_model(), torch.ones(4, WIDTH)
+    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, blocks="layers.*"):
+        expected = training_step(model, x)
+        for layer in model.layers:
+            layer.a = torch.compile(layer.a, backend="aot_eager")
+        for _ in range(3):
+            found = training_step(model, x)
+            assert differing(expected, {k.replace("_orig_mod.", ""): t for k, t in found.items()}) == []
+
+
+def test_a_gradient_inside_a_compiled_block(frames: list[str]) -> None:
+    """The unpack hook, too, runs while Dynamo compiles what begins."""
+
+    @torch._dynamo.disable
+    def slope(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(nn.functional.silu(y * x).square().sum(), x, create_graph=True)[0]
+
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = linear()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x).sin()
+            return x + slope(y, x) * y
+
+    def make() -> Model:
+        model = Model(Energy)
+        for layer in model.layers:
+            layer.compile(backend="eager")
+        return model
+
+    for policy in ("offload", "auto"):
+        _check_compiled(make, policy)
+    assert frames == []
 
 
 @pytest.mark.slow

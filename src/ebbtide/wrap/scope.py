@@ -1,0 +1,91 @@
+"""What follows a block while its forward runs: which of its modules runs, and what leaf modules made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ebbtide.engine import Block
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.untraced import leave_untraced
+from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.forward import eager_parts, while_tracing
+from ebbtide.wrap.others import Inside
+
+
+class Scope:
+    """Which module of a block is running, in the thread that runs the block."""
+
+    def __init__(self, block: Block, module: nn.Module) -> None:
+        leave_untraced(__name__)  # Dynamo may run these hooks in eager code; where it traces them, they do nothing
+        self.block, self.module = block, module
+        self.open = False
+        self.inside: list[Callable[[], None]] = []  # take away what was put on the block
+        self.others = Inside()
+        self.compiled: set[str] = set()  # modules whose hooks were compiled into the code around them
+        self._traced = while_tracing(self.compiled.add)
+        self._hooks: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._run: BlockRun | None = None
+        self._thread = 0
+
+    def __reduce__(self) -> tuple[type[Scope], tuple[Block, nn.Module]]:
+        """Follow nothing in a copy. See [Note: copies]."""
+        return Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
+
+    def follow(self) -> None:
+        """Let the engine know which module of the block runs, and what its leaf modules made."""
+        for name, module in eager_parts(self.module):
+            leaf = not any(True for _ in module.children())
+            before = module.register_forward_pre_hook(functools.partial(self.entered, name))
+            after = module.register_forward_hook(functools.partial(self.left, name, leaf), always_call=True)
+            self._hooks[name] = before, after
+
+    def leave(self) -> None:
+        """Take away what was put on the block and its modules."""
+        while self.inside:
+            self.inside.pop()()
+        self.leave_parts(set(self._hooks))
+
+    def leave_parts(self, names: set[str]) -> None:
+        """Take away what was put on modules of the block."""
+        for name in names & self._hooks.keys():
+            for handle in self._hooks.pop(name):
+                handle.remove()
+
+    @property
+    def run(self) -> BlockRun | None:
+        """The open run of the block, where this thread has opened it."""
+        return self._run if self._thread == threading.get_ident() else None
+
+    @run.setter
+    def run(self, run: BlockRun | None) -> None:
+        self._thread, self._run = threading.get_ident(), run
+
+    def entered(self, name: str, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._traced(name)
+            return
+        run = self.run
+        if run is not None:
+            self.others.look(run)
+            run.enter(name, module)
+            if run.engine.weights.move:
+                run.weights.see(weights_of(module))
+
+    def left(self, name: str, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._traced(name)
+            return
+        run = self.run
+        if run is None:
+            return
+        running = run.leave()
+        if leaf and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
+            run.builder.note_module(running, output)

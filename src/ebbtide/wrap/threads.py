@@ -1,0 +1,73 @@
+"""One thread at a time.
+
+[Note: threads]
+A handle follows one forward at a time: the pass, the block that is open and the module that runs are those of one
+thread. A forward with gradients that another thread begins meanwhile (``nn.parallel.parallel_apply``, workers that
+share a model) runs to its end as without ebbtide: its tensors stay on the device and its gradients are right. Backwards
+run in any thread at any time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("ebbtide.wrap")
+
+
+class Turns:
+    """Knows the thread whose forward is offloaded now. See [Note: threads]."""
+
+    def __init__(self) -> None:
+        # One operation of a dictionary takes or ends a turn: neither threads nor interrupts come in between.
+        self._owner: dict[str, int] = {}
+        self._refused: set[int] = set()  # threads whose whole forward runs without a turn
+        self._warned = False
+
+    def call(self, offloaded: Callable[[], Any], plain: Callable[[], Any]) -> Any:
+        """Call ``offloaded`` if this thread has the turn or can take it for the call, else ``plain``."""
+        me = threading.get_ident()
+        if self._owner.get("thread") == me:
+            return offloaded()
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or me in self._refused:
+            return plain()
+        try:
+            if self._owner.setdefault("thread", me) == me:
+                return offloaded()
+        finally:
+            if self._owner.get("thread") == me:
+                self._owner.pop("thread")
+        return self._without(plain, me)
+
+    def _without(self, plain: Callable[[], Any], me: int) -> Any:
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "nothing is offloaded in thread %r: it runs the model while another thread does, and a handle follows "
+                "one forward at a time; its gradients are those of plain training",
+                threading.current_thread().name,
+            )
+        try:
+            self._refused.add(me)
+            return plain()
+        finally:
+            self._refused.discard(me)
+
+
+def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a method that stands in place of a forward run in one thread at a time.
+
+    Its last arguments are the forward and its arguments; its object has ``turns``.
+    """
+
+    @functools.wraps(call)
+    def method(self: Any, *given: Any) -> Any:
+        forward, args, kwargs = given[-3:]
+        return self.turns.call(lambda: call(self, *given), lambda: forward(*args, **kwargs))
+
+    return method

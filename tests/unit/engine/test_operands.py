@@ -1,0 +1,380 @@
+"""What a recipe reads must have the value that the forward read: weights that change, guesses, late starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import prune
+
+import ebbtide
+from ebbtide.base.errors import ModifiedInPlaceError
+from tests.helpers.twice import Stack, check, check_refused, sgd, step_of, train
+
+
+def rows(width: int = 16) -> Tensor:
+    return torch.randn(8, width)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.silu(self.up(self.norm(x))))
+
+
+def mlps() -> nn.Module:
+    return sgd(Stack(Mlp(), Mlp(), Mlp()))
+
+
+squares = step_of(lambda model: model(rows()).square().mean())
+
+# Weights that an optimizer changes before the backward
+
+
+class Gan(nn.Module):
+    """A discriminator that is stepped before the generator's backward."""
+
+    def __init__(self, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self.G, self.D = nn.Linear(16, 16), Stack(Mlp(), Mlp(), Mlp())
+        self.of_g, self.of_d = optimizer(self.G.parameters()), optimizer(self.D.parameters())
+
+    @staticmethod
+    def step(model: Any, number: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            fake = model.G(rows())
+            loss = -model.D(fake).float().mean()
+            of_d = model.D(fake.detach()).float().mean() - model.D(rows()).float().mean()
+        model.of_d.zero_grad()
+        of_d.backward()
+        model.of_d.step()
+        model.of_g.zero_grad()
+        loss.backward()
+        model.of_g.step()
+        return loss
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "for loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.01, fused=True),
+    "fused adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, fused=True),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_discriminator_stepped_before_the_generators_backward(optimizer: str) -> None:
+    check(lambda: Gan(OPTIMIZERS[optimizer]), Gan.step, steps=5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_two_losses_with_a_step_between_their_backwards(optimizer: str) -> None:
+    """Only biases train, which nobody saves."""
+
+    def make() -> nn.Module:
+        model: Any = Stack(Mlp(), Mlp(), Mlp())
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+        model.optimizer = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+        return model
+
+    def step(model: Any, number: int) -> Tensor:
+        x = rows().requires_grad_()
+        first, second = model(x).square().mean(), model(x).abs().mean()
+        for loss in (first, second):
+            model.optimizer.zero_grad()
+            loss.backward()
+            model.optimizer.step()
+        return first + second
+
+    check(make, step, steps=5)
+
+
+def test_what_was_copied_before_a_step_is_said_once_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "ebbtide.engine"):
+        train(lambda: Gan(OPTIMIZERS["fused"]), Gan.step, 3, policy="minimal")
+    assert caplog.text.count("were copied before an optimizer step") == 1
+
+
+def test_ordinary_training_copies_and_watches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = mlps()
+    with (
+        caplog.at_level("INFO", "ebbtide.engine"),
+        ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0) as handle,
+    ):
+        for number in range(3):
+            squares(model, number)
+            guard = handle._engine.guard
+            assert not any(reference() for who in guard._watched.values() for reference in who)
+    assert "were copied" not in caplog.text
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_in_the_backward(fused: bool) -> None:
+    def make() -> nn.Module:
+        model = Stack(Mlp(), Mlp(), Mlp())
+        for p in model.parameters():
+            optimizer = torch.optim.AdamW([p], lr=0.01, fused=fused)
+
+            def hook(p: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            p.register_post_accumulate_grad_hook(hook)
+        return model
+
+    def step(model: Any, number: int) -> Tensor:
+        loss = model(rows()).square().mean()
+        loss.backward()
+        return loss
+
+    check(make, step)
+
+
+# Weights that something else changes: equal, or an error
+
+
+@pytest.mark.parametrize("size", ["whole", "one row", "one number"])
+def test_a_weight_that_is_changed_through_data_is_an_error(size: str) -> None:
+    """Nothing but its bytes tells. What ordinary autograd saved is a weight that it reads itself."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16)
+            self.bias = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.gelu(self.up(x) + self.bias))
+
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        loss = model(rows()).square().mean()
+        part = slice(None) if size == "whole" else slice(3, 4 if size == "one number" else 8)
+        for block in model.blocks:
+            block.bias.data[part] += 0.5
+        loss.backward()
+        for block in model.blocks:
+            block.bias.data[part] -= 0.5
+        model.optimizer.step()
+        return loss
+
+    def make() -> nn.Module:
+        return sgd(Stack(Scaled(), Scaled(), Scaled()))
+
+    check_refused(make, step, ModifiedInPlaceError, policies=("minimal",))
+    check(make, step, policies=("offload", "inputs", "keep"))
+
+
+def test_data_of_a_leaf_that_is_assigned_is_what_ordinary_autograd_reads() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.scale, self.linear = nn.LayerNorm(16), nn.Parameter(torch.ones(16)), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(self.norm(x) * self.scale)
+
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        loss = model(rows()).square().mean()
+        for p in model.parameters():
+            p.data = p.data * 1.01
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check(lambda: sgd(Stack(Scaled(), Scaled(), Scaled()), 0.01), step)
+
+
+def test_a_parameter_that_forward_changes_after_its_use_from_the_third_step_on() -> None:
+    class Decaying(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.bias = (
+                nn.Linear(16, 16, bias=False),
+                nn.Linear(16, 16),
+                nn.Parameter(torch.zeros(16)),
+            )
+            self.decay = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x) + self.bias
+            with torch.no_grad():
+                self.bias.mul_(self.decay)
+            return x + self.down(F.gelu(h))
+
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.decay = 1.0 if number < 2 else 0.7
+        return squares(model, number)
+
+    check(lambda: sgd(Stack(Decaying(), Decaying(), Decaying()), 0.5), step)
+
+
+def test_a_merged_weight_that_outlives_an_optimizer_step() -> None:
+    class Merged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.delta = nn.Parameter(torch.randn(16, 16) * 0.1), nn.Parameter(torch.zeros(16, 16))
+            self.down, self.merged = nn.Linear(16, 16), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.merged is None:
+                self.merged = self.base + self.delta
+            return x + self.down(F.gelu(x @ self.merged))
+
+    def step(model: Any, number: int) -> Tensor:
+        loss = squares(model, number)
+        if number % 2:
+            for block in model.blocks:
+                block.merged = None
+        return loss
+
+    check(lambda: sgd(Stack(Merged(), Merged(), Merged()), 0.5), step)
+
+
+def test_two_steps_inside_one_autocast_context() -> None:
+    """Autocast's copies of weights are stale in the second."""
+
+    def step(model: Any, number: int) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            squares(model, number)
+            return squares(model, number)
+
+    check(mlps, step)
+
+
+@pytest.mark.parametrize("policy", ["offload", "auto"])
+def test_autocasts_copy_of_a_weight_that_changed_is_offloaded_like_any_tensor(policy: str) -> None:
+    """A copy from an earlier pass is not the weight cast again."""
+    model: Any = mlps()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        ebbtide.enable_activation_offloading(model, policy=policy, target="disk", min_bytes=0) as handle,
+    ):
+        moved = []
+        for number in range(2):
+            squares(model, number)
+            moved.append(handle.stats().offloaded_bytes)
+    assert moved[1] > moved[0]
+
+
+# Guesses
+
+
+class BatchNormAct(nn.BatchNorm2d):
+    """A norm by function, then a leaf that passes its input on."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels)
+        self.drop, self.act = nn.Identity(), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps)
+        return self.act(self.drop(y))
+
+
+class GroupNormDrop(nn.Module):
+    def __init__(self, channels: int, bias: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.full((channels,), bias), requires_grad=False)
+        self.drop = nn.Dropout(0.5).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(F.group_norm(x, 2, self.weight, self.bias))
+
+
+class Conv(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(8, 8, 3, padding=1), norm, nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.last(F.silu(self.norm(self.first(x))))
+
+
+images = step_of(lambda model: model(torch.randn(4, 8, 8, 8)).square().mean())
+
+
+def test_a_frozen_bias_of_a_norm_by_function_is_not_absent() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        for module in model.modules():
+            if isinstance(module, BatchNormAct):
+                module.requires_grad_(number % 2 == 1)
+        return images(model, number)
+
+    check(lambda: sgd(Stack(*(Conv(BatchNormAct(8)) for _ in range(3)))), step)
+
+
+def test_a_frozen_bias_that_is_zero_in_the_first_block_only() -> None:
+    check(lambda: sgd(Stack(*(Conv(GroupNormDrop(8, bias)) for bias in (0.0, 0.5, 1.0)))), images)
+
+
+class Wrapped(nn.Module):
+    """Layers whose weight a hook computes from a parameter of the same shape."""
+
+    def __init__(self, wrap: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        wrap(self.up)
+        wrap(self.down)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.leaky_relu(self.up(x), 0.2))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+def test_a_frozen_weight_that_a_hook_computes() -> None:
+    def make() -> nn.Module:
+        model = Gan(OPTIMIZERS["fused"])
+        model.D = Stack(*(Wrapped(torch.nn.utils.weight_norm) for _ in range(3)))
+        model.of_d = OPTIMIZERS["fused"](model.D.parameters())
+        return model
+
+    def step(model: Any, number: int) -> Tensor:
+        model.D.requires_grad_(False)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = -model.D(model.G(rows())).float().mean()
+        model.of_g.zero_grad()
+        loss.backward()
+        model.of_g.step()
+        model.D.requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16):
+            of_d = model.D(model.G(rows()).detach()).float().mean() - model.D(rows()).float().mean()
+        model.of_d.zero_grad()
+        of_d.backward()
+        model.of_d.step()
+        return loss
+
+    check(make, step)
+
+
+def test_a_frozen_weight_that_a_schedule_prunes() -> None:
+    def make() -> nn.Module:
+        model = Stack(*(Wrapped(lambda layer: prune.identity(layer, "weight")) for _ in range(3)))
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+        return sgd(model)
+
+    def step(model: Any, number: int) -> Tensor:
+        for module in model.modules():
+            if isinstance(module, nn.Linear) and number >= 2:
+                module.weight_mask.copy_(module.weight_orig.abs() > 0.03 * number)
+        model.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(rows()).float().square().mean()
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check(make, step)

@@ -1,0 +1,194 @@
+"""Trust: each block is compared, every recompute carries a fingerprint, verdicts do not grow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.base.errors import RestoreError
+from ebbtide.base.events import Bus
+from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
+from ebbtide.engine.trust import STEPS_BETWEEN, Trust
+from tests.helpers.twice import Stack, check, check_refused, sgd, step_of
+
+# Fingerprints
+
+TENSORS = {
+    "matrix": lambda: torch.randn(300, 48),
+    "bfloat16": lambda: torch.randn(4, 96, 64).bfloat16(),
+    "transposed": lambda: torch.randn(64, 80).t(),
+    "channels last": lambda: torch.randn(2, 8, 16, 16).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.randn(1, 500, 1).expand(3, 500, 7),
+    "a part": lambda: torch.randn(100, 100)[3:77, 5:50],
+    "complex": lambda: torch.randn(40, 40, dtype=torch.complex64),
+    "bool": lambda: torch.randn(30, 30) > 0,
+    "small": lambda: torch.randn(7),
+    "scalar": lambda: torch.tensor(3.0),
+    "no number": lambda: torch.full((20, 20), float("nan")),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_fingerprint_is_of_values_and_not_of_memory(kind: str, whole: bool) -> None:
+    tensor = TENSORS[kind]()
+    taken = Fingerprint(tensor, whole=whole)
+    assert taken.same(tensor) is True
+    assert taken.same(tensor.clone()) is True
+    assert taken.same(tensor.contiguous().clone()) is True
+    other = tensor.clone() if tensor.dtype is torch.bool else tensor.clone() + 1
+    assert taken.same(~other if tensor.dtype is torch.bool else torch.nan_to_num(other, 5.0)) is False
+
+
+def test_one_changed_number_is_seen_by_a_whole_fingerprint() -> None:
+    tensor = torch.randn(1000, 37)
+    whole = Fingerprint(tensor, whole=True)
+    for place in torch.randint(tensor.numel(), (50,)):
+        changed = tensor.clone()
+        changed.view(-1)[place] += 1
+        assert whole.same(changed) is False
+
+
+def test_a_changed_row_column_or_stretch_is_seen_by_a_sample() -> None:
+    tensor = torch.randn(512, 256)
+    sample = Fingerprint(tensor)
+    for part in (slice(3, 7), (slice(None), slice(8, 12)), slice(500, 512)):
+        changed = tensor.clone()
+        changed[part] += 1
+        assert sample.same(changed) is False, part
+
+
+def test_what_has_no_memory_of_its_own_has_no_fingerprint() -> None:
+    assert not can_be_taken(torch.empty(0)) and not can_be_taken(torch.empty(3, device="meta"))
+    assert not can_be_taken(torch.eye(3).to_sparse()) and not can_be_taken(torch.randn(3, dtype=torch.complex64).conj())
+
+
+def test_the_first_run_of_a_block_and_then_one_in_some_are_compared_whole() -> None:
+    trust, blocks = Trust(Bus()), 4
+    assert [trust.begin_block((n,), blocks, accelerator=True) for n in range(blocks)] == [Compared.WHOLE] * blocks
+    steps = 200 * STEPS_BETWEEN
+    found = [trust.begin_block((n % blocks,), blocks, accelerator=True) for n in range(steps * blocks)]
+    assert 100 < found.count(Compared.WHOLE) < 400 and Compared.SAMPLE not in found
+    on_host = {trust.begin_block((0,), blocks, accelerator=False) for _ in range(2000)}
+    assert on_host == {Compared.SAMPLE, Compared.WHOLE}
+
+
+def test_what_a_device_answers_later_is_raised_before_an_optimizer_steps() -> None:
+    trust = Trust(Bus())
+    trust.require(torch.tensor(True), lambda: RestoreError("never"))
+    trust.settle()
+    trust.require(torch.tensor(False), lambda: RestoreError("wrong"))
+    with pytest.raises(RestoreError, match="wrong"):
+        trust.settle()
+    trust.settle()  # said once
+
+
+# In training
+
+
+class Clamped(nn.Module):
+    """Changes, under no_grad, a value that nobody saved."""
+
+    def __init__(self, on: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.on = nn.Linear(16, 16), nn.Linear(16, 16), on
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        if self.on:
+            with torch.no_grad():
+                h.clamp_(-0.1, 0.1)
+        return x + self.down(h.view(-1, 16).exp())
+
+
+squares = step_of(lambda model: model(torch.randn(8, 16, requires_grad=True)).square().mean())
+
+
+def test_a_change_in_deeper_blocks_only_is_found_before_use() -> None:
+    check(lambda: sgd(Stack(*(Clamped(on) for on in (False, True, True)))), squares)
+
+
+def test_a_change_that_begins_late_is_an_error_and_the_site_is_offloaded_from_then_on() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.on = number >= 3
+        return squares(model, number)
+
+    def make() -> nn.Module:
+        return sgd(Stack(*(Clamped(False) for _ in range(3))), 0.001)
+
+    check_refused(make, step, RestoreError, policies=("minimal",))
+    model: Any = make()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", target="disk", min_bytes=0) as handle:
+        for number in range(3):
+            step(model, number)
+        with pytest.raises(RestoreError, match="differs from what was saved"):
+            step(model, 3)
+        assert handle.stats().demoted_sites
+        step(model, 4)
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward changes what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.saved_tensors[0].mul_(0.5)
+        return grad * 2
+
+
+def test_a_copy_in_the_same_type_is_recomputed_as_a_copy() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            return torch.sin(h) + Doubled.apply(h.to(h.dtype, copy=True))
+
+    check(lambda: sgd(Stack(Copies(), Copies())), squares)
+
+
+def test_an_embedding_that_renormalises_in_two_forwards_before_one_backward() -> None:
+    class Embeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(10, 16, max_norm=1.0), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(F.silu(x + self.table(torch.arange(8)).sin()))
+
+    twice = step_of(lambda model: model(torch.randn(8, 16)).mean() + model(torch.randn(8, 16)).square().mean())
+    check(lambda: sgd(Stack(Embeds(), Embeds())), twice)
+
+
+def test_scheduled_numbers_and_new_lengths_make_no_new_verdicts() -> None:
+    class Scheduled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.number = nn.Linear(16, 16), nn.Linear(16, 16), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.add(self.up(x), x, alpha=self.number).clamp(max=self.number) ** (1 + self.number)
+            return x + self.down(h.exp())
+
+    model: Any = Stack(Scheduled(), Scheduled())
+    with ebbtide.enable_activation_offloading(model, policy="auto", target="disk", min_bytes=0) as handle:
+        known = set()
+        for number in range(30):
+            for block in model.blocks:
+                block.number = 1 / (number + 1)
+            model(torch.randn(4 + number % 11, 16).abs()).mean().backward()
+            known.add(len(handle._engine.trust._verdicts))
+    assert max(known) < 12 and len(known) < 4, known

@@ -1,0 +1,327 @@
+"""Blocks that run a second time in backward: under all that their first run ran under, or not at all, or an error."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from tests.helpers.twice import Stack, check, check_refused, difference, sgd, step_of, train
+
+GENERATOR = torch.Generator()
+
+
+def hard(x: Tensor) -> Tensor:
+    """Save several tensors that no rule covers: Minimal runs the block again."""
+    for _ in range(4):
+        x = torch.special.i0e(x)
+    return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(hard(self.up(x)))
+
+
+def blocks(kind: type[nn.Module] = Block) -> nn.Module:
+    return sgd(Stack(kind(), kind(), kind()))
+
+
+def rows() -> Tensor:
+    return torch.randn(8, 16)
+
+
+squares = step_of(lambda model: model(rows()).square().mean())
+
+
+def check_checkpointed(make: Any, step: Any, count: int = 3, **more: Any) -> None:
+    """Check bits under Minimal and Auto, and that Minimal does run ``count`` blocks again in the last step."""
+    check(make, step, policies=("minimal", "auto"), **more)
+    assert train(make, step, 3, policy="minimal")[1].checkpointed_blocks == count
+
+
+def test_the_case_itself() -> None:
+    check_checkpointed(blocks, squares)
+
+
+def test_functional_calls_with_other_weights() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        fast = {n: p - 0.1 * torch.randn_like(p) for n, p in model.named_parameters()}
+        loss = functional_call(model, fast, (rows(),)).square().mean()
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check_checkpointed(blocks, step)
+
+
+def test_parameters_that_are_swapped_for_others_before_the_backward() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        loss = model(rows()).square().mean()
+        own = [block.up.weight for block in model.blocks]
+        for block in model.blocks:
+            block.up.weight = nn.Parameter(torch.randn(16, 16))
+        loss.backward()
+        for block, weight in zip(model.blocks, own, strict=True):
+            block.up.weight = weight
+        model.optimizer.step()
+        return loss
+
+    check_checkpointed(blocks, step)
+
+
+class Adapters(Block):
+    """Adapters by name, as PEFT keeps them: the names in use are a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
+        self.active = ["a"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + hard(self.adapters[self.active[0]](x))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_adapters_that_are_switched_between_two_forwards(in_place: bool) -> None:
+    def use(model: Any, name: str) -> None:
+        for block in model.blocks:
+            if in_place:
+                block.active[0] = name
+            else:
+                block.active = [name]
+
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        x, loss = rows(), torch.zeros(())
+        for name in ("a", "b"):
+            use(model, name)
+            loss = loss + model(x).square().mean()
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check_checkpointed(lambda: blocks(Adapters), step)
+
+
+def test_a_shared_block_that_is_told_apart_by_a_tuple_and_a_module() -> None:
+    class Shared(Block):
+        scale: tuple[float, ...] = (1.0,)
+        extra: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(hard(self.extra(x)) * self.scale[0])
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Shared(), Shared()])
+            self.extras = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for number, extra in enumerate(self.extras):
+                for block in self.blocks:
+                    object.__setattr__(block, "extra", extra)
+                    block.scale = (1.0 + number,)
+                    x = block(x)
+            return x
+
+    check(lambda: sgd(Model(), 0.01), squares, policies=("minimal", "auto"))
+
+
+def test_a_memory_of_the_step_before() -> None:
+    class Remembers(Block):
+        memory: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.up(x if self.memory is None else x + self.memory)
+            self.memory = h.detach()
+            return super().forward(h)
+
+    check_checkpointed(lambda: blocks(Remembers), squares)
+
+
+def test_an_object_that_counts() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.count, self.seen = 0, [0.0]
+
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = Counter()
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.counter.count += 1
+            self.counter.seen.append(self.counter.seen[-1] + 0.1)
+            return super().forward(x * (1 + 0.1 * self.counter.count)) * hard(x * self.counter.seen[-1])
+
+    check_checkpointed(lambda: blocks(Counts), squares)
+
+
+def make_generator(kind: str) -> Any:
+    return {
+        "torch": lambda: torch.Generator().manual_seed(3),
+        "python": lambda: random.Random(3),
+        "numpy": lambda: np.random.default_rng(3),
+        "numpy, legacy": lambda: np.random.RandomState(3),
+    }[kind]()
+
+
+def draw(generator: Any, x: Tensor) -> Tensor:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(x.shape, generator=generator)
+    return torch.full_like(x, float(generator.random() if hasattr(generator, "random") else generator.rand()))
+
+
+@pytest.mark.parametrize("where", ["attribute", "list", "object", "closure", "global"])
+@pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy, legacy"])
+def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(kind: str, where: str) -> None:
+    class Holder:
+        def __init__(self, generator: Any) -> None:
+            self.generator = generator
+
+    def make() -> nn.Module:
+        own = make_generator(kind)
+        if where == "global":
+            GENERATOR.manual_seed(3)
+
+        class Draws(Block):
+            def __init__(self) -> None:
+                super().__init__()
+                self.kept = {"attribute": own, "list": [own], "object": Holder(own)}.get(where)
+
+            def generator(self) -> Any:
+                match where:
+                    case "attribute":
+                        return self.kept
+                    case "list":
+                        return self.kept[0]
+                    case "object":
+                        return self.kept.generator
+                    case "closure":
+                        return own
+                    case _:
+                        return GENERATOR
+
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(hard(x * draw(self.generator(), x)))
+
+        return blocks(Draws)
+
+    check_checkpointed(make, squares, count=0)
+
+
+def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wrong() -> None:
+    class Hidden:
+        __slots__ = ("generator",)
+
+        def __init__(self) -> None:
+            self.generator = random.Random(3)
+
+    class Draws(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = Hidden()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(hard(x * self.hidden.generator.random()))
+
+    check_refused(lambda: blocks(Draws), squares, RestoreError, policies=("minimal",))
+    check(lambda: blocks(Draws), squares, policies=("offload", "keep"))
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_a_change_in_place_that_plain_training_refuses_is_refused_in_any_step(late: int) -> None:
+    class Changes(Block):
+        bad = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.up(x).exp()
+            if self.bad:
+                y.mul_(2)
+            return x + self.down(hard(y))
+
+    def step(model: Any, number: int) -> Tensor:
+        for block in model.blocks:
+            block.bad = number >= late
+        return squares(model, number)
+
+    plain, _ = train(lambda: blocks(Changes), step, 4)
+    got, _ = train(lambda: blocks(Changes), step, 4, policy="minimal")
+    assert isinstance(plain[-1], RuntimeError) and isinstance(got[-1], ModifiedInPlaceError)
+    assert len(plain) == len(got) == late + 1 and difference(plain, got) == ""
+
+
+def test_a_parameter_that_is_frozen_between_forward_and_backward() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        loss = model(rows()).square().mean()
+        model.blocks[1].requires_grad_(False)
+        loss.backward()
+        model.blocks[1].requires_grad_(True)
+        model.optimizer.step()
+        return loss
+
+    check_checkpointed(blocks, step)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_between_two_backwards(fused: bool) -> None:
+    def make() -> nn.Module:
+        model: Any = Stack(Block(), Block(), Block())
+        for name, p in model.named_parameters():
+            p.requires_grad_(name.endswith("bias"))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        model.optimizer = torch.optim.AdamW(trained, lr=0.1, fused=fused)
+        return model
+
+    def step(model: Any, number: int) -> Tensor:
+        x = rows().requires_grad_()
+        first, second = model(x).square().mean(), model(x).abs().mean()
+        for loss in (first, second):
+            model.optimizer.zero_grad()
+            loss.backward()
+            model.optimizer.step()
+        return first + second
+
+    check_checkpointed(make, step)
+
+
+def test_a_weight_that_is_changed_through_data_is_an_error() -> None:
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        noise = [0.01 * torch.randn_like(p) for p in model.parameters()]
+        for p, n in zip(model.parameters(), noise, strict=True):
+            p.data.add_(n)
+        loss = model(rows()).square().mean()
+        for p, n in zip(model.parameters(), noise, strict=True):
+            p.data.sub_(n)
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    check_refused(blocks, step, ModifiedInPlaceError, policies=("minimal",))
+
+
+def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() -> None:
+    class Decays(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            with torch.no_grad():
+                self.down.bias.mul_(0.9)
+            return y
+
+    check_checkpointed(lambda: blocks(Decays), squares, count=0)
