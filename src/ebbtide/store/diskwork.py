@@ -32,6 +32,7 @@ from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, forked_error
 from ebbtide.store.parcel import Parcel, Read, State, discard
 from ebbtide.store.room import Room
+from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
 """How often a waiting thread looks whether the other side is still alive."""
@@ -51,7 +52,7 @@ class DiskWork:
         self._file, self._room, self._window_bytes, self._counters = file, room, window_bytes, counters
         self.pool = BufferPool(window_bytes // 4)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Three conditions, so that a write that ends wakes who waits for it and not an idle reader.
         self._to_write = threading.Condition(self._lock)
         self._to_read = threading.Condition(self._lock)
@@ -151,8 +152,7 @@ class DiskWork:
         with self._lock:
             self._settle()
             taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
-            withdrawn = parcel.state is State.QUEUED and not taken
-            if withdrawn:
+            if withdrawn := parcel.state is State.QUEUED and not taken:
                 self._bury(parcel)
         self._trash.clear()
         return withdrawn
@@ -218,7 +218,7 @@ class DiskWork:
         started = time.perf_counter()
         while not happened():
             self.check_usable()
-            if not self._done.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
+            if not wait_held(self._done, _WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
                 raise DiskError("a thread of the disk tier is gone", hint="close this handle and open a new one")
             self._settle()
         self._counters.stalls.add_since(started)
