@@ -162,7 +162,7 @@ class DiskWork:
         with self._lock:
             self._settle()
             if parcel.read is None and parcel.state not in (State.FAILED, State.DEAD):
-                parcel.read = self._ask(parcel)
+                self._ask(parcel)
         self._trash.clear()
 
     def put_back(self, parcel: Parcel) -> None:
@@ -224,7 +224,7 @@ class DiskWork:
         self._counters.stalls.add_since(started)
 
     def _ask(self, parcel: Parcel) -> Read:
-        read = Read(parcel)
+        read = parcel.read = Read(parcel)  # there first: interrupted, the next who asks takes it up
         self._reads.append(read)
         self._to_read.notify()
         return read

@@ -219,3 +219,18 @@ def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: 
     assert struck >= {"threading.py", "diskwork.py"}
     slot.free()
     assert tier.used_bytes == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_gate: Gate) -> None:
+    blocking, slot, count = tier.park(noise(UNIT)), tier.park(noise(UNIT)), 0
+    slot.wait_parked()
+    blocking.prefetch()
+    assert read_gate.came.wait(60)  # the reader is busy: no read of the other slot begins
+    for held, where in interrupted(slot.prefetch):
+        count += 1
+        held.clear()
+        slot.prefetch()
+        assert [read.parcel for read in tier._work._reads] == [slot._parcel], where
+        slot.put_back()
+    assert count > 5
