@@ -178,7 +178,7 @@ class DiskTier:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be parked: free places, and what the disk and the budget let the file grow by.
+        """Bytes that could still be parked: places free or draining, and what disk and budget let the file grow by.
 
         Raises:
             DiskError: The tier cannot be used.

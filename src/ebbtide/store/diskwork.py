@@ -107,7 +107,7 @@ class DiskWork:
         """Return bytes of places that live slots have, of places that are draining, and that could still be parked."""
         with self._lock:
             draining = self._audit()
-            found = self._room.used_bytes - draining, draining, self._room.free_bytes
+            found = self._room.used_bytes - draining, draining, self._room.free_bytes + draining
         self._trash.clear()
         return found
 
@@ -251,7 +251,7 @@ class DiskWork:
     def _audit(self) -> int:
         """Mend what an interrupt tore, and return the bytes that are draining. See [Note: who has a place]."""
         self._settle()
-        for parcel in self._room.dead():
+        for parcel in self._room.dead(self._writing, self._reading):
             self._bury(parcel)
         draining = self._room.mend()
         waiting = {parcel for parcel in self._writes if parcel.state is State.QUEUED}

@@ -35,7 +35,7 @@ class Room:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places in use."""
+        """Bytes of all places that are not free."""
         return self._extents.used_bytes
 
     @property
@@ -69,10 +69,14 @@ class Room:
         if self._owners.pop(place, None) is not None:
             self._extents.release(place, parcel.split.interior_bytes)
 
-    def dead(self) -> list[Parcel]:
-        """Return the parcels that have a place though they, or their slots, are dead."""
+    def dead(self, *busy: Parcel | None) -> list[Parcel]:
+        """Return the parcels that have a place though they, or their slots, are dead.
+
+        Args:
+            busy: Who may still have one when it is dead.
+        """
         owners = list(self._owners.values())
-        return [parcel for parcel, slot in owners if slot() is None or parcel.state is State.DEAD]
+        return [p for p, slot in owners if (p not in busy if p.state is State.DEAD else slot() is None)]
 
     def mend(self) -> int:
         """Take back every place that no parcel has: an interrupt lost it. Returns the bytes that dead ones have."""

@@ -89,6 +89,7 @@ def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch:
         with pytest.raises(DiskFullError):
             tier.park(source)  # somebody has it
         dying.free()
+        assert tier.free_bytes == MIB  # what is draining is waited for
         waits, wait_until = threading.Event(), tier._work._wait_until
 
         def waiting(*args: object) -> None:
@@ -185,6 +186,7 @@ def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, pre
         assert tier.used_bytes == 0, where
         tier.park(noise(UNIT)).take()
         assert tier.used_bytes == tier._work._out_bytes == tier._work._ahead_bytes == 0, where
+        assert tier.gauges()["disk_draining_bytes"] == 0, where
     assert len(kept) > 50
 
 
@@ -202,7 +204,7 @@ def test_a_place_is_free_wherever_its_withdrawal_was_interrupted(tier: DiskTier,
         held.clear()
         for slot in kept:
             slot.free()
-        assert tier.used_bytes == used, where
+        assert tier.used_bytes == used and tier.gauges()["disk_draining_bytes"] == 0, where
     assert len(kept) > 20 and not begun.parked
 
 
