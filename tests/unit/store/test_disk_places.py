@@ -38,11 +38,17 @@ def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a loaded machine a write is still under way when the backward that was served from its source is over."""
     with training("offload", "disk", window="1GiB") as trainee:
-        gate = Gate(os.pwritev)
+        gate, park = Gate(os.pwritev), DiskTier.park
+
+        def park_and_begin(tier: DiskTier, source: torch.Tensor) -> DiskSlot:
+            slot = park(tier, source)
+            assert gate.came.wait(60)  # what has not begun would be withdrawn
+            return slot
+
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", gate)
+            patch.setattr(DiskTier, "park", park_and_begin)
             trainee.step()
-            assert gate.came.wait(60)
             stats = trainee.handle.stats()
             gate.open()
         assert stats.live_tickets == stats.store_bytes == stats.store["disk_parked_bytes"] == 0
