@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import zlib
 
@@ -65,5 +66,7 @@ def _accelerator() -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What a script starts in its background ignores Ctrl-C, and tests that send it would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):  # under xdist the controller counts, for all workers
         config.pluginmanager.register(TierTally(), "ebbtide-tiers")

@@ -141,10 +141,11 @@ class Stats:
         total_recompute_seconds: Time spent on that, on the host's clock.
         demoted_sites: Sites whose first remake differed, or failed, and that are offloaded instead.
         live_tickets: Tickets alive now.
-        store_bytes: Bytes of store in use now.
+        store_bytes: Bytes of store that live tickets hold now; 0 as soon as the last graph is dead.
         store: What the store holds, by name. Host memory: ``host_held_bytes``, ``host_pinned_bytes``,
             ``host_parked_bytes``, ``host_most_parked_bytes``, ``host_chunks``. Disk: ``disk_file_bytes``,
-            ``disk_parked_bytes``, ``disk_written_bytes``, ``disk_read_bytes``.
+            ``disk_parked_bytes``, ``disk_draining_bytes`` (of dead tickets, while a copy that had begun ends; used
+            again only after that), ``disk_written_bytes``, ``disk_read_bytes``.
         total_refused_bytes: Bytes that stayed on the device because the store could not take them, since then.
     """
 

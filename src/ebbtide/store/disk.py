@@ -162,27 +162,29 @@ class DiskTier:
 
     def gauges(self) -> dict[str, int]:
         """Return what is on disk and was moved, by name."""
+        parked, draining, _ = self._work.measure() if self._work.usable else (0, 0, 0)
         return {
             "disk_file_bytes": self._room.size_bytes,
-            "disk_parked_bytes": self.used_bytes,
+            "disk_parked_bytes": parked,
+            "disk_draining_bytes": draining,
             "disk_written_bytes": self.counters.out_bytes,
             "disk_read_bytes": self.counters.in_bytes,
         }
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places in use now; 0 when closed."""
+        """Bytes of places that live slots have now; 0 when closed."""
         return self._work.measure()[0] if self._work.usable else 0
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be parked: free places, and what the disk and the budget let the file grow by.
+        """Bytes that could still be parked: places free or draining, and what disk and budget let the file grow by.
 
         Raises:
             DiskError: The tier cannot be used.
         """
         self._work.check_usable()
-        return self._work.measure()[1]
+        return self._work.measure()[2]
 
     def park(self, source: torch.Tensor) -> DiskSlot:
         """Begin to write ``source`` out.
@@ -205,7 +207,7 @@ class DiskTier:
         parcel = Parcel(source, self._align_bytes)
         slot = DiskSlot(self, self._work, parcel)
         if parcel.state is State.QUEUED:
-            self._work.park(parcel)
+            self._work.park(parcel, slot)
         return slot
 
     def trim(self) -> None:

@@ -7,10 +7,10 @@ takes the lock next settles first. (To try for the lock is no way out: an interr
 For the same reason nothing is dropped under the lock whose death could run foreign code: sources and targets go to
 ``_trash``, which is emptied after the lock is released.
 
-[Note: users of a place]
-A place returns to the free list when its parcel was freed and ``users`` is zero: the write that has not ended counts
-one, and so does each read. An interrupt may tear this bookkeeping; who uses a place also holds its parcel, so
-``_audit`` mends it from the parcels that are alive.
+[Note: who has a place]
+A live slot has its place. When the slot dies, the place is *draining* as long as a thread writes or reads there
+(``_writing``, ``_reading``): nobody uses it, and nobody may be given it. Then it is free. No count says so that an
+interrupt could tear: ``_audit`` finds the slots that are dead, even if their destructors were interrupted.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ebbtide.base.errors import DiskError
+from ebbtide.base.errors import DiskError, DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import BufferPool
@@ -33,6 +32,7 @@ from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, forked_error
 from ebbtide.store.parcel import Parcel, Read, State, discard
 from ebbtide.store.room import Room
+from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
 """How often a waiting thread looks whether the other side is still alive."""
@@ -52,7 +52,7 @@ class DiskWork:
         self._file, self._room, self._window_bytes, self._counters = file, room, window_bytes, counters
         self.pool = BufferPool(window_bytes // 4)
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Three conditions, so that a write that ends wakes who waits for it and not an idle reader.
         self._to_write = threading.Condition(self._lock)
         self._to_read = threading.Condition(self._lock)
@@ -61,8 +61,8 @@ class DiskWork:
         self._reads: deque[Read] = deque()
         self._dead: deque[Parcel] = deque()
         self._trash: deque[Any] = deque()
-        self._owners: dict[int, weakref.ref[Parcel]] = {}
         self._writing: Parcel | None = None
+        self._reading: Parcel | None = None
         self._out_bytes = self._ahead_bytes = 0
         self._closed, self._running = False, 2
         self._broken: Fault | None = None
@@ -103,30 +103,37 @@ class DiskWork:
         if parcel.state is State.DEAD:
             raise DiskError("a slot is used after it was freed or withdrawn", hint="keep its ticket alive")
 
-    def measure(self) -> tuple[int, int]:
-        """Return bytes of places in use, and bytes that could still be parked."""
+    def measure(self) -> tuple[int, int, int]:
+        """Return bytes of places that live slots have, of places that are draining, and that could still be parked."""
         with self._lock:
-            self._audit()
-            found = self._room.used_bytes, self._room.free_bytes
+            draining = self._audit()
+            found = self._room.used_bytes - draining, draining, self._room.free_bytes + draining
         self._trash.clear()
         return found
 
-    def park(self, parcel: Parcel) -> None:
-        """Queue a write; waits first if the window is full.
+    def park(self, parcel: Parcel, slot: object) -> None:
+        """Queue a write; waits first if the window is full, or if the disk is and a place is draining.
+
+        Args:
+            parcel: What to write.
+            slot: Whose death frees the place.
 
         Raises:
             DiskFullError: Budget or disk cannot hold it.
             DiskError: The tier cannot be used.
         """
-        need, started = parcel.split.interior_bytes, time.perf_counter()
+        need = parcel.split.interior_bytes
         with self._lock:
             self._settle()
-            if self._out_bytes > 0 and self._out_bytes + need > self._window_bytes:
-                self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
-                self._counters.stalls.add_since(started)
-            place = self._room.reserve(need)
-            parcel.place, parcel.users = place, 1
-            self._owners[place] = weakref.ref(parcel)
+            self._wait_until(lambda: self._out_bytes <= 0 or self._out_bytes + need <= self._window_bytes)
+            for again in (True, False):
+                try:
+                    self._room.place(parcel, slot)
+                    break
+                except DiskFullError:
+                    if not again:
+                        raise
+                self._wait_until(lambda: not self._audit())  # it may only look full: of places lost, or draining
             self._writes.append(parcel)
             self._out_bytes += need  # after what it counts: too little loosens the window, too much would wait for ever
             self._to_write.notify()
@@ -134,20 +141,18 @@ class DiskWork:
 
     def wait_parked(self, parcel: Parcel) -> None:
         """Wait until the write has ended."""
-        started = time.perf_counter()
         with self._lock:
             self._settle()
             self._hasten(parcel)
             self._wait_until(lambda: parcel.state not in (State.QUEUED, State.WRITING))
-            self._counters.stalls.add_since(started)
         self._trash.clear()
 
     def cancel(self, parcel: Parcel) -> bool:
         """Withdraw a write that has not begun and that no ``take`` waits for; True if it was withdrawn."""
         with self._lock:
             self._settle()
-            withdrawn = parcel.state is State.QUEUED and parcel.users == 1 + (parcel.read is not None)
-            if withdrawn:
+            taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
+            if withdrawn := parcel.state is State.QUEUED and not taken:
                 self._bury(parcel)
         self._trash.clear()
         return withdrawn
@@ -157,7 +162,7 @@ class DiskWork:
         with self._lock:
             self._settle()
             if parcel.read is None and parcel.state not in (State.FAILED, State.DEAD):
-                parcel.read = self._ask(parcel)
+                self._ask(parcel)
         self._trash.clear()
 
     def put_back(self, parcel: Parcel) -> None:
@@ -169,7 +174,6 @@ class DiskWork:
 
     def take(self, parcel: Parcel) -> torch.Tensor | None:
         """Wait for a read; returns the tensor (None: freed meanwhile)."""
-        started = time.perf_counter()
         with self._lock:
             self._settle()
             read, parcel.read = parcel.read or self._ask(parcel), None
@@ -183,7 +187,6 @@ class DiskWork:
                 parcel.read = parcel.read or read
                 raise
             self._claim(read)
-            self._counters.stalls.add_since(started)
         self._trash.clear()
         if read.fault is not None:
             raise read.fault.error()
@@ -210,15 +213,18 @@ class DiskWork:
 
     # The lock is held from here to the threads.
     def _wait_until(self, happened: Callable[[], bool]) -> None:
+        if happened():
+            return
+        started = time.perf_counter()
         while not happened():
             self.check_usable()
-            if not self._done.wait(_WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
+            if not wait_held(self._done, _WAKE_SECONDS) and not all(x.is_alive() for x in self._threads):
                 raise DiskError("a thread of the disk tier is gone", hint="close this handle and open a new one")
             self._settle()
+        self._counters.stalls.add_since(started)
 
     def _ask(self, parcel: Parcel) -> Read:
-        read = Read(parcel)
-        parcel.users += 1
+        read = parcel.read = Read(parcel)  # there first: interrupted, the next who asks takes it up
         self._reads.append(read)
         self._to_read.notify()
         return read
@@ -239,25 +245,23 @@ class DiskWork:
 
     def _settle(self) -> None:
         while self._dead:
-            parcel = self._dead[0]
-            if parcel.state is not State.DEAD:
-                self._bury(parcel)
+            self._bury(self._dead[0])
             self._dead.popleft()  # last: a burial that was interrupted is done again
 
-    def _audit(self) -> None:
-        """Mend what an interrupt tore. See [Note: users of a place]."""
+    def _audit(self) -> int:
+        """Mend what an interrupt tore, and return the bytes that are draining. See [Note: who has a place]."""
         self._settle()
-        alive = {place: parcel for place, owner in self._owners.items() if (parcel := owner()) is not None}
-        self._trash.append(alive)
-        used = {place: parcel for place, parcel in alive.items() if parcel.place == place}
-        self._owners = {place: weakref.ref(parcel) for place, parcel in used.items()}
-        self._room.keep((place, parcel.split.interior_bytes) for place, parcel in used.items())
-        waiting = {id(p): p for p in self._writes if p.state is State.QUEUED}
-        writing = 0 if self._writing is None else self._writing.split.interior_bytes
-        self._out_bytes = writing + sum(p.split.interior_bytes for p in waiting.values())
-        self._ahead_bytes = sum(p.nbytes for p in used.values() if p.read is not None and p.read.ahead)
+        for parcel in self._room.dead(self._writing, self._reading):
+            self._bury(parcel)
+        draining = self._room.mend()
+        waiting = {parcel for parcel in self._writes if parcel.state is State.QUEUED}
+        self._out_bytes = sum(parcel.split.interior_bytes for parcel in {*waiting, self._writing} if parcel)
+        self._ahead_bytes = sum(p.nbytes for p in self._room.parcels if p.read is not None and p.read.ahead)
+        return draining
 
     def _bury(self, parcel: Parcel) -> None:
+        """Forget a parcel; harmless when repeated, as it is after an interrupt."""
+        self._trash.append(parcel)
         if parcel.state is State.QUEUED:
             discard(self._writes, parcel)
             self._written(parcel)
@@ -268,26 +272,23 @@ class DiskWork:
         self._done.notify_all()
 
     def _drop_read(self, parcel: Parcel) -> None:
-        read, parcel.read = parcel.read, None
+        read = parcel.read
         if read is not None:
+            self._trash.append(read)
             if not read.begun:
                 discard(self._reads, read)
                 read.begun = read.done = True
-                parcel.users -= 1
             self._claim(read)
-            self._trash.append(read)
+            parcel.read = None
 
     def _written(self, parcel: Parcel) -> None:
         self._out_bytes -= parcel.split.interior_bytes
-        parcel.users -= 1
         self._trash.append(parcel.source)
         parcel.source = None
 
     def _release_if_unused(self, parcel: Parcel) -> None:
-        if parcel.state is State.DEAD and parcel.users == 0 and parcel.place >= 0:
-            place, parcel.place = parcel.place, -1
-            self._owners.pop(place, None)
-            self._room.release(place, parcel.split.interior_bytes)
+        if parcel.state is State.DEAD and parcel is not self._writing and parcel is not self._reading:
+            self._room.release(parcel)
 
     # The two threads.
 
@@ -304,7 +305,7 @@ class DiskWork:
                 while self._writes:
                     self._written(self._writes.popleft())
                 self._reads.clear()
-                self._file.close()
+                self._room.close()
                 self.pool.trim(limit_bytes=0)
             self._wake_all()
         self._trash.clear()
@@ -375,7 +376,7 @@ class DiskWork:
                 chosen = read
         if chosen is not None:
             self._reads.remove(chosen)
-            chosen.begun = True
+            chosen.begun, self._reading = True, chosen.parcel
             if not chosen.urgent:
                 chosen.ahead = True
                 self._ahead_bytes += chosen.parcel.nbytes
@@ -393,8 +394,7 @@ class DiskWork:
             if tensor is not None:
                 self._counters.in_bytes += parcel.nbytes
                 self._counters.in_seconds += time.perf_counter() - started
-            read.tensor, read.fault, read.done = tensor, fault, True
-            parcel.users -= 1
+            read.tensor, read.fault, read.done, self._reading = tensor, fault, True, None
             self._release_if_unused(parcel)
             self._done.notify_all()
         self._trash.clear()

@@ -36,7 +36,6 @@ class Parcel:
 
     __slots__ = (
         "__weakref__", "address", "fault", "head", "nbytes", "place", "read", "source", "split", "state", "tail",
-        "users",
     )  # fmt: skip
 
     def __init__(self, source: torch.Tensor, align_bytes: int) -> None:
@@ -50,7 +49,6 @@ class Parcel:
         self.fault: Fault | None = None
         self.read: Read | None = None
         self.place = -1
-        self.users = 0
 
     def bring(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
         """Return the bytes in memory of their own. See [Note: aligned interior].

@@ -108,7 +108,7 @@ class Tier(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places in use now."""
+        """Bytes of places that live slots have now; exact as soon as a slot is dead, whatever still runs."""
         ...
 
     @property

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
 
 from ebbtide.base.errors import DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
 from ebbtide.store.faults import FULL_ERRNOS, Fault
+from ebbtide.store.parcel import Parcel, State
 
 _EXTENT_BYTES = 256 << 20
 
@@ -24,6 +25,8 @@ class Room:
     def __init__(self, file: BackingFile, budget_bytes: int | None) -> None:
         self._file, self._budget_bytes = file, budget_bytes
         self._extents = Extents()
+        # By offset: who lies there, and for which slot.
+        self._owners: dict[int, tuple[Parcel, weakref.ref[object]]] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -32,7 +35,7 @@ class Room:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places in use."""
+        """Bytes of all places that are not free."""
         return self._extents.used_bytes
 
     @property
@@ -40,13 +43,52 @@ class Room:
         """Bytes of free places, and what budget and disk let the file grow by."""
         return self._extents.free_bytes + self._growth_bytes()
 
-    def reserve(self, need_bytes: int) -> int:
-        """Return the offset of a place that holds ``need_bytes``.
+    @property
+    def parcels(self) -> list[Parcel]:
+        """Who has a place."""
+        return [parcel for parcel, _ in self._owners.values()]
+
+    def place(self, parcel: Parcel, slot: object) -> None:
+        """Give a parcel a place.
+
+        Args:
+            parcel: Who gets it.
+            slot: For whom; it is not kept alive.
 
         Raises:
             DiskFullError: Budget or disk does not give it.
             DiskError: The file cannot be grown for another reason.
         """
+        owner = parcel, weakref.ref(slot)
+        place = self._reserve(parcel.split.interior_bytes)
+        self._owners[place], parcel.place = owner, place  # no call in between: an interrupt cannot part them
+
+    def release(self, parcel: Parcel) -> None:
+        """Take back the place of a parcel, if it has one."""
+        place, parcel.place = parcel.place, -1
+        if self._owners.pop(place, None) is not None:
+            self._extents.release(place, parcel.split.interior_bytes)
+
+    def dead(self, *busy: Parcel | None) -> list[Parcel]:
+        """Return the parcels that have a place though they, or their slots, are dead.
+
+        Args:
+            busy: Who may still have one when it is dead.
+        """
+        owners = list(self._owners.values())
+        return [p for p, slot in owners if (p not in busy if p.state is State.DEAD else slot() is None)]
+
+    def mend(self) -> int:
+        """Take back every place that no parcel has: an interrupt lost it. Returns the bytes that dead ones have."""
+        self._extents.keep((parcel.place, parcel.split.interior_bytes) for parcel in self.parcels)
+        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is State.DEAD)
+
+    def close(self) -> None:
+        """Forget the parcels and close the file."""
+        self._owners.clear()
+        self._file.close()
+
+    def _reserve(self, need_bytes: int) -> int:
         place = self._extents.reserve(need_bytes)
         if place is not None:
             return place
@@ -69,14 +111,6 @@ class Room:
             if place is not None:
                 return place
         raise self._full(need_bytes) from cause
-
-    def release(self, offset: int, need_bytes: int) -> None:
-        """Give back the place that ``reserve(need_bytes)`` returned."""
-        self._extents.release(offset, need_bytes)
-
-    def keep(self, places: Iterable[tuple[int, int]]) -> None:
-        """Give back all but these places (offset, and bytes as they were reserved)."""
-        self._extents.keep(places)
 
     def _growth_bytes(self) -> int:
         disk = self._file.disk_free_bytes()

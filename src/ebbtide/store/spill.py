@@ -95,8 +95,15 @@ class SpillSlot:
                 slot.free()
 
 
-_Entry = tuple[weakref.ref[SpillSlot], HostSlot]
-"""A slot and its stage, which a dying slot may not have come to free yet."""
+def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
+    """Return a slot and its stage, or ``None`` once it is dead or was freed, and its stage with it."""
+    slot = reference()
+    if slot is None or slot.stage is None:
+        return None
+    if slot.freed:
+        slot.free()  # an interrupt may have kept it from that
+        return None
+    return slot, slot.stage
 
 
 class SpillTier:
@@ -116,8 +123,8 @@ class SpillTier:
         self._refused: str | None = None
         # Who takes a stage away holds the lock; slots die without it.
         self._lock = threading.Lock()
-        self._staged: deque[_Entry] = deque()
-        self._written: deque[_Entry] = deque()
+        self._staged: deque[weakref.ref[SpillSlot]] = deque()
+        self._written: deque[weakref.ref[SpillSlot]] = deque()
 
     @property
     def name(self) -> str:
@@ -189,7 +196,7 @@ class SpillTier:
         with self._lock:
             stage = self._stage(source, disk)
             slot = SpillSlot(self, stage)
-            self._staged.append((weakref.ref(slot), stage))
+            self._staged.append(weakref.ref(slot))
         return slot
 
     def prefetch(self, slot: SpillSlot) -> None:
@@ -302,12 +309,11 @@ class SpillTier:
         # An entry is forgotten when its step is done: an interrupt in between does the step again. Meanwhile slots may
         # be freed in other threads: then their places fail to serve, which is no fault of the disk's.
         while self._staged:
-            reference, stage = self._staged[0]
-            slot = reference()
-            if slot is None or slot.freed:
-                stage.free()
+            found = _staged(self._staged[0])
+            if found is None:
                 freed = True
             else:
+                slot, stage = found
                 if not stage.parked:
                     if not wait or self._written or freed:
                         break
@@ -319,12 +325,11 @@ class SpillTier:
                     freed = self._fail(slot, error) or freed
             self._staged.popleft()
         while self._written:
-            reference, stage = self._written[0]
-            slot = reference()
-            if slot is None or slot.freed:
-                stage.free()
+            found = _staged(self._written[0])
+            if found is None:
                 freed = True
-            elif slot.on_disk is not None:
+            elif (slot := found[0]).on_disk is not None:
+                stage = found[1]
                 try:
                     if not slot.on_disk.parked:
                         if not wait or freed:

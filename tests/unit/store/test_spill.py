@@ -169,6 +169,23 @@ def test_slots_die_in_any_thread_while_others_are_parked(disk: Path) -> None:
         assert tier.host.used_bytes == 0
 
 
+def test_a_slot_whose_destructor_is_interrupted_holds_nothing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: None)
+
+    def interrupt(slot: SpillSlot) -> None:
+        raise KeyboardInterrupt
+
+    with spilling(disk) as (device, tier):
+        slots = [tier.park(produce(device, 8 * KIB)) for _ in range(12)]
+        stages = {slot.stage is None for slot in slots if isinstance(slot, SpillSlot)}
+        assert stages == {True, False}  # on disk, and still staged
+        with monkeypatch.context() as patch:
+            patch.setattr(SpillSlot, "free", interrupt)
+            slots.clear()
+        assert tier.used_bytes == 0
+        assert torch.equal(tier.park(source := produce(device, 8 * KIB)).take(), source)
+
+
 def test_gradients_are_those_of_plain_training_when_most_is_spilled(disk: Path) -> None:
     tiny = build("mlp")
     weights = list(tiny.model.parameters())

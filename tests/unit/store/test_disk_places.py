@@ -1,0 +1,244 @@
+"""Who has a place on disk: the live slot; then, for a moment, the thread that still reads or writes it; then nobody."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.base.errors import DiskFullError
+from ebbtide.store.disk import DiskSlot, DiskTier
+from ebbtide.store.diskwork import DiskWork
+from ebbtide.store.extents import round_up
+from tests.helpers.handles import training
+from tests.helpers.interrupts import Fuse
+from tests.unit.store.conftest import Gate, noise
+
+MIB = 1 << 20
+UNIT = 1 << 16
+
+
+@pytest.fixture
+def no_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing that is left behind is found by the collector; reports of interrupted destructors keep no frames."""
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_step_that_ends_before_its_writes_uses_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a loaded machine a write is still under way when the backward that was served from its source is over."""
+    with training("offload", "disk", window="1GiB") as trainee:
+        gate, park = Gate(os.pwritev), DiskTier.park
+
+        def park_and_begin(tier: DiskTier, source: torch.Tensor) -> DiskSlot:
+            slot = park(tier, source)
+            assert gate.came.wait(60)  # what has not begun would be withdrawn
+            return slot
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", gate)
+            patch.setattr(DiskTier, "park", park_and_begin)
+            trainee.step()
+            stats = trainee.handle.stats()
+            gate.open()
+        assert stats.live_tickets == stats.store_bytes == stats.store["disk_parked_bytes"] == 0
+        assert stats.store["disk_draining_bytes"] > 0  # the gate has held a write of a ticket that is dead
+        trainee.assert_recovers()
+
+
+def test_what_a_dead_slot_writes_is_never_another_slots_place(tier: DiskTier, write_gate: Gate) -> None:
+    dying, source = tier.park(noise(MIB)), noise(MIB)
+    assert write_gate.came.wait(60)
+    dying.free()
+    assert tier.used_bytes == tier.gauges()["disk_parked_bytes"] == 0
+    assert tier.gauges()["disk_draining_bytes"] == round_up(dying._parcel.split.interior_bytes)
+    slot = tier.park(source)
+    assert 0 < slot._parcel.split.interior_bytes <= tier.used_bytes
+    assert slot._parcel.place >= dying._parcel.split.interior_bytes  # behind the one that is still written
+    write_gate.open()
+    assert torch.equal(slot.take(), source)  # one writer: the first write has ended
+    assert tier.gauges()["disk_draining_bytes"] == 0
+
+
+def test_what_is_read_for_a_dead_slot_is_never_another_slots_place(tier: DiskTier, read_gate: Gate) -> None:
+    dying, source = tier.park(noise(MIB)), noise(MIB)
+    dying.prefetch()
+    assert read_gate.came.wait(60)
+    place = dying._parcel.place
+    dying.free()
+    assert tier.used_bytes == 0 < tier.gauges()["disk_draining_bytes"]
+    slot = tier.park(source)
+    assert slot._parcel.place != place
+    read_gate.open()
+    assert torch.equal(slot.take(), source)
+    assert tier.gauges()["disk_draining_bytes"] == 0
+    again = tier.park(noise(MIB))
+    assert again._parcel.place == place  # now it is free
+
+
+def test_a_full_disk_waits_for_a_place_whose_write_ends(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, gate = DiskTier(disk, budget_bytes=MIB), Gate(os.pwritev)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", gate)
+        dying, source = tier.park(noise(MIB)), noise(MIB)
+        assert gate.came.wait(60)
+        with pytest.raises(DiskFullError):
+            tier.park(source)  # somebody has it
+        dying.free()
+        assert tier.free_bytes == MIB  # what is draining is waited for
+        waits, wait_until = threading.Event(), tier._work._wait_until
+
+        def waiting(*args: object) -> None:
+            waits.set()
+            wait_until(*args)  # type: ignore[arg-type]
+
+        patch.setattr(tier._work, "_wait_until", waiting)
+        opening = threading.Thread(target=lambda: waits.wait(60) and gate.open())
+        opening.start()
+        try:
+            slot = tier.park(source)
+        finally:
+            gate.open()
+            waits.set()
+            opening.join()
+    assert torch.equal(slot.take(), source)
+    tier.close()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_slot_whose_destructor_is_interrupted_holds_nothing(
+    tier: DiskTier, write_gate: Gate, monkeypatch: pytest.MonkeyPatch, prefetched: bool
+) -> None:
+    def interrupt(work: DiskWork) -> bool:
+        raise KeyboardInterrupt
+
+    begun, waiting = tier.park(noise(MIB)), tier.park(noise(MIB))
+    assert write_gate.came.wait(60)
+    if prefetched:
+        begun.prefetch()
+        waiting.prefetch()
+    dead = [weakref.ref(begun._parcel), weakref.ref(waiting._parcel)]
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskWork, "usable", property(interrupt))
+        del begun, waiting
+    assert tier.used_bytes == 0
+    write_gate.open()
+    tier.park(noise(MIB)).wait_parked()
+    assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
+    assert [parcel() for parcel in dead] == [None, None]
+
+
+def interrupted(work: Callable[[], object], *also: str) -> Iterator[tuple[list[BaseException], str]]:
+    """Interrupt ``work`` at each of its points in turn; gives what was raised, to be dropped, and where."""
+    for when in range(1, 2000):
+        fuse, held = Fuse(KeyboardInterrupt, when, also=also), list[BaseException]()
+        try:
+            fuse.burn(work)
+        except KeyboardInterrupt as error:
+            held.append(error)
+        if not fuse.where:
+            return
+        yield held, fuse.where
+        held.clear()
+    raise AssertionError("the work has no end")
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_park_that_was_interrupted_never_frees_a_place_of_another(tier: DiskTier) -> None:
+    """What was raised may be kept for long, as a shell does, and with it the slot that was not handed out."""
+    source, count = noise(UNIT), 0
+    for held, where in interrupted(lambda: tier.park(source)):
+        count += 1
+        assert tier.used_bytes <= UNIT, where
+        content = noise(UNIT)
+        slots = [tier.park(content)]
+        held.clear()
+        slots += [tier.park(noise(UNIT)) for _ in range(3)]
+        assert len({slot._parcel.place for slot in slots}) == 4, where
+        assert torch.equal(slots[0].take(), content), where
+        slots.clear()
+        assert tier.used_bytes == 0, where
+    assert count > 20
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_place_is_free_wherever_its_burial_was_interrupted(tier: DiskTier, prefetched: bool) -> None:
+    kept: list[DiskSlot] = []  # a place must not wait for its slot to die
+
+    def work() -> None:
+        kept.append(tier.park(noise(UNIT)))
+        if prefetched:
+            kept[-1].wait_parked()
+            kept[-1].prefetch()
+        kept[-1].free()
+        tier.trim()
+
+    for held, where in interrupted(work):
+        held.clear()
+        for slot in kept:
+            slot.free()
+        assert tier.used_bytes == 0, where
+        tier.park(noise(UNIT)).take()
+        assert tier.used_bytes == tier._work._out_bytes == tier._work._ahead_bytes == 0, where
+        assert tier.gauges()["disk_draining_bytes"] == 0, where
+    assert len(kept) > 50
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_place_is_free_wherever_its_withdrawal_was_interrupted(tier: DiskTier, write_gate: Gate) -> None:
+    begun, kept = tier.park(noise(UNIT)), list[DiskSlot]()
+    assert write_gate.came.wait(60)
+    used = tier.used_bytes
+
+    def work() -> None:
+        kept.append(tier.park(noise(UNIT)))
+        assert kept[-1].cancel()
+
+    for held, where in interrupted(work):
+        held.clear()
+        for slot in kept:
+            slot.free()
+        assert tier.used_bytes == used and tier.gauges()["disk_draining_bytes"] == 0, where
+    assert len(kept) > 20 and not begun.parked
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_the_lock_is_left_as_it_should_be_wherever_a_wait_was_interrupted(tier: DiskTier) -> None:
+    """A lock that is released twice may be released under the thread that has it by then."""
+    source = noise(UNIT)
+    slot, struck = tier.park(source), set[str]()
+    slot.wait_parked()
+    for held, where in interrupted(slot.take, threading.__file__):
+        held.clear()
+        assert torch.equal(slot.take(), source), where
+        struck.add(where.split(":")[0])
+    assert struck >= {"threading.py", "diskwork.py"}
+    slot.free()
+    assert tier.used_bytes == 0
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_a_read_whose_asking_was_interrupted_is_done_once(tier: DiskTier, read_gate: Gate) -> None:
+    blocking, slot, count = tier.park(noise(UNIT)), tier.park(noise(UNIT)), 0
+    slot.wait_parked()
+    blocking.prefetch()
+    assert read_gate.came.wait(60)  # the reader is busy: no read of the other slot begins
+    for held, where in interrupted(slot.prefetch):
+        count += 1
+        held.clear()
+        slot.prefetch()
+        assert [read.parcel for read in tier._work._reads] == [slot._parcel], where
+        slot.put_back()
+    assert count > 5
