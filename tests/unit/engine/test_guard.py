@@ -1,0 +1,209 @@
+"""The guards behind what a recipe may read, each by itself."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+
+from ebbtide.base.errors import RestoreError
+from ebbtide.engine.fingerprint import Compared
+from ebbtide.engine.guard import WHOLE_BYTES, Watched, WeightGuard
+from ebbtide.engine.model import ModelWeights
+from ebbtide.engine.modules import Record, Running, record_of
+from ebbtide.engine.weights import Weights
+from tests.helpers.engines import REMAKE, forward_pass, leaf, open_engine
+
+
+def guard(settle: Any = lambda: None) -> WeightGuard:
+    return WeightGuard(threading.RLock(), settle)
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape))
+
+
+@pytest.mark.parametrize("compared", list(Compared))
+def test_a_weight_at_another_version_is_not_the_same(compared: Compared) -> None:
+    weight = parameter(8, 8)
+    watched = guard().watch(weight, weight._version, compared=compared)
+    assert watched.same is True
+    with torch.no_grad():
+        weight.mul_(1)  # the same bytes
+    assert watched.same is False
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("view", ["itself", "transposed", "a part"])
+def test_other_bytes_under_the_same_version_are_not_the_same(view: str, whole: bool) -> None:
+    weight = parameter(96, 512)
+    seen = {"itself": weight, "transposed": weight.t(), "a part": weight[5:80, 3:500]}[view]
+    watched = guard().watch(seen, seen._version, compared=Compared.WHOLE if whole else Compared.SAMPLE)
+    version = weight._version
+    assert watched.same is True
+    weight.data.mul_(1.001)
+    assert weight._version == version and watched.same is False
+
+
+def test_one_number_of_a_small_weight_is_missed_by_nobody() -> None:
+    weight = parameter(WHOLE_BYTES // 4)
+    watched = guard().watch(weight, None, compared=Compared.SAMPLE)
+    for place in range(0, weight.numel(), 997):
+        old = weight.data[place].item()
+        weight.data[place] = old + 1
+        assert watched.same is False
+        weight.data[place] = old
+        assert watched.same is True
+
+
+def test_memory_that_is_taken_away_is_not_the_same() -> None:
+    weight = parameter(8, 8)
+    watched = guard().watch(weight, None, compared=Compared.SAMPLE)
+    weight.untyped_storage().resize_(0)
+    assert watched.same is False
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_an_optimizer_changes_is_copied_once_for_all_that_watch_it(fused: bool) -> None:
+    own, weight, other = guard(), parameter(8, 6), parameter(3)
+    before = weight.detach().clone()
+    views = [weight, weight.t(), weight[1:3]]
+    watched = [own.watch(v, v._version, compared=Compared.SAMPLE) for v in views]
+    beside = own.watch(other, other._version, compared=Compared.SAMPLE)
+    weight.grad = torch.ones_like(weight)
+    torch.optim.SGD([weight], lr=1.0, fused=fused).step()
+    assert all(w.copied and w.same is True for w in watched) and not beside.copied
+    for seen, expected in zip(watched, (before, before.t(), before[1:3]), strict=True):
+        assert torch.equal(seen.tensor, expected) and seen.tensor.stride() == expected.stride()
+    assert len({w.tensor.untyped_storage().data_ptr() for w in watched}) == 1
+    assert own.steps == 1
+
+
+def test_what_nobody_watches_any_more_is_not_copied() -> None:
+    own, weight = guard(), parameter(8, 6)
+    watched: Watched | None = own.watch(weight, weight._version, compared=Compared.SAMPLE)
+    assert watched is not None
+    del watched
+    assert own._copy(weight.untyped_storage(), weight) == 0
+
+
+def test_a_guard_that_is_gone_hears_no_steps() -> None:
+    from torch.optim import optimizer
+
+    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    before = [len(h) for h in hooks]
+    own = guard()
+    assert [len(h) for h in hooks] == [n + 1 for n in before]
+    del own
+    assert [len(h) for h in hooks] == before
+
+
+def test_comparisons_are_settled_before_an_optimizer_steps() -> None:
+    def settle() -> None:
+        raise RestoreError("a device found a difference")
+
+    own, weight = guard(settle), parameter(3)
+    watched = own.watch(weight, weight._version, compared=Compared.NOT)
+    weight.grad = torch.ones_like(weight)
+    value = weight.detach().clone()
+    with pytest.raises(RestoreError, match="a device found a difference"):
+        torch.optim.SGD([weight], lr=1.0).step()
+    assert torch.equal(weight, value) and watched.same is True
+
+
+def test_a_weight_has_a_version_only_while_nothing_changed_it_in_this_pass() -> None:
+    weight, other, steps = parameter(3), parameter(3), [0]
+    model = ModelWeights(lambda: [weight], move=False, steps=lambda: steps[0])
+    model.begin_pass(tuple)
+    assert model.version(weight) == weight._version and model.version(other) is None
+    steps[0] += 1
+    assert model.version(weight) is None, "a fused optimizer moves no version"
+    model.begin_pass(tuple)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert model.version(weight) is None
+    model.begin_pass(tuple)
+    assert model.version(weight) == weight._version
+
+
+# What a layer tells
+
+
+def running(module: nn.Module) -> Running:
+    return Running("", module, torch.bfloat16, torch.autograd._get_sequence_nr(), module._parameters.get("bias"))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("how", ["itself", "weight_norm", "prune", "another tensor", "trained"])
+def test_only_the_parameter_that_a_layer_computes_with_is_its_frozen_weight(how: str) -> None:
+    layer = nn.Linear(16, 16).requires_grad_(how == "trained")
+    if how == "weight_norm":
+        torch.nn.utils.weight_norm(layer)
+    if how == "prune":
+        prune.identity(layer, "weight")
+    layer.requires_grad_(how == "trained")
+    seen = layer.weight.detach().bfloat16()
+    if how == "another tensor":
+        seen = seen + 1
+    found = Weights._frozen(layer, seen)
+    assert (found is layer.weight) if how == "itself" else found is None
+
+
+def test_a_layer_is_credited_only_with_what_came_into_being_while_it_ran() -> None:
+    x, norm = leaf(4, 8), nn.LayerNorm(8)
+    with open_engine(REMAKE) as engine, forward_pass(engine, x, weights=list(norm.parameters())) as run:
+        began = running(norm)
+        y = norm(x * 2)
+        run.builder.note_module(running(nn.Identity()), y)
+        assert not run.builder.records
+        run.builder.note_module(began, y)
+        assert [record.kind for record in run.builder.records.values()] == [nn.LayerNorm]
+
+
+@pytest.mark.parametrize("name", ["batch norm", "group norm", "linear", "convolution"])
+def test_a_frozen_bias_is_known_from_a_layer_of_its_kind_only(name: str) -> None:
+    """The record of another layer says nothing about it, also where that has no bias."""
+    bias, weight = torch.zeros(8), parameter(8)
+    make, kind = {
+        "batch norm": (lambda x: F.batch_norm(x, None, None, weight, bias, True), nn.BatchNorm1d),
+        "group norm": (lambda x: F.group_norm(x, 2, weight, bias), nn.GroupNorm),
+        "linear": (lambda x: F.linear(x, parameter(8, 8), bias), nn.Linear),
+        "convolution": (lambda x: F.conv1d(x[None], parameter(8, 4, 1), bias), nn.Conv1d),
+    }[name]
+    x = leaf(4, 8)
+    for recorded, known in ((nn.Identity, False), (kind, True)):
+        with open_engine(REMAKE) as engine, forward_pass(engine, x, weights=[weight, bias]) as run:
+            y = make(x.sin() * x)
+            run.builder.records[id(y.grad_fn), 0] = Record(recorded, 1e-5, bias)
+            assert (run.builder.recipe(y.grad_fn, 0) is not None) is known
+
+
+class Doubles(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_bias_that_is_computed_or_exchanged_is_in_no_record() -> None:
+    layer = nn.Linear(8, 8)
+    assert record_of(running(layer)) == Record(nn.Linear, None, layer.bias)
+    began = running(layer)
+    layer.bias = parameter(8)
+    assert record_of(began) is None
+    parametrize.register_parametrization(layer, "bias", Doubles())
+    assert record_of(running(layer)) is None
+
+
+@pytest.mark.parametrize("scalar", ["a number", "float32", "trained", "changed"])
+def test_a_scalar_that_no_hook_saw_is_a_number_only_if_it_looks_like_one(scalar: str) -> None:
+    value = torch.tensor(2.0, dtype=torch.float32 if scalar == "float32" else torch.float64)
+    value.requires_grad_(scalar == "trained")
+    if scalar == "changed":
+        value.mul_(2)
+    x = leaf(3)
+    with open_engine(REMAKE) as engine, forward_pass(engine, x) as run:
+        assert (run.builder.packed_operand(value) is not None) is (scalar == "a number")
