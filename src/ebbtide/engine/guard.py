@@ -40,15 +40,16 @@ class Watched:
     Args:
         tensor: The weight, or a view of it.
         version: Its version when the forward read it; None: FSDP rewrites it between forward and backward.
-        fingerprint: Of the memory it lies in; None: not taken.
+        compared: How the memory it lies in is compared.
     """
 
     __slots__ = ("__weakref__", "_fingerprint", "_version", "copied", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, version: int | None, fingerprint: Fingerprint | None) -> None:
-        self.tensor = tensor.detach()
-        self._version, self._fingerprint = version, fingerprint
-        self.copied = False
+    def __init__(self, tensor: torch.Tensor, version: int | None, compared: Compared) -> None:
+        self.tensor, self._version, self.copied = tensor.detach(), version, False
+        region = None if compared is Compared.NOT else _region(tensor)
+        whole = compared is Compared.WHOLE or (region is not None and region.numel() <= WHOLE_BYTES)
+        self._fingerprint = None if region is None else Fingerprint(region, whole=whole)
 
     @property
     def same(self) -> torch.Tensor | bool:
@@ -103,10 +104,7 @@ class WeightGuard:
             version: Its version as the operator read it; None: versions tell nothing about it.
             compared: How its bytes are compared.
         """
-        region = None if compared is Compared.NOT else _region(weight)
-        whole = compared is Compared.WHOLE or (region is not None and region.numel() <= WHOLE_BYTES)
-        fingerprint = None if region is None else Fingerprint(region, whole=whole)
-        watched = Watched(weight, version, fingerprint)
+        watched = Watched(weight, version, compared)
         if weight.layout == torch.strided:
             with self._lock:
                 who = self._watched.setdefault(storage_key(weight.untyped_storage()), set())

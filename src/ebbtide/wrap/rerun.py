@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ebbtide.base.actions import Action, Plan
 from ebbtide.engine import Block
+from ebbtide.engine.fingerprint import Compared
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes
 from ebbtide.wrap.state import State, generators_of
@@ -81,15 +83,17 @@ class Reruns:
             yield
             return
         kind = block.kind
-        if block.name not in self._looked:
-            self._looked.add(block.name)
-            if generators_of(module):
-                self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
-        before, given = _versions(module), _contents(args, kwargs)
+        first = block.name not in self._looked
+        self._looked.add(block.name)
+        if first and generators_of(module):
+            self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
+        # Some kernels move no version of what they change: batch norm's of its running statistics.
+        before = _own_tensors(module, Compared.WHOLE if first else Compared.NOT)
+        given = _contents(args, kwargs)
         try:
             yield
         finally:
-            if any(tensor._version != version for tensor, version in before):
+            if not all(watched.same for watched in before):
                 self._refuse(kind, "change tensors of their own in place, which a second run would change again")
             if _contents(args, kwargs) != given:
                 self._refuse(kind, "change what they are given, which a second run would find changed")
@@ -116,10 +120,10 @@ class Reruns:
             )
 
 
-def _versions(block: nn.Module) -> list[tuple[torch.Tensor, int]]:
-    """Return the tensors that a block's modules reach (parameters, buffers, attributes) and their versions."""
+def _own_tensors(block: nn.Module, compared: Compared) -> list[Watched]:
+    """Return the tensors that a block's modules reach (parameters, buffers, attributes) as they are now."""
     tensors = (t for t in State(block.modules()).tensors if not is_lazy(t))
-    return [(t, t._version) for t in tensors if not t.is_inference()]
+    return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:

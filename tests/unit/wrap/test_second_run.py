@@ -316,6 +316,23 @@ def test_a_weight_that_is_changed_through_data_is_an_error() -> None:
     check_refused(blocks, step, ModifiedInPlaceError, policies=("minimal",))
 
 
+def test_statistics_whose_kernel_moves_no_version_are_updated_once() -> None:
+    class Normalises(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(16))
+            self.register_buffer("variance", torch.ones(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.batch_norm(x, self.mean, self.variance, training=True))
+
+    def step(model: Any, number: int) -> Tensor:
+        loss = squares(model, number)
+        return torch.cat([loss.detach()[None], *(buffer for buffer in model.buffers())])
+
+    check_checkpointed(lambda: blocks(Normalises), step, count=0)
+
+
 def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() -> None:
     class Decays(Block):
         def forward(self, x: Tensor) -> Tensor:
