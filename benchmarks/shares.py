@@ -150,7 +150,7 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
 
 
 def moved_by_node(
-    sites: dict[Site, tuple[int, int, Action]],
+    sites: dict[tuple[Site, Action], tuple[int, int]],
     told: dict[Site, Candidate],
     demoted: tuple[str, ...],
     offloaded_bytes: int,
@@ -158,7 +158,7 @@ def moved_by_node(
     """Group what was not remade by autograd node and by the reason.
 
     Args:
-        sites: Storages, bytes and action of each site in the pass.
+        sites: Storages and bytes of each action at each site in the pass.
         told: What the plan was told of each site.
         demoted: Sites whose first remake differed.
         offloaded_bytes: Bytes that were moved in all.
@@ -169,7 +169,7 @@ def moved_by_node(
     rules = rule_table()
     sizes: Counter[tuple[str, str]] = Counter()
     storages: Counter[tuple[str, str]] = Counter()
-    for site, (count, nbytes, action) in sites.items():
+    for (site, action), (count, nbytes) in sites.items():
         if action is not Action.RECOMPUTE:
             key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
             sizes[key] += nbytes
