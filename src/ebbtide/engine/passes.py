@@ -66,8 +66,7 @@ class Pass:
     def stayed(self, site: Site, nbytes: int) -> None:
         """Count a storage as kept that was counted as offloaded."""
         self.tally.add_stayed(nbytes)
-        storages, total = self.sites[site, Action.OFFLOAD]
-        self.sites[site, Action.OFFLOAD] = (storages - 1, total - nbytes)
+        self.add_site(site, -nbytes, Action.OFFLOAD, -1)
         self.add_site(site, nbytes, Action.KEEP)
 
     def first_stays(self, storage: torch.UntypedStorage) -> bool:

@@ -146,7 +146,7 @@ def _numbered(children: Found, least: int) -> list[str]:
     groups: dict[tuple[str, str], Found] = {}
     for path, child in children:
         match = _NUMBERED.fullmatch(path)
-        if match and _composed(child) and not isinstance(_behind(child), _CONTAINERS):
+        if match and _composed(child) and _kind(child) not in {c.__name__ for c in _CONTAINERS}:
             groups.setdefault((match[1], _kind(child)), []).append((path, child))
     return [path for group in groups.values() if len(group) >= least for path, _ in group]
 

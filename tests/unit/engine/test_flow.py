@@ -14,7 +14,7 @@ from torch import Tensor
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
 from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, Window
-from ebbtide.engine.stats import Tally
+from ebbtide.engine.passes import Pass
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
@@ -69,13 +69,6 @@ class Tier:
             raise self.error
         self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.withdraws))
         return self.slots[-1]
-
-
-class Pass:
-    """As much of a pass as the schedule looks at."""
-
-    def __init__(self) -> None:
-        self.offered_bytes, self.tally = 0, Tally()
 
 
 def copy_out(window_bytes: int, tier: Tier | None = None) -> Any:
