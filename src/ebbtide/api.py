@@ -165,7 +165,7 @@ def enable_activation_offloading(
         policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, its name, the plan
             of another handle, or the file in which one was saved (``handle.plan.save("plan.json")``).
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
-        blocks: Paths of blocks, with ``*``; default: found by structure.
+        blocks: Paths of blocks, with ``*``; default: found by structure, and by what the first forward saves.
         tensor_filter: False for a saved tensor that is never moved; it may be remade.
         keep_filter: False for a saved tensor that is neither moved nor remade.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
@@ -180,7 +180,7 @@ def enable_activation_offloading(
     Raises:
         ConfigError: A value cannot be used.
         StrategyError: The model is not wrapped as ``strategy`` says.
-        BlocksError: No blocks, or a glob that matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing.
         TargetError: No such target on this machine; DiskError: the path cannot serve.
         ConflictError: The model is already offloaded.
         EbbtideError: torch is older than what is tested.
@@ -251,7 +251,7 @@ def make_plan(
 
     Raises:
         ConfigError: A value cannot be used, or the model decides by values that are not there.
-        BlocksError: No blocks, or a glob that matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing.
         BudgetError: No plan fits the memory budget.
     """
     check_version("torch")

@@ -22,7 +22,8 @@ class Tally:
     """Bytes of one block's forward, or of one pass."""
 
     __slots__ = (
-        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "stubborn", "unique",
+        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "stubborn",
+        "unique",
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import WHOLE_MODEL, under_fsdp1, weights_of
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
-from ebbtide.wrap.coverage import Watch
+from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
     StandIn,
     in_backward,
@@ -37,7 +37,7 @@ from ebbtide.wrap.forward import (
     is_compiled_wrapper,
     refuse_compiled_around,
     running_transform,
-)  # fmt: skip
+)
 from ebbtide.wrap.others import Inside, refuse_around, refuse_taken
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.second import Moment, run_again
@@ -63,13 +63,7 @@ class Attachment:
         ConfigError: Ranks that train the same part of the model differ.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: list[tuple[nn.Module, Block]],
-        engine: Engine,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, engine: Engine, watch: Watch | None = None) -> None:
         taken = [block.name for module, block in blocks if module in _attached]
         if taken:
             raise ConflictError(
@@ -270,7 +264,7 @@ class Attachment:
 
     # Installing
 
-    def _install(self, blocks: list[tuple[nn.Module, Block]]) -> None:
+    def _install(self, blocks: Blocks) -> None:
         """Put the hooks around blocks, and take them from those that are blocks no longer."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
         before, self._scopes = {id(module): scope for module, scope in self._scopes}, []

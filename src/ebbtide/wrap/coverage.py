@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.layout import Layout
@@ -69,8 +70,9 @@ class Watch:
         """Run the model's forward; in the first pass, see what it saves outside of the blocks."""
         if self._done:
             return forward(*args, **kwargs)
-        marks = _Marks(self._model, [module for module, _ in blocks])
+        marks = _Marks()
         try:
+            marks.follow(self._model, [module for module, _ in blocks])
             output = forward(*args, **kwargs)
         finally:
             marks.remove()
@@ -88,7 +90,7 @@ class Watch:
         if outside is None or not (tally.packs or sum(outside.values())):
             return None
         self._done = True
-        own = sum(count for (_, action), (count, _) in last.sites.items() if action.value == "checkpoint")
+        own = sum(count for (_, action), (count, _) in last.sites.items() if action is Action.CHECKPOINT)
         coverage = self._engine.coverage = Coverage(
             inside_bytes=tally.unique + tally.small_bytes, outside=outside, checkpointed=last.checkpointed - own
         )
@@ -139,18 +141,16 @@ class Watch:
 
 
 class _Marks:
-    """Notes where autograd's sequence numbers stood when modules outside of the blocks began and ended.
+    """Notes where autograd's sequence numbers stood when modules outside of the blocks began and ended."""
 
-    Args:
-        model: The model.
-        blocks: Modules that are left alone, with what is below them; so is what is compiled.
-    """
-
-    def __init__(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+    def __init__(self) -> None:
         self._numbers: list[int] = [0]
         self._paths: list[str] = [""]
         self._running: list[str] = [""]
         self._undo: list[Callable[[], None]] = []
+
+    def follow(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        """Note where modules begin and end; ``blocks`` and what is compiled are left alone, with what is below them."""
         for path, module in _outside_of(model, blocks):
             if path:
                 before = module.register_forward_pre_hook(self._entering(path))
