@@ -62,7 +62,7 @@ class StrategyError(EbbtideError):
 
 
 class BlocksError(EbbtideError):
-    """No repeated blocks were found, or a glob matches nothing."""
+    """The model has no parameters, or a glob matches nothing."""
 
 
 class ConflictError(EbbtideError):

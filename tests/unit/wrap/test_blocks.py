@@ -119,9 +119,9 @@ class Bottleneck(Down):
             ["layer1", "layer2", "layer3"],
             id="attributes",
         ),
-        pytest.param(Named(encoder_layer_0=Mlp(), encoder_layer_1=Mlp()), ["encoder_layer_0", "encoder_layer_1"], id="two"),
+        pytest.param(Named(encoder_layer_0=Mlp(), encoder_layer_1=Mlp()), [f"encoder_layer_{i}" for i in (0, 1)], id="two"),
         pytest.param(
-            Named(layer1=experts(), layer2=experts(), layer3=experts()), ["layer1", "layer2", "layer3"], id="experts inside"
+            Named(layer1=experts(), layer2=experts(), layer3=experts()), ["layer1", "layer2", "layer3"], id="experts"
         ),
         pytest.param(
             Named(encoder1=Stack(Mlp(), Mlp()), encoder2=Stack(Mlp(), Mlp())),
@@ -150,9 +150,9 @@ def test_attributes_of_one_class_are_a_stack(model: nn.Module, expected: list[st
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        pytest.param(Named(a=Mlp(), b=Attention(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "b"], id="the largest children"),
+        pytest.param(Named(a=Mlp(), b=Attention(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "b"], id="largest"),
         pytest.param(Named(a=Mlp(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "tiny"], id="at least two"),
-        pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Attention()))), ["inner.core.a", "inner.core.b"], id="deep down"),
+        pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Attention()))), ["inner.core.a", "inner.core.b"], id="deep"),
         pytest.param(Stack(Block()), ["layers.0.0", "layers.0.1"], id="one block"),
         pytest.param(nn.Linear(3, 3), ["(model)"], id="leaf"),
         pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["(model)"], id="leaves"),
