@@ -119,7 +119,7 @@ class Bottleneck(Down):
             ["layer1", "layer2", "layer3"],
             id="attributes",
         ),
-        pytest.param(Named(encoder_layer_0=Mlp(), encoder_layer_1=Mlp()), [f"encoder_layer_{i}" for i in (0, 1)], id="two"),
+        pytest.param(Named(layer_0=Mlp(), layer_1=Mlp()), ["layer_0", "layer_1"], id="two"),
         pytest.param(
             Named(layer1=experts(), layer2=experts(), layer3=experts()), ["layer1", "layer2", "layer3"], id="experts"
         ),
@@ -152,7 +152,7 @@ def test_attributes_of_one_class_are_a_stack(model: nn.Module, expected: list[st
     [
         pytest.param(Named(a=Mlp(), b=Attention(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "b"], id="largest"),
         pytest.param(Named(a=Mlp(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "tiny"], id="at least two"),
-        pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Attention()))), ["inner.core.a", "inner.core.b"], id="deep"),
+        pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Mlp()))), ["inner.core.a", "inner.core.b"], id="deep"),
         pytest.param(Stack(Block()), ["layers.0.0", "layers.0.1"], id="one block"),
         pytest.param(nn.Linear(3, 3), ["(model)"], id="leaf"),
         pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["(model)"], id="leaves"),
