@@ -174,6 +174,18 @@ def test_what_is_held_back_is_counted_as_kept() -> None:
     assert (pass_.tally.kept, pass_.tally.offloaded) == (20, 40)
 
 
+def test_what_the_store_refuses_after_it_was_held_back_is_counted_as_kept() -> None:
+    tier = Tier()
+    out = copy_out(20, tier)
+    one_pass(out, 6)
+    pass_ = offer(out, *(entries := [Entry() for _ in range(6)]))
+    pass_.tally.offloaded = 60
+    tier.error = CapError("full", expected="room", hint="none")
+    offer(out, last := Entry(), pass_=pass_)
+    assert entries[4].action is Action.KEEP and last.action is Action.OFFLOAD
+    assert (pass_.tally.kept, pass_.tally.offloaded) == (10, 50)
+
+
 def test_a_pass_of_another_length_holds_no_more_than_the_window() -> None:
     out = copy_out(20)
     one_pass(out, 6)
