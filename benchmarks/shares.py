@@ -29,7 +29,7 @@ from tests.helpers.oracle import Outcome, differences
 STEPS = {"minimal": 2}
 """Steps of a policy, if more than one: no block is re-run whole before it was seen. The last is the one that counts."""
 
-NARROWED = "(cast)"
+CAST, NARROWED = "ToCopyBackward0", "(cast)"
 """Stands in place of a node for tensors that were cast up and wait in the narrower type."""
 
 
@@ -136,7 +136,7 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
         finally:
             remove()
         stats = handle.stats()
-        moved = moved_by_node(engine.last_pass.sites, recorder.told, stats.demoted_sites, stats.offloaded_bytes)
+        moved = moved_by_node(engine.last_pass.sites, recorder.told, stats.demoted_sites)
     # Of a block that is re-run whole the engine sees its inputs only; the rest of it is what plain training saved.
     checkpointed = sum(max(naive[block["name"]] - block["offloaded_bytes"], 0) for block in rerun)
     sizes = {
@@ -150,18 +150,16 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
 
 
 def moved_by_node(
-    sites: dict[Site, tuple[int, int, Action]],
+    sites: dict[tuple[Site, Action], tuple[int, int]],
     told: dict[Site, Candidate],
     demoted: tuple[str, ...],
-    offloaded_bytes: int,
 ) -> list[dict[str, Any]]:
     """Group what was not remade by autograd node and by the reason.
 
     Args:
-        sites: Storages, bytes and action of each site in the pass.
+        sites: Storages and bytes of each action at each site in the pass.
         told: What the plan was told of each site.
         demoted: Sites whose first remake differed.
-        offloaded_bytes: Bytes that were moved in all.
 
     Returns:
         Rows of ``node``, ``why``, ``storages`` and ``bytes``, the largest first.
@@ -169,14 +167,13 @@ def moved_by_node(
     rules = rule_table()
     sizes: Counter[tuple[str, str]] = Counter()
     storages: Counter[tuple[str, str]] = Counter()
-    for site, (count, nbytes, action) in sites.items():
-        if action is not Action.RECOMPUTE:
+    for (site, action), (count, nbytes) in sites.items():
+        if action not in (Action.RECOMPUTE, Action.CHECKPOINT) and nbytes:
             key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
+            if site.node == CAST and (site, Action.RECOMPUTE) in sites:  # a part of what is cast up again
+                key = (NARROWED, "cast up, waits as it was")
             sizes[key] += nbytes
             storages[key] += count
-            offloaded_bytes -= nbytes if action is Action.OFFLOAD else 0
-    if offloaded_bytes > 0:
-        sizes[NARROWED, "cast up, waits as it was"] = offloaded_bytes
     return [
         {"node": node, "why": why, "storages": storages[node, why], "bytes": nbytes}
         for (node, why), nbytes in sizes.most_common()

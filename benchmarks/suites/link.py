@@ -35,8 +35,8 @@ Rates = tuple[float, float]
 
 def moved_sizes(handle: ebbtide.Handle) -> list[int]:
     """Return the sizes of the storages that the latest pass offloaded, of each site its mean."""
-    sites = handle._engine.last_pass.sites.values()
-    sizes = [total // count for count, total, action in sites for _ in range(count) if action is Action.OFFLOAD]
+    sites = handle._engine.last_pass.sites.items()
+    sizes = [total // count for (_, action), (count, total) in sites for _ in range(count) if action is Action.OFFLOAD]
     if not sizes:
         raise SystemExit("nothing was offloaded: a longer --tokens has larger tensors")
     while sum(sizes) > MOST_RAW_BYTES:

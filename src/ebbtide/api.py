@@ -17,7 +17,6 @@ from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
-from ebbtide.base.units import format_size
 from ebbtide.config import MIN_BYTES, Auto, Keep, Offload, Options, Policy
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
@@ -30,6 +29,7 @@ from ebbtide.planner.table import table_plan
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading
+from ebbtide.wrap.coverage import Watch
 
 logger = logging.getLogger("ebbtide")
 
@@ -63,15 +63,17 @@ class Handle:
         return self._engine.stats()
 
     def explain(self) -> str:
-        """Return one line per site kind of the latest pass: bytes, action, storages; the plan's own words first.
+        """Return the plan's own words, then a line for each action at each site of the latest pass.
 
-        At the end: what the store holds and moved, and the blocks that waited longest for it.
+        A line gives bytes, action and storages; the bytes of one action add up to those of ``stats()``. Checkpointed
+        blocks count as recomputed there. At the end: small storages that stay, how much of what autograd saves is saved
+        in blocks, what the store holds and moved, and the blocks that waited longest for it.
         """
+        engine = self._engine
         lines = [self.plan.explain()]
-        sites = sorted(self._engine.last_pass.sites.items(), key=lambda item: -item[1][1])
-        for site, (count, nbytes, action) in sites:
-            lines.append(f"{format_size(nbytes):>10}  {action.value:<9}  x{count:<3} {site}")
-        lines += [f"not recomputed: {site}: {reason}" for site, reason in self._engine.trust.demoted.items()]
+        lines += engine.last_pass.explain(engine.options.min_bytes)
+        lines += self._attachment.explain()
+        lines += [f"not recomputed: {site}: {reason}" for site, reason in engine.trust.demoted.items()]
         return "\n".join(lines + self.stats().told())
 
     def report(self, folder: str | PathLike[str]) -> None:
@@ -163,7 +165,7 @@ def enable_activation_offloading(
         policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, its name, the plan
             of another handle, or the file in which one was saved (``handle.plan.save("plan.json")``).
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
-        blocks: Paths of blocks, with ``*``; default: found by structure.
+        blocks: Paths of blocks, with ``*``; default: found by structure, and by what the first forward saves.
         tensor_filter: False for a saved tensor that is never moved; it may be remade.
         keep_filter: False for a saved tensor that is neither moved nor remade.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
@@ -178,7 +180,7 @@ def enable_activation_offloading(
     Raises:
         ConfigError: A value cannot be used.
         StrategyError: The model is not wrapped as ``strategy`` says.
-        BlocksError: No blocks, or a glob that matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing.
         TargetError: No such target on this machine; DiskError: the path cannot serve.
         ConflictError: The model is already offloaded.
         EbbtideError: torch is older than what is tested.
@@ -201,7 +203,7 @@ def enable_activation_offloading(
         weights_move=weights_move(model),
     )  # fmt: skip
     try:
-        attachment = Attachment(model, pairs, engine)
+        attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
     except BaseException:
         engine.tier.close()
         raise
@@ -249,7 +251,7 @@ def make_plan(
 
     Raises:
         ConfigError: A value cannot be used, or the model decides by values that are not there.
-        BlocksError: No blocks, or a glob that matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing.
         BudgetError: No plan fits the memory budget.
     """
     check_version("torch")

@@ -105,7 +105,7 @@ def forecast(
 
     Raises:
         ConfigError: The model is sharded or quantised, or its code needs values that are not there.
-        BlocksError: No blocks, or a glob that matches nothing.
+        BlocksError: The model has no parameters, or a glob matches nothing.
     """
     job, options, found = job or Job(), options or Options(), list[TimedStep]()
     mode = without_bytes()

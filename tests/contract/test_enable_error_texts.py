@@ -60,12 +60,10 @@ CASES: dict[str, tuple[Callable[[Tiny], Any], str, str]] = {
         "hint: wrap the model first, or pass strategy='auto'",
     ),
     "no blocks": (
-        lambda tiny: enable(nn.Linear(2, 2)),
+        lambda tiny: enable(nn.Identity()),
         "BlocksError",
-        "Linear has no list of repeated blocks; "
-        "expected a ModuleList or Sequential of at least two modules of one class that have parts of their own\n"
-        "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
-        "or use `with ebbtide.offload_saved_tensors():` around the forward",
+        "Identity has no parameters; expected a model that is trained\n"
+        "hint: use `with ebbtide.offload_saved_tensors():` around the forward",
     ),
     "glob that matches nothing": (
         lambda tiny: enable(tiny.model, blocks=["layer.*"]),

@@ -6,7 +6,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     EbbtideError
     ├── ConfigError            a value, key, flag or size that cannot be used        (also a ValueError)
     ├── StrategyError          the model is not wrapped as the strategy says
-    ├── BlocksError            no repeated blocks, or a glob that matches nothing
+    ├── BlocksError            a model without parameters, or a glob that matches nothing
     ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
     ├── TargetError            no such place for offloaded bytes on this machine
     │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
@@ -62,7 +62,7 @@ class StrategyError(EbbtideError):
 
 
 class BlocksError(EbbtideError):
-    """No repeated blocks were found, or a glob matches nothing."""
+    """The model has no parameters, or a glob matches nothing."""
 
 
 class ConflictError(EbbtideError):

@@ -26,7 +26,7 @@ from ebbtide.engine.recipe import Expr
 from ebbtide.engine.recompute import evaluate_now, recompute, repeatable
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
-from ebbtide.engine.stats import StallBook, Stats, Tally
+from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
@@ -91,6 +91,7 @@ class Engine:
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
         self.last_pass = Pass()
+        self.coverage: Coverage | None = None
         self._kept: dict[weakref.ref[Entry], int] = {}
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
@@ -367,6 +368,9 @@ class Engine:
             packs=tally.packs,
             memory_saved_bytes=saved,
             memory_saved_percent=100.0 * saved / tally.unique if tally.unique else None,
+            small_storages=tally.small,
+            small_bytes=tally.small_bytes,
+            coverage_percent=None if self.coverage is None else self.coverage.percent,
             checkpointed_blocks=self.last_pass.checkpointed,
             total_stall_seconds=counters.stalls.total_seconds,
             stalls=self._stalls.by_block,

@@ -125,14 +125,18 @@ class CopyOut:
         else:
             self._held.append(waiting)
             while self._held and self.held_bytes > self.window.held_bytes:
-                self._begin(self._held.popleft())
+                begun = self._held.popleft()
+                self._begin(begun, counted=begun is not waiting and begun.pass_ is pass_)
         self.retire()
 
     def end_pass(self, pass_: Pass) -> None:
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
         if pass_.offered_bytes:
             self._expected_bytes = pass_.offered_bytes
-        pass_.tally.add_stayed(sum(w.nbytes for w in self._held if w.pass_ is pass_ and w.entry() is not None))
+        for waiting in self._held:
+            entry = waiting.entry()
+            if waiting.pass_ is pass_ and entry is not None:
+                pass_.stayed(entry.site, waiting.nbytes)
 
     def retire(self) -> None:
         """Drop the sources of finished copies; make compute wait while more than the window is in flight."""
@@ -172,7 +176,8 @@ class CopyOut:
         self._queue = remaining
         self.in_flight_bytes = sum(waiting.nbytes for waiting in remaining)
 
-    def _begin(self, waiting: _Waiting) -> None:
+    def _begin(self, waiting: _Waiting, *, counted: bool = False) -> None:
+        """Ask the store to take an entry; ``counted``: its pass, which runs, has counted it as offloaded."""
         entry = waiting.entry()
         if entry is None or entry.source is None:
             return
@@ -186,6 +191,8 @@ class CopyOut:
                 # As text: a log record may be kept, and an error holds the frames it came through.
                 logger.warning("what the store cannot take stays on the device: %s", str(error))
             self.refused_bytes += entry.nbytes
+            if counted:
+                waiting.pass_.stayed(entry.site, waiting.nbytes)
             return
         except BaseException as error:
             note_place(error, f"while copying out {entry.site} ({entry.action.value})")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +18,7 @@ from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import narrower, park_narrowed
 from ebbtide.engine.numerics import current_numerics
+from ebbtide.engine.passes import Block, Pass
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
@@ -31,41 +31,6 @@ if TYPE_CHECKING:
 
 FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A block as the engine knows it.
-
-    Args:
-        name: Path of the module in the model.
-        kind: Name of its class; blocks of one kind share sites.
-        index: Place in its stack.
-        count: Blocks in all.
-        weights: The block's parameters and buffers whose bytes are there in its forward and in its backward.
-    """
-
-    name: str
-    kind: str
-    index: int
-    count: int
-    weights: Callable[[], Iterable[torch.Tensor]]
-
-
-class Pass:
-    """The state of one forward's graph; several may be alive at once."""
-
-    def __init__(self) -> None:
-        self.latest: BlockRun | None = None
-        self.tally = Tally()
-        self.checkpointed = 0
-        self.offered_bytes = 0  # given to the store, or held back from it, so far
-        self.sites: dict[Site, tuple[int, int, Action]] = {}
-
-    def add_site(self, site: Site, nbytes: int, action: Action) -> None:
-        """Count a storage at its site without the ordinal of its block."""
-        count, total, _ = self.sites.get(site, (0, 0, action))
-        self.sites[site] = (count + 1, total + nbytes, action)
 
 
 class BlockRun:
@@ -85,7 +50,6 @@ class BlockRun:
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
-        self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
         self.running: list[Running] = []  # modules of the block, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self.weights = Weights(engine.weights, block.weights())
@@ -162,7 +126,6 @@ class BlockRun:
         self.running.clear()
         self._seen.clear()
         self._narrow.clear()
-        self._staying.clear()
         self.weights.forget()
 
     def _list(self, entry: Entry) -> None:
@@ -186,6 +149,8 @@ class BlockRun:
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             self.tally.add_saved(nbytes)
+            if nbytes and self.pass_.first_stays(storage):
+                self.tally.add_small(nbytes)
             return LightTicket(tensor, place=self._place)
         owner = outer.owner if outer is not None else tensor if base is None else base
         if (
@@ -205,9 +170,7 @@ class BlockRun:
         """Count a storage of which a part, or a kind that is not moved, stays."""
         nbytes = storage.nbytes()
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
-        known = self._staying.get(id(storage))
-        if known is None or known() is not storage:
-            self._staying[id(storage)] = weakref.ref(storage)
+        if self.pass_.first_stays(storage):
             self.tally.add(Action.KEEP, nbytes, stubborn=True)
             site = self._site(tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf")
             self.pass_.add_site(site, nbytes, Action.KEEP)
@@ -369,9 +332,20 @@ class BlockRun:
             ticket: Its own.
             nbytes: Its size.
         """
-        self.tally.add_narrowed(nbytes)
+        action = ticket.entry.action  # KEEP where the store refused it
+        self.tally.add_narrowed(nbytes, action)
+        self.pass_.move_site(ticket.entry.site, nbytes, Action.RECOMPUTE, action)
         self._list(ticket.entry)
         self._narrow[key] = ticket
+
+    def add_rerun(self, unique: int) -> None:
+        """Count what a block that is re-run whole does not hold.
+
+        Args:
+            unique: Bytes of storages that such a block saved when its tensors were last treated one by one.
+        """
+        dropped = self.tally.add_rerun(unique)
+        self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)
 
     # Backward
 

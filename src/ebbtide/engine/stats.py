@@ -14,17 +14,23 @@ from ebbtide.store.protocol import Tier
 _LEAST_STALL_SECONDS = 1e-4
 """Shorter waits of a block are counted and not told of."""
 _MOST_STALLS_TOLD = 5
+_MOST_OUTSIDE = 3
+"""Modules outside of the blocks named in one line."""
 
 
 class Tally:
     """Bytes of one block's forward, or of one pass."""
 
-    __slots__ = ("input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "stubborn", "unique")
+    __slots__ = (
+        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "stubborn",
+        "unique",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.packs = self.saved = self.unique = 0
         self.kept = self.offloaded = self.recomputed = 0
         self.input_bytes = self.stubborn = 0
+        self.small = self.small_bytes = 0
 
     def add_saved(self, nbytes: int) -> None:
         """A tensor of ``nbytes`` was saved."""
@@ -43,22 +49,35 @@ class Tally:
         if stubborn and action is not Action.RECOMPUTE:
             self.stubborn += nbytes
 
-    def add_narrowed(self, nbytes: int) -> None:
-        """Of a storage that is to be cast up again, ``nbytes`` were offloaded in the narrower type."""
-        self.offloaded += nbytes
+    def add_small(self, nbytes: int) -> None:
+        """A storage below ``min_bytes``, which stays, was met for the first time."""
+        self.small += 1
+        self.small_bytes += nbytes
+
+    def add_narrowed(self, nbytes: int, action: Action) -> None:
+        """Of a storage that is to be cast up again, ``nbytes`` were offloaded, or kept, in the narrower type."""
         self.recomputed -= nbytes
+        if action is Action.KEEP:
+            self.kept += nbytes
+        else:
+            self.offloaded += nbytes
 
     def add_stayed(self, nbytes: int) -> None:
         """Of what was to be offloaded, ``nbytes`` stayed on the device."""
         self.offloaded -= nbytes
         self.kept += nbytes
 
-    def add_rerun(self, unique: int) -> None:
-        """The block is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen."""
+    def add_rerun(self, unique: int) -> int:
+        """Count a block that is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen.
+
+        Returns:
+            The bytes that it does not hold.
+        """
         dropped = max(unique - self.unique, 0)
         self.saved += dropped
         self.unique += dropped
         self.recomputed += dropped
+        return dropped
 
     def add_all(self, other: Tally) -> None:
         """Add another tally to this one."""
@@ -118,6 +137,39 @@ class StallBook:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """How much of what autograd saves in the model's forward is saved in blocks.
+
+    Attributes:
+        inside_bytes: Bytes of the distinct storages saved in blocks, weights left out.
+        outside: Path of a module → bytes of the distinct storages saved in its forward, outside of the blocks and of
+            its own submodules.
+        checkpointed: Blocks inside checkpoints of the model's own, which save nothing but their inputs.
+    """
+
+    inside_bytes: int
+    outside: Mapping[str, int]
+    checkpointed: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes saved inside and outside of the blocks."""
+        return self.inside_bytes + sum(self.outside.values())
+
+    @property
+    def percent(self) -> float | None:
+        """Share of the bytes that is saved in blocks; None if nothing is saved."""
+        return 100.0 * self.inside_bytes / self.total_bytes if self.total_bytes else None
+
+    def __str__(self) -> str:
+        if self.percent is None:
+            return "autograd saves nothing in the model's forward"
+        largest = sorted(((n, path) for path, n in self.outside.items() if n), reverse=True)[:_MOST_OUTSIDE]
+        named = ", ".join(f"{path or 'the forward of the model itself'} {format_size(n)}" for n, path in largest)
+        return f"blocks hold {self.percent:.0f} % of what autograd saves" + (f"; outside: {named}" if named else "")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stats:
     """What a handle has seen. Bytes are those of the latest complete pass, except the totals.
 
@@ -130,6 +182,10 @@ class Stats:
         recomputed_bytes: Bytes dropped, to be made again.
         memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
         memory_saved_percent: The same in percent of ``unique_bytes``; None before the first pass.
+        small_storages: Distinct storages below ``min_bytes``, weights left out: they stay on the device.
+        small_bytes: Their bytes, in none of the above.
+        coverage_percent: Share of what autograd saves in the model's forward that is saved in blocks, as measured in
+            the first pass; None before it, or where the model's own forward is not called.
         checkpointed_blocks: Blocks re-run whole.
         total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told.
         stalls: The same by who waited, such as ``"forward layers.3"``.
@@ -157,6 +213,9 @@ class Stats:
     recomputed_bytes: int = 0
     memory_saved_bytes: int = 0
     memory_saved_percent: float | None = None
+    small_storages: int = 0
+    small_bytes: int = 0
+    coverage_percent: float | None = None
     checkpointed_blocks: int = 0
     total_stall_seconds: float = 0.0
     stalls: Mapping[str, float] = field(default_factory=dict)

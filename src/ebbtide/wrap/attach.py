@@ -26,10 +26,18 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import under_fsdp1, weights_of
+from ebbtide.wrap.blocks import WHOLE_MODEL, under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
-from ebbtide.wrap.forward import StandIn, is_compiled, is_compiled_wrapper
+from ebbtide.wrap.coverage import Blocks, Watch
+from ebbtide.wrap.forward import (
+    StandIn,
+    in_backward,
+    is_compiled,
+    is_compiled_wrapper,
+    refuse_compiled_around,
+    running_transform,
+)
 from ebbtide.wrap.others import refuse_around, refuse_taken
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.scope import Scope
@@ -49,13 +57,14 @@ class Attachment:
         model: The model; its forward delimits a pass.
         blocks: Modules and what the engine is told of them.
         engine: Carries out the plan.
+        watch: Sees how much of what autograd saves is saved in blocks.
 
     Raises:
         ConflictError: A block is already offloaded by another handle, or is a part of a compiled module.
         ConfigError: Ranks that train the same part of the model differ.
     """
 
-    def __init__(self, model: nn.Module, blocks: list[tuple[nn.Module, Block]], engine: Engine) -> None:
+    def __init__(self, model: nn.Module, blocks: Blocks, engine: Engine, watch: Watch | None = None) -> None:
         taken = [block.name for module, block in blocks if module in _attached]
         if taken:
             raise ConflictError(
@@ -63,14 +72,16 @@ class Attachment:
                 expected="one offloader on a model",
                 hint="call close() on the first handle, or keep using it",
             )
-        for _, block in blocks:
-            _refuse_compiled_around(model, block.name)
+        for module, block in blocks:
+            if module is not model:
+                refuse_compiled_around(model, block.name)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
         self.turns = Turns()
+        self._watch = watch
         self._depth = 0
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
@@ -79,18 +90,11 @@ class Attachment:
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, Scope]] = []
-        self._undo.append(StandIn(model, self._model_call, traced=self._compiled_away).remove)
-        for module, block in blocks:
-            _attached.add(module)
-            self._undo.append(functools.partial(_attached.discard, module))
-            scope = Scope(block, module)
-            self._scopes.append((module, scope))
-            self._undo.append(scope.leave)
-            call = functools.partial(self._block_call, scope)
-            scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
-            if not is_compiled_wrapper(module):
-                scope.follow()
-        self._stand_around_compiled()
+        self._own: Scope | None = None  # of the model itself, where that is a block
+        # Of a model that is compiled only the compiled call is around what runs. See [Note: compiled blocks].
+        name = "_compiled_call_impl" if is_compiled(model) else "forward"
+        self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
+        self._install(blocks)
 
     @property
     def block_names(self) -> list[str]:
@@ -103,11 +107,15 @@ class Attachment:
         while self._undo:
             self._undo.pop()()
 
+    def explain(self) -> list[str]:
+        """Return lines on how much of what autograd saves is saved in the blocks."""
+        return [] if self._watch is None else self._watch.explain()
+
     # What runs in place of forward
 
     @in_turn
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self.enabled or not torch.is_grad_enabled() or self._depth or _in_backward() or self._transformed():
+        if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
         self._agree()
         self._depth += 1
@@ -115,10 +123,21 @@ class Attachment:
             self._ran.clear()
             self._stand_around_compiled()  # blocks may have been compiled after the handle was made
             self._begin_pass()
-            return forward(*args, **kwargs)
+            if self._own is not None:
+                forward = functools.partial(self._own_call, self._own, forward)
+            if self._watch is None:
+                return forward(*args, **kwargs)
+            return self._watch.call(self._blocks, forward, args, kwargs)
         finally:
             self._depth -= 1
             self.engine.end_pass()
+            better = None if self._watch is None else self._watch.pass_ends(self._blocks)
+            if better is not None:
+                self._install(better)
+
+    def _own_call(self, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the model's forward as its one block, inside of the pass that it is."""
+        return self._block_call(scope, forward, args, kwargs)
 
     def _agree(self) -> None:
         """Compare with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
@@ -138,10 +157,10 @@ class Attachment:
         self, scope: Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not torch.is_grad_enabled():
-            if self._depth and self.enabled and not _in_backward():
+            if self._depth and self.enabled and not in_backward():
                 self._leave_to_reentrant(scope, args, kwargs)
             return forward(*args, **kwargs)
-        if not self.enabled or scope.open or _in_backward() or self._transformed():
+        if not self.enabled or scope.open or in_backward() or self._transformed():
             return forward(*args, **kwargs)
         engine, block = self.engine, scope.block
         if not self._depth:
@@ -158,7 +177,7 @@ class Attachment:
             return forward(*args, **kwargs)
         refuse_around(block.name, pack)
         seen = self._seen.get(block.kind) or Tally()
-        whole = self._reruns.decide(block, scope.module, seen, args, kwargs)
+        whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs)
         self._check_room()
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         hooks = offloading(engine, block, inputs, checkpointed=whole)
@@ -170,7 +189,7 @@ class Attachment:
                     try:
                         return run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
                     finally:
-                        run.tally.add_rerun(seen.unique)
+                        run.add_rerun(seen.unique)
                 scope.run = run
                 try:
                     output = forward(*args, **kwargs)
@@ -218,7 +237,7 @@ class Attachment:
 
     def _transformed(self) -> bool:
         """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
-        transform = _transform()
+        transform = running_transform()
         if transform is not None and transform not in self._told:
             self._told.add(transform)
             logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
@@ -244,6 +263,38 @@ class Attachment:
             )
 
     # Installing
+
+    def _install(self, blocks: Blocks) -> None:
+        """Put the hooks around blocks, and take them from those that are blocks no longer."""
+        modules, self._blocks = {id(module) for module, _ in blocks}, blocks
+        before, self._scopes = {id(module): scope for module, scope in self._scopes}, []
+        for place, scope in before.items():
+            if place not in modules:
+                scope.open = True  # for a stand-in that stays, because somebody has wrapped it since
+                scope.leave()
+                _attached.discard(scope.module)
+        for module, block in blocks:
+            scope = before.get(id(module))
+            if scope is not None:
+                scope.block = block
+            else:
+                scope = self._enter(module, block)
+            self._scopes.append((module, scope))
+        self._stand_around_compiled()
+
+    def _enter(self, module: nn.Module, block: Block) -> Scope:
+        _attached.add(module)
+        self._undo.append(functools.partial(_attached.discard, module))
+        scope = Scope(block, module)
+        self._undo.append(scope.leave)
+        if module is self._model:
+            self._own = scope
+        else:
+            call = functools.partial(self._block_call, scope)
+            scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
+        if not is_compiled_wrapper(module) and (module is not self._model or module._compiled_call_impl is None):
+            scope.follow()
+        return scope
 
     def _stand_around_compiled(self) -> None:
         """Put the hooks around blocks that were compiled. See [Note: compiled blocks]."""
@@ -304,36 +355,3 @@ class offloading:
 
 def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _refuse_compiled_around(model: nn.Module, block: str) -> None:
-    """Raise if a module around a block is compiled: nothing of ours runs in compiled code.
-
-    Raises:
-        ConflictError: One is.
-    """
-    parts = block.split(".")[:-1]
-    for path in (".".join(parts[:n]) for n in range(len(parts) + 1)):
-        module = model.get_submodule(path)
-        if is_compiled(module) or is_compiled_wrapper(module):
-            raise ConflictError(
-                f"block {block!r} is a part of compiled code ({path or 'the model'} is compiled)",
-                expected="compiled blocks, or none: hooks inside compiled code would break its graph",
-                hint="compile the blocks: `for block in model.layers: block.compile()`; "
-                "or put `with ebbtide.offload_saved_tensors():` around the forward",
-            )
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _transform() -> str | None:
-    """Return what transforms or traces the code that runs now; None if it just runs."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
-        return "torch.func transforms"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
-        return "tracing (torch.export, make_fx)"
-    return None

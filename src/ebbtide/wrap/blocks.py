@@ -2,12 +2,19 @@
 
 [Note: blocks]
 A *stack* is a container whose children are mostly of one class and are modules with parts of their own; its children
-are the blocks. Stacks inside a block are not looked at, so a transformer layer is a block and its experts are not.
-Nothing is known by name: a model nobody has seen before is found like any other.
+are the blocks. Attributes of one class whose names differ in a number alone (``layer1``, ``layer2``) are a stack as
+well. Stacks inside a block are not looked at, so a transformer layer is a block and its experts are not. Where nothing
+repeats, the largest modules with parts of their own are the blocks; where there are no two of them (a lone LSTM, a few
+linear layers), the model is one block. No class and no word is known: a model nobody has seen before is found like any
+other.
+
+How many parameters a stack has decides nothing: in convolutional networks the small ones hold the most activations.
+What the blocks hold of what autograd saves is measured in the first pass: see [Note: coverage].
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,13 +26,23 @@ from torch import nn
 
 from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
+from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
 from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2
 
-SMALL_STACK = 0.02
-"""A stack that holds less than this share of the model's parameters is no place to save memory."""
+LARGE_CHILD = 0.1
+"""Where nothing repeats, modules that hold at least this share of the model's parameters are blocks."""
 
-WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""Names under which wrappers hold a module; DDP's, ``module``, may be a model's own."""
+WHOLE_MODEL = "(model)"
+"""Name of the block that is the model itself."""
+
+WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
+"""Names under which wrappers hold a module; DDP's, ``module``, may be a model's own. The last is Lightning Fabric's."""
+
+Found = list[tuple[str, nn.Module]]
+"""Paths of blocks, with their modules."""
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_NUMBERED = re.compile(r"(.*?)\d+")
 
 
 def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[tuple[nn.Module, Block]]:
@@ -37,18 +54,26 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
             them by structure.
 
     Raises:
-        BlocksError: The model has no repeated blocks, or a glob matches no module.
+        BlocksError: The model has no parameters, or a glob matches no module.
         ConflictError: A block is in torch's ``offload_wrapper``.
     """
     globs = [globs] if isinstance(globs, str) else globs
     found = _by_globs(model, globs) if globs is not None else _by_structure(model)
     if not found:
         raise BlocksError(
-            f"{type(model).__name__} has no list of repeated blocks",
-            expected="a ModuleList or Sequential of at least two modules of one class that have parts of their own",
-            hint="name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
-            "or use `with ebbtide.offload_saved_tensors():` around the forward",
+            f"{type(model).__name__} has no parameters",
+            expected="a model that is trained",
+            hint="use `with ebbtide.offload_saved_tensors():` around the forward",
         )
+    return blocks_of(found)
+
+
+def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
+    """Return what the engine is told of modules, each with the module whose ``forward`` the hooks go around.
+
+    Raises:
+        ConflictError: A module is in torch's ``offload_wrapper``.
+    """
     blocks: list[tuple[nn.Module, Block]] = []
     indices: Counter[str] = Counter()
     for name, module in found:
@@ -75,29 +100,78 @@ def _refuse_offloaded(name: str, module: nn.Module) -> None:
         )
 
 
-def _by_structure(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    size = _tensors if any(is_fsdp1(m) for m in model.modules()) else _numbers
-    total = max(size(model), 1)
-    found: list[tuple[str, nn.Module]] = []
-    pending: list[tuple[str, nn.Module]] = [("", model)]
-    while pending:
-        name, module = pending.pop()
-        children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
-        stack = [(n, c) for n, c in children if size(c)]
-        if _is_stack(module, [c for _, c in stack]) and size(module) >= SMALL_STACK * total:
-            found.extend(stack)
+def _by_structure(model: nn.Module) -> Found:
+    found = stacks_in("", model)
+    if found or not any(True for _ in model.parameters()):
+        return found
+    return _largest(model) or whole_model(model)
+
+
+def whole_model(model: nn.Module) -> Found:
+    """Return the model as one block: behind its wrappers, whose forward is not the model's."""
+    while is_ddp(model) or is_fsdp1(model):
+        model = under_fsdp1(model.module if is_ddp(model) else model)  # pyright: ignore[reportArgumentType]
+    return [(WHOLE_MODEL, model)]
+
+
+def stacks_in(name: str, module: nn.Module) -> Found:
+    """Return the blocks of the stacks in a module; none if nothing repeats there."""
+    # Two attributes are a stack only where there is no other: ``attn1`` and ``attn2`` are parts of one layer.
+    return list(_stacks(name, module, 3)) or list(_stacks(name, module, 2))
+
+
+def _stacks(name: str, module: nn.Module, least: int) -> Iterator[tuple[str, nn.Module]]:
+    children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children()]
+    stack = [(n, c) for n, c in children if _composed(c) or any(True for _ in c.parameters()) or _is_flat(c)]
+    if isinstance(module, _CONTAINERS) and _is_stack([c for _, c in stack]):
+        yield from stack
+        return
+    repeated = [] if isinstance(module, _CONTAINERS) else _numbered(children, least)
+    for path, child in children:
+        if path in repeated:
+            yield path, child
         else:
-            pending.extend(reversed(children))
-    return found
+            yield from _stacks(path, child, least)
 
 
-def _is_stack(container: nn.Module, children: list[nn.Module]) -> bool:
-    if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) or len(children) < 2:
+def _is_stack(children: list[nn.Module]) -> bool:
+    if len(children) < 2:
         return False
-    kinds = Counter(_kind(c) for c in children)
-    kind, count = kinds.most_common(1)[0]
-    composed = all(any(True for _ in _behind(c).children()) for c in children if _kind(c) == kind)
-    return count >= 2 and 2 * count >= len(children) and composed
+    kind, count = Counter(map(_kind, children)).most_common(1)[0]
+    return count >= 2 and 2 * count >= len(children) and all(_composed(c) for c in children if _kind(c) == kind)
+
+
+def _numbered(children: Found, least: int) -> list[str]:
+    """Return the paths of attributes that repeat ``least`` times: of one class, their names differ in a number."""
+    groups: dict[tuple[str, str], Found] = {}
+    for path, child in children:
+        match = _NUMBERED.fullmatch(path)
+        if match and _composed(child) and _kind(child) not in {c.__name__ for c in _CONTAINERS}:
+            groups.setdefault((match[1], _kind(child)), []).append((path, child))
+    return [path for group in groups.values() if len(group) >= least for path, _ in group]
+
+
+def _largest(model: nn.Module) -> Found:
+    """Return the largest modules with parts of their own where nothing repeats; none if there are no two."""
+    name, module = "", model
+    while not is_compiled_wrapper(module) and not is_compiled(module):
+        children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children() if _composed(c)]
+        if len(children) != 1:
+            least = LARGE_CHILD * _numbers(model)
+            children.sort(key=lambda child: -_numbers(child[1]))
+            large = {path for path, child in children[2:] if _numbers(child) >= least} | {p for p, _ in children[:2]}
+            return [(n, m) for n, m in model.named_modules() if n in large] if len(large) > 1 else []
+        ((name, module),) = children
+    return []
+
+
+def _composed(module: nn.Module) -> bool:
+    """Whether a module has parts of its own."""
+    return any(True for _ in _behind(module).children())
+
+
+def _is_flat(module: nn.Module) -> bool:
+    return any(True for m in module.modules() for _ in _flattened(m))
 
 
 def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Module]]:
@@ -134,11 +208,6 @@ def _kind(module: nn.Module) -> str:
 
 def _numbers(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _tensors(module: nn.Module) -> int:
-    """Count weights: in FSDP1's shards one may have all numbers on another rank, or be no parameter of its module."""
-    return sum(1 for _ in module.parameters()) + sum(1 for m in module.modules() for _ in _flattened(m))
 
 
 def under_fsdp1(module: nn.Module) -> nn.Module:

@@ -4,6 +4,11 @@
 A copied or unpickled model carries no offloading: the stand-in holds the module that it was made for, so a copy that
 took it along would compute with the weights of the first model. It copies and pickles as what it stands for.
 
+[Note: wrappers that forward]
+A wrapper may hand on attributes that are set on it to the module inside: Lightning Fabric's does with each that the
+module has too, ``forward`` among them. The stand-in of the wrapper would then be called by what it stands for, without
+end. So a stand-in goes into the module's own dictionary, past whatever ``__setattr__`` its class has.
+
 [Note: compiled blocks]
 Hooks entered in compiled code are a graph break, or an error with ``fullgraph=True``; whatever differs from block to
 block, a stand-in or a module hook, has every block compiled anew, until torch gives up. So nothing of ours is left on
@@ -23,6 +28,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ebbtide.base.errors import ConflictError
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -45,7 +52,7 @@ class StandIn:
         self._module, self._name, self._call, self._behind = module, name, call, behind
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
-        setattr(module, name, self)
+        module.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -67,9 +74,9 @@ class StandIn:
         if self._module.__dict__.get(self._name) is not self:
             return
         if self._own is None:
-            delattr(self._module, self._name)
+            del self._module.__dict__[self._name]
         else:
-            setattr(self._module, self._name, self._own)
+            self._module.__dict__[self._name] = self._own
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -88,6 +95,40 @@ def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
     compiled = [m for m in block.modules() if m is not block and (is_compiled(m) or is_compiled_wrapper(m))]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
     return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
+
+
+def refuse_compiled_around(model: nn.Module, block: str) -> None:
+    """Raise if a module around a block is compiled: nothing of ours runs in compiled code.
+
+    Raises:
+        ConflictError: One is.
+    """
+    parts = block.split(".")[:-1]
+    for path in (".".join(parts[:n]) for n in range(len(parts) + 1)):
+        module = model.get_submodule(path)
+        if is_compiled(module) or is_compiled_wrapper(module):
+            raise ConflictError(
+                f"block {block!r} is a part of compiled code ({path or 'the model'} is compiled)",
+                expected="compiled blocks, or none: hooks inside compiled code would break its graph",
+                hint="compile the blocks: `for block in model.layers: block.compile()`; "
+                "or put `with ebbtide.offload_saved_tensors():` around the forward",
+            )
+
+
+def in_backward() -> bool:
+    """Whether a backward of autograd calls what runs now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def running_transform() -> str | None:
+    """Return what transforms or traces the code that runs now; None if it just runs."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
+        return "torch.func transforms"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
+        return "tracing (torch.export, make_fx)"
+    return None
 
 
 def while_tracing(told: Callable[..., None] | None) -> Callable[..., None]:

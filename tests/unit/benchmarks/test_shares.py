@@ -101,16 +101,18 @@ def test_why_a_tensor_is_moved(candidate: Candidate | None, demoted: bool, why: 
 
 def test_groups_are_by_node_and_reason_and_the_rest_was_narrowed() -> None:
     told = [_told("MmBackward0", flops=1e6), _told(block_input=True, flops=None), _told()]
+    cast = told[2].site._replace(node="ToCopyBackward0")
     sites = {
-        told[0].site: (2, 128, Action.OFFLOAD),
-        told[1].site._replace(ordinal=1): (1, 64, Action.KEEP),
-        told[2].site._replace(ordinal=2): (1, 64, Action.RECOMPUTE),
+        (told[0].site, Action.OFFLOAD): (2, 128),
+        (told[1].site._replace(ordinal=1), Action.KEEP): (1, 64),
+        (told[2].site._replace(ordinal=2), Action.RECOMPUTE): (1, 64),
     }
-    by_site = dict(zip(sites, told, strict=True))
-    assert moved_by_node(sites, by_site, (), 160) == [
+    by_site = {site: candidate for (site, _), candidate in zip(sites, told, strict=True)}
+    sites |= {(cast, Action.RECOMPUTE): (1, 32), (cast, Action.OFFLOAD): (1, 32)}
+    assert moved_by_node(sites, by_site, ()) == [
         {"node": "MmBackward0", "why": "matrix product", "storages": 2, "bytes": 128},
         {"node": "SinBackward0", "why": "block input", "storages": 1, "bytes": 64},
-        {"node": "(cast)", "why": "cast up, waits as it was", "storages": 0, "bytes": 32},
+        {"node": "(cast)", "why": "cast up, waits as it was", "storages": 1, "bytes": 32},
     ]
 
 

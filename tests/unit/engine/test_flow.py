@@ -14,7 +14,7 @@ from torch import Tensor
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
 from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, Window
-from ebbtide.engine.stats import Tally
+from ebbtide.engine.passes import Pass
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
@@ -69,13 +69,6 @@ class Tier:
             raise self.error
         self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.withdraws))
         return self.slots[-1]
-
-
-class Pass:
-    """As much of a pass as the schedule looks at."""
-
-    def __init__(self) -> None:
-        self.offered_bytes, self.tally = 0, Tally()
 
 
 def copy_out(window_bytes: int, tier: Tier | None = None) -> Any:
@@ -179,6 +172,18 @@ def test_what_is_held_back_is_counted_as_kept() -> None:
     pass_.tally.offloaded = 60
     out.end_pass(pass_)
     assert (pass_.tally.kept, pass_.tally.offloaded) == (20, 40)
+
+
+def test_what_the_store_refuses_after_it_was_held_back_is_counted_as_kept() -> None:
+    tier = Tier()
+    out = copy_out(20, tier)
+    one_pass(out, 6)
+    pass_ = offer(out, *(entries := [Entry() for _ in range(6)]))
+    pass_.tally.offloaded = 60
+    tier.error = CapError("full", expected="room", hint="none")
+    offer(out, last := Entry(), pass_=pass_)
+    assert entries[4].action is Action.KEEP and last.action is Action.OFFLOAD
+    assert (pass_.tally.kept, pass_.tally.offloaded) == (10, 50)
 
 
 def test_a_pass_of_another_length_holds_no_more_than_the_window() -> None:

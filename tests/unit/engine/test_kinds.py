@@ -227,7 +227,7 @@ def test_autocasts_copies_of_weights_never_move(policy: str, frozen: bool) -> No
             assert all(torch.equal(a, b) for a, b in zip(expected, grads(), strict=True))
         expected_action = Action.KEEP if policy == "inputs" else Action.RECOMPUTE
         sites = handle._engine.last_pass.sites
-        copies = {s: a for s, (_, nbytes, a) in sites.items() if nbytes == 2 * 8 * 8 * 2}  # of both layers
+        copies = {s: a for (s, a), (_, nbytes) in sites.items() if nbytes == 2 * 8 * 8 * 2}  # of both layers
         assert len(copies) == 2 and set(copies.values()) == {expected_action}, sites
 
 

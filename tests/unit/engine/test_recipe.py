@@ -118,7 +118,7 @@ def test_the_record_of_a_module_outlives_what_passes_its_output_on() -> None:
         model, policy="minimal", min_bytes=0, blocks=["0"], verify=True
     ) as handle:
         assert torch.equal(torch.autograd.grad(model(x).square().sum(), x)[0], expected)
-        actions = {s.node: a for s, (_, _, a) in handle._engine.last_pass.sites.items()}
+        actions = {s.node: a for s, a in handle._engine.last_pass.sites}
         assert actions["NativeLayerNormBackward0"] is Action.RECOMPUTE
 
 
@@ -260,11 +260,11 @@ def test_register_recompute_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) 
     with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0) as handle:
         assert torch.equal(torch.autograd.grad(model(x).sum(), x)[0], expected)
         sites = handle._engine.last_pass.sites
-        assert any(s.node == "CubeBackward" and a is Action.RECOMPUTE for s, (_, _, a) in sites.items()), sites
+        assert any(s.node == "CubeBackward" and a is Action.RECOMPUTE for s, a in sites), sites
 
 
 def _remade(engine: Any) -> list[Any]:
-    return [s for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
+    return [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
 
 
 def flattened(leaves: Leaves) -> list[Tensor]:
@@ -298,5 +298,5 @@ def test_a_value_of_which_a_view_was_saved_is_an_operand(outside: bool) -> None:
             else:
                 assert compare(expected, observe(flattened, leaves, engine)) == []
             assert_nothing_left(engine)
-        remade = [s.node for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
+        remade = [s.node for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
         assert "AddBackward0" in remade, engine.last_pass.sites

@@ -201,7 +201,7 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
             got = type(expected)(outputs=kept, grads={"x": grabbed.grad})
             assert compare(expected, got) == []
             last = "CloneBackward0" if view else node
-            remade = [s for s, (_, _, action) in engine.last_pass.sites.items() if action is Action.RECOMPUTE]
+            remade = [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
             assert last in {s.node for s in remade}, (step, engine.last_pass.sites, engine.trust.demoted)
             assert engine.stats().recomputed_bytes > 0 and engine.stats().total_recomputes > before
             assert engine.stats().demoted_sites == ()
@@ -330,7 +330,7 @@ def test_a_frozen_bias_is_taken_as_autocast_cast_it(frozen: type[nn.Module]) -> 
             assert all(map(same_bits, expected, grads()))
         sites = handle._engine.last_pass.sites
         assert handle.stats().demoted_sites == ()
-        assert any(s.node == "SigmoidBackward0" and a is Action.RECOMPUTE for s, (_, _, a) in sites.items()), sites
+        assert any(s.node == "SigmoidBackward0" and a is Action.RECOMPUTE for s, a in sites), sites
 
 
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])

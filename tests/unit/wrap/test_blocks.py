@@ -11,7 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
-from tests.helpers.models import TRANSFORMERS, WIDTH, Block, Conv, Mlp, Stack, build
+from tests.helpers.models import TRANSFORMERS, WIDTH, Attention, Block, Conv, Mlp, Recurrent, Stack, build
 
 
 class Named(nn.Module):
@@ -93,30 +93,86 @@ def test_transformers_layers_are_found(name: str) -> None:
     assert set(map(id, tiny.block_list())) <= {id(module) for module, _ in find_blocks(tiny.model)}
 
 
-def test_a_small_stack_is_no_place_to_save_memory() -> None:
+class Silent(nn.Module):
+    """Attention without weights: a part that draws, and none that learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+
+def test_few_parameters_do_not_keep_a_stack_from_being_one() -> None:
     small = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
-    assert names(Named(layers=nn.ModuleList([Block(), Block()]), heads=small)) == ["layers.0", "layers.1"]
+    model = Named(layers=nn.ModuleList([Block(), Block()]), heads=small, attention=nn.Sequential(Silent(), Silent()))
+    assert names(model) == ["layers.0", "layers.1", "heads.0", "heads.1", "attention.0", "attention.1"]
+
+
+class Bottleneck(Down):
+    pass
 
 
 @pytest.mark.parametrize(
-    "model",
+    ("model", "expected"),
     [
-        nn.Linear(3, 3),
-        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)),
-        Stack(Block()),
-        Stack(nn.Identity(), nn.Identity()),
-        Named(),
+        pytest.param(
+            Named(stem=Mlp(), layer1=Block(), layer2=Block(), layer3=Block(), head=nn.Linear(2, 2)),
+            ["layer1", "layer2", "layer3"],
+            id="attributes",
+        ),
+        pytest.param(Named(layer_0=Mlp(), layer_1=Mlp()), ["layer_0", "layer_1"], id="two"),
+        pytest.param(
+            Named(layer1=experts(), layer2=experts(), layer3=experts()), ["layer1", "layer2", "layer3"], id="experts"
+        ),
+        pytest.param(
+            Named(encoder1=Stack(Mlp(), Mlp()), encoder2=Stack(Mlp(), Mlp())),
+            ["encoder1.layers.0", "encoder1.layers.1", "encoder2.layers.0", "encoder2.layers.1"],
+            id="two models in one",
+        ),
+        pytest.param(
+            Named(
+                conv1=nn.Conv2d(3, 8, 3),
+                layer1=nn.Sequential(Bottleneck(), Bottleneck()),
+                layer2=nn.Sequential(Bottleneck(), Bottleneck(), Bottleneck()),
+                fc=nn.Linear(8, 2),
+            ),
+            ["layer1.0", "layer1.1", "layer2.0", "layer2.1", "layer2.2"],
+            id="stages of a resnet",
+        ),
+        pytest.param(
+            Named(norm1=nn.LayerNorm(4), norm2=nn.LayerNorm(4), norm3=nn.LayerNorm(4)), ["(model)"], id="leaves repeat"
+        ),
     ],
-    ids=["leaf", "leaves", "one block", "no weights", "empty"],
+)  # fmt: skip
+def test_attributes_of_one_class_are_a_stack(model: nn.Module, expected: list[str]) -> None:
+    assert names(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        pytest.param(Named(a=Mlp(), b=Attention(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "b"], id="largest"),
+        pytest.param(Named(a=Mlp(), tiny=nn.Sequential(nn.Linear(2, 2))), ["a", "tiny"], id="at least two"),
+        pytest.param(Named(inner=Named(core=Named(a=Mlp(), b=Mlp()))), ["inner.core.a", "inner.core.b"], id="deep"),
+        pytest.param(Stack(Block()), ["layers.0.0", "layers.0.1"], id="one block"),
+        pytest.param(nn.Linear(3, 3), ["(model)"], id="leaf"),
+        pytest.param(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ["(model)"], id="leaves"),
+        pytest.param(Recurrent(), ["(model)"], id="a lone lstm"),
+        pytest.param(torch.compile(Named(a=Mlp(), b=Attention()), backend="eager"), ["(model)"], id="compiled"),
+    ],
+)  # fmt: skip
+def test_where_nothing_repeats(model: nn.Module, expected: list[str]) -> None:
+    assert names(model) == expected
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Identity(), Stack(nn.Identity(), nn.Identity()), Named()], ids=["leaf", "list", "empty"]
 )
-def test_a_model_without_blocks_says_so(model: nn.Module) -> None:
+def test_a_model_without_parameters_says_so(model: nn.Module) -> None:
     with pytest.raises(BlocksError) as raised:
         find_blocks(model)
     assert str(raised.value) == (
-        f"{type(model).__name__} has no list of repeated blocks; "
-        "expected a ModuleList or Sequential of at least two modules of one class that have parts of their own\n"
-        "hint: name them: blocks=['encoder', 'decoder.*'] (paths from named_modules()), "
-        "or use `with ebbtide.offload_saved_tensors():` around the forward"
+        f"{type(model).__name__} has no parameters; expected a model that is trained\n"
+        "hint: use `with ebbtide.offload_saved_tensors():` around the forward"
     )
 
 

@@ -1,0 +1,267 @@
+"""How much of what autograd saves the blocks hold, and blocks chosen by that.
+
+[Note: coverage]
+What autograd saves inside blocks comes through the pack hook and is counted there. What it saves outside of them is
+read from the graph, once, when the first forward with gradients is over: every node that the outputs lead to shows the
+tensors that it saved. No hooks are entered for this: any hook, one that hands back what it was given included, changes
+what autograd checks or keeps. Which module saved a tensor is told by the sequence number of its node, for modules note
+where the numbers stood when their forward began and ended; that is all that their module hooks do, in this one pass.
+What backward has freed by then, and nodes of C++ extensions, which show nothing, are not counted.
+
+[Note: blocks by what they save]
+Where blocks that were found by structure hold less than ``LOW_PERCENT`` of what autograd saves, modules that save more
+than ``LARGE_SHARE`` of it outside of them are blocks as well from the second pass on; and if the blocks were no stack
+and still hold less, the model is one block. This is done once, by a process that trains alone: batches differ between
+ranks, and ranks must have the same blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.base.actions import Action
+from ebbtide.base.units import format_size
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.layout import Layout
+from ebbtide.engine.stats import Coverage
+from ebbtide.engine.weights import is_parameter
+from ebbtide.engine.wrappers import plain_tensors
+from ebbtide.wrap.blocks import WHOLE_MODEL, blocks_of, stacks_in, whole_model
+from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
+
+logger = logging.getLogger("ebbtide.wrap")
+
+LOW_PERCENT = 50.0
+"""Blocks that hold less of what autograd saves are reported with a warning."""
+
+LARGE_SHARE = 0.1
+"""A module that saves this share of the bytes is worth a block of its own."""
+
+_SLOT = "_raw_saved_"
+
+Blocks = list[tuple[nn.Module, Block]]
+
+
+class Watch:
+    """Measures the coverage in the first pass, and chooses further blocks by it. See [Note: coverage].
+
+    Args:
+        model: The model.
+        engine: Told of the coverage.
+        chosen: The user named the blocks: none are added.
+    """
+
+    def __init__(self, model: nn.Module, engine: Engine, *, chosen: bool) -> None:
+        self._model, self._engine = model, engine
+        self._may_choose, self._done = not chosen, False
+        self._outside: Counter[str] | None = None
+        self._added = ""
+
+    def call(self, blocks: Blocks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward; in the first pass, see what it saves outside of the blocks."""
+        if self._done:
+            return forward(*args, **kwargs)
+        marks = _Marks()
+        try:
+            marks.follow(self._model, [module for module, _ in blocks])
+            output = forward(*args, **kwargs)
+        finally:
+            marks.remove()
+        self._outside = _outside_bytes(output, self._engine, marks.path_at)
+        return output
+
+    def pass_ends(self, blocks: Blocks) -> Blocks | None:
+        """Take in what a pass saved; return other blocks for the next one, or None.
+
+        Args:
+            blocks: Those that it ran with.
+        """
+        outside, self._outside = self._outside, None
+        tally, last = self._engine.last_tally, self._engine.last_pass
+        if outside is None or not (tally.packs or sum(outside.values())):
+            return None
+        self._done = True
+        own = sum(count for (_, action), (count, _) in last.sites.items() if action is Action.CHECKPOINT)
+        coverage = self._engine.coverage = Coverage(
+            inside_bytes=tally.unique + tally.small_bytes, outside=outside, checkpointed=last.checkpointed - own
+        )
+        better = self._better(blocks, coverage)
+        if better is not None:
+            self._may_choose = self._done = False  # the next pass is measured as well, and nothing chosen by it
+            names = [block.name for _, block in better if block.name not in {b.name for _, b in blocks}]
+            self._added = f"after the first pass, in which {coverage}, these became blocks: {', '.join(names)}"
+            logger.info("%s", self._added)
+            return better
+        self._report(coverage)
+        return None
+
+    def explain(self) -> list[str]:
+        """Return lines on the coverage, and on blocks that were chosen by it; none before the first pass."""
+        coverage = self._engine.coverage
+        return ([self._added] if self._added else []) + ([] if coverage is None else [str(coverage)])
+
+    def _report(self, coverage: Coverage) -> None:
+        percent = coverage.percent
+        if coverage.checkpointed:
+            logger.info("%s (%d blocks are checkpointed and save their inputs)", coverage, coverage.checkpointed)
+        elif percent is None or percent >= LOW_PERCENT:
+            logger.info("%s", coverage)
+        else:
+            logger.warning(
+                "%s (%s), which stays on the device; hint: blocks=[...] names the modules to offload, such as those "
+                "that save most",
+                coverage, format_size(coverage.total_bytes - coverage.inside_bytes),
+            )  # fmt: skip
+
+    def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
+        """Return blocks that hold more, where that is known to be so and to be the same on every rank."""
+        alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        low = coverage.percent is not None and coverage.percent < LOW_PERCENT
+        if not (self._may_choose and alone and low) or coverage.checkpointed:
+            return None
+        names = [block.name for _, block in blocks]
+        if names == [WHOLE_MODEL]:
+            return None
+        added = list(_savers(self._model, [module for module, _ in blocks], coverage))
+        saved = sum(_below(path, coverage.outside) for path, _ in added)
+        found = [(block.name, module) for module, block in blocks]
+        still_low = 100 * (coverage.inside_bytes + saved) < LOW_PERCENT * coverage.total_bytes
+        if still_low and not stacks_in("", self._model):
+            return blocks_of(whole_model(self._model))
+        return blocks_of(found + added) if added else None
+
+
+class _Marks:
+    """Notes where autograd's sequence numbers stood when modules outside of the blocks began and ended."""
+
+    def __init__(self) -> None:
+        self._numbers: list[int] = [0]
+        self._paths: list[str] = [""]
+        self._running: list[str] = [""]
+        self._undo: list[Callable[[], None]] = []
+
+    def follow(self, model: nn.Module, blocks: list[nn.Module]) -> None:
+        """Note where modules begin and end; ``blocks`` and what is compiled are left alone, with what is below them."""
+        for path, module in _outside_of(model, blocks):
+            if path:
+                before = module.register_forward_pre_hook(self._entering(path))
+                after = module.register_forward_hook(self._left)
+                self._undo += [before.remove, after.remove]
+
+    def path_at(self, number: int) -> str:
+        """Return the path of the innermost module that ran when a node of this sequence number was made."""
+        return self._paths[bisect_right(self._numbers, number) - 1]
+
+    def remove(self) -> None:
+        """Take the module hooks away."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def entered(module: nn.Module, args: Any) -> None:
+            if not torch.compiler.is_compiling():
+                self._running.append(path)
+                self._mark()
+
+        return entered
+
+    def _left(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and len(self._running) > 1:
+            self._running.pop()
+            self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(torch._C._autograd._get_sequence_nr())  # pyright: ignore[reportAttributeAccessIssue]
+        self._paths.append(self._running[-1])
+
+
+def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules that are neither blocks nor compiled, nor below one that is."""
+    inside = {id(module) for module in blocks}
+    pending = [("", model)]
+    while pending:
+        path, module = pending.pop()
+        if id(module) in inside or is_compiled(module) or is_compiled_wrapper(module):
+            continue
+        yield path, module
+        pending += [(f"{path}.{k}" if path else k, c) for k, c in reversed(list(module.named_children()))]
+
+
+def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the largest modules that hold no block and save a large share of the bytes; of a stack, its blocks."""
+    inside, taken = {id(module) for module in blocks}, ""
+    for path, module in _outside_of(model, blocks):
+        holds_blocks = any(id(m) in inside for m in module.modules())
+        if holds_blocks or (taken and path.startswith(taken)):
+            continue
+        if _below(path, coverage.outside) >= LARGE_SHARE * coverage.total_bytes:
+            taken = path + "."
+            yield from stacks_in(path, module) or [(path, module)]
+
+
+def _below(path: str, outside: Mapping[str, int]) -> int:
+    """Return the bytes saved outside of the blocks in a module and in those below it."""
+    return sum(n for p, n in outside.items() if p == path or p.startswith(path + "."))
+
+
+def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -> Counter[str]:
+    """Return the bytes of the distinct storages that a graph holds and no block saved, by module."""
+    found: Counter[str] = Counter()
+    counted: dict[int, torch.UntypedStorage] = {}
+    names: dict[type, list[str]] = {}
+    pending: list[Any] = [t.grad_fn for t in _tensors(output)]
+    nodes: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in nodes:
+            continue
+        nodes.add(node)
+        pending += [function for function, _ in node.next_functions]
+        kind = type(node)
+        if kind not in names:
+            names[kind] = [name for name in dir(kind) if name.startswith(_SLOT)]
+        for tensor in plain_tensors(t for name in names[kind] for t in _saved(node, name)):
+            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            if storage is None or id(storage) in counted or not storage.nbytes():
+                continue
+            counted[id(storage)] = storage
+            known = engine.index.find(storage, tensor._version, *Layout.of(tensor).extent())
+            if known is None and not engine.weights.include(storage):
+                found[path_at(node._sequence_nr())] += storage.nbytes()
+    return found
+
+
+def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a node holds in a slot, weights and what hooks have packed left out."""
+    try:
+        slot = getattr(node, name)
+        packed = [saved.data for saved in (slot if isinstance(slot, (tuple, list)) else [slot]) if saved is not None]
+    except RuntimeError:
+        return  # a backward has freed it by now
+    for tensor in packed:
+        if isinstance(tensor, torch.Tensor):
+            base = tensor if tensor._base is None else tensor._base
+            if not is_parameter(tensor) and not is_parameter(base):
+                yield tensor
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a forward returned."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Mapping):
+            found += _tensors(dict(leaf))  # pyright: ignore[reportUnknownArgumentType]
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
+            found += [t for t in tree_leaves(dict(vars(leaf))) if isinstance(t, torch.Tensor)]
+    return found

@@ -1,0 +1,99 @@
+"""``explain()`` and ``stats()`` speak of the same bytes."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide.base.actions import Action
+from ebbtide.base.units import format_size
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostTier
+from tests.helpers.handles import enable_over
+from tests.helpers.models import PRECISIONS, build
+
+POLICIES = ("auto", "offload", "inputs", "minimal", "keep")
+LINE = re.compile(r" *(\S+ [KMGT]?i?B)  (keep|offload|recompute|checkpoint) +x(\d+) +(\S+)")
+
+
+def assert_agrees(handle: ebbtide.Handle) -> Counter[Action]:
+    """Assert that the lines of ``explain()`` add up to ``stats()``; return the bytes by action."""
+    stats, sites = handle.stats(), handle._engine.last_pass.sites
+    sums: Counter[Action] = Counter()
+    for (_, action), (count, nbytes) in sites.items():
+        assert nbytes >= 0 and (count > 0 or nbytes == 0)
+        sums[action] += nbytes
+    assert sums[Action.KEEP] == stats.kept_bytes
+    assert sums[Action.OFFLOAD] == stats.offloaded_bytes
+    assert sums[Action.RECOMPUTE] + sums[Action.CHECKPOINT] == stats.recomputed_bytes
+    assert sum(sums.values()) == stats.unique_bytes
+    shown = Counter(match.groups() for line in handle.explain().splitlines() if (match := LINE.fullmatch(line)))
+    rows = ((format_size(n), a.value, str(c), str(site)) for (site, a), (c, n) in sites.items() if n)
+    assert shown == Counter(rows) and shown
+    return sums
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["block", "conv", "lstm", "lstm_stack", "llama", "t5"])
+def test_the_lines_of_a_pass_add_up_to_its_stats(name: str, precision: str, policy: str) -> None:
+    tiny = build(name, **PRECISIONS[precision])
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
+        for _ in range(4):
+            tiny.step()
+            assert_agrees(handle)
+
+
+@pytest.mark.parametrize("room_bytes", [None, 30_000])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_what_is_held_back_or_refused_is_listed_as_kept(precision: str, room_bytes: int | None) -> None:
+    tiny = build("block", **PRECISIONS[precision])
+    tier = HostTier(FakeDevice(1e6, 1e6), budget_bytes=room_bytes)
+    with enable_over(tier, tiny.model, policy="offload", min_bytes=0, window="30KiB") as handle:
+        for step in range(3):
+            tiny.step()
+            sums = assert_agrees(handle)
+            assert sums[Action.OFFLOAD]
+            assert sums[Action.KEEP] or (step == 0 and room_bytes is None)
+    tier.close()
+
+
+def test_a_site_with_several_actions_shows_each() -> None:
+    tiny = build("block")
+    kept: list[torch.Size] = []
+
+    def first_only(tensor: torch.Tensor) -> bool:
+        kept.append(tensor.shape)
+        return len(kept) > 3
+
+    with ebbtide.enable_activation_offloading(
+        tiny.model, policy="offload", min_bytes=0, keep_filter=first_only
+    ) as handle:
+        tiny.step()
+        assert_agrees(handle)
+        actions: dict[str, set[str]] = {}
+        for line in handle.explain().splitlines():
+            if match := LINE.fullmatch(line):
+                actions.setdefault(match[4], set()).add(match[2])
+        assert {"keep", "offload"} in actions.values()
+
+
+def test_small_storages_are_counted_and_said_in_one_line() -> None:
+    tiny = build("block")
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        tiny.step()
+        before, storages = handle.stats(), sum(count for count, _ in handle._engine.last_pass.sites.values())
+        assert (before.small_storages, before.small_bytes) == (0, 0)
+        assert "small storages" not in handle.explain()
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload") as handle:
+        for _ in range(2):
+            tiny.step()
+            stats = handle.stats()
+            assert (stats.small_storages, stats.small_bytes) == (storages, before.unique_bytes)
+            assert stats.unique_bytes == 0 and stats.coverage_percent == 100.0
+            line = f"small storages (< 64.0 KiB) that stay: {storages}, {format_size(stats.small_bytes)}"
+            assert handle.explain().splitlines().count(line) == 1

@@ -1,0 +1,265 @@
+"""How much of what autograd saves the blocks hold, and what is done where that is little."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from ebbtide.wrap.forward import StandIn
+from tests.helpers.engines import assert_nothing_left
+from tests.helpers.models import WIDTH as MODEL_WIDTH
+from tests.helpers.models import Mlp, Recurrent, Stack, build
+from tests.helpers.oracle import differences, same_bits
+
+POLICIES = ("auto", "offload", "inputs", "minimal", "keep")
+WIDTH = 24
+
+
+class Head(nn.Module):
+    """A stack, and a norm and a projection after it: what these save is outside of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Stack(Mlp(WIDTH), Mlp(WIDTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 7)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"logits": self.head(self.norm(self.body(x))).exp(), "seen": len(x)}
+
+
+class Stem(nn.Module):
+    """Most bytes are saved in front of the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+        self.layers = nn.ModuleList([Mlp(WIDTH), Mlp(WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)[::20]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Bypassed(nn.Module):
+    """Its largest children are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh())
+        self.b = nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in (*self.a, *self.b):
+            x = module(x)
+        return x
+
+
+def grads(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    output = model(x)
+    (output["logits"] if isinstance(output, dict) else output).square().sum().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    return [g.to_local().clone() if hasattr(g, "to_local") else g.clone() for g in found]
+
+
+def enable(model: nn.Module, policy: str = "auto", **options: Any) -> ebbtide.Handle:
+    return ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, **options)
+
+
+def saved_bytes(model: nn.Module, x: Tensor) -> int:
+    """Count what autograd saves, by hooks around the whole forward."""
+    weights = {t.untyped_storage()._cdata for t in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            found[storage._cdata] = storage
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(x)
+    return sum(s.nbytes() for s in found.values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inside_and_outside_are_all_that_autograd_saves(policy: str) -> None:
+    model, x = Head(), torch.randn(6, WIDTH)
+    expected = saved_bytes(model, x)
+    with enable(model, policy) as handle:
+        assert handle.stats().coverage_percent is None
+        assert "blocks hold" not in handle.explain()
+        grads(model, x)
+        stats, coverage = handle.stats(), handle._engine.coverage
+        assert coverage is not None
+        assert coverage.total_bytes == expected
+        assert coverage.inside_bytes == stats.unique_bytes
+        assert stats.coverage_percent == 100 * stats.unique_bytes / expected < 100
+        # the norm: its input and two numbers a row; the head: its input; the model itself: what exp returned
+        assert coverage.outside == {"norm": 6 * (WIDTH + 2) * 4, "head": 6 * WIDTH * 4, "": 6 * 7 * 4}
+        assert f"blocks hold {stats.coverage_percent:.0f} % of what autograd saves; outside: norm" in handle.explain()
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", [Head, Recurrent])
+def test_the_coverage_of_a_wrapped_model_is_that_of_the_model(wrapped: str, kind: type[nn.Module]) -> None:
+    def measured(how: str) -> tuple[float | None, list[Tensor]]:
+        torch.manual_seed(0)
+        model: nn.Module = kind()
+        x = torch.randn(2, 6, WIDTH if kind is Head else MODEL_WIDTH)
+        if how == "ddp":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif how == "fsdp2":
+            mesh = init_device_mesh("cpu", (1,))
+            for block in model.body.layers if isinstance(model, Head) else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        expected = grads(model, x)
+        with enable(model) as handle:
+            for _ in range(3):
+                assert all(map(same_bits, grads(model, x), expected))
+            assert_nothing_left(handle._engine)
+            return handle.stats().coverage_percent, expected
+
+    plain, alone = measured("single")
+    percent, found = measured(wrapped)
+    assert percent == plain is not None
+    assert all(map(same_bits, found, alone))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Stem(), torch.randn(200, WIDTH)
+    expected = grads(model, x)
+    with caplog.at_level(logging.INFO, "ebbtide"), enable(model, policy) as handle:
+        for _ in range(4):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names == ["layers.0", "layers.1", "stem"]
+        assert handle.stats().coverage_percent == 100.0
+        added = [line for line in handle.explain().splitlines() if line.startswith("after the first pass")]
+        assert len(added) == 1 and added[0].endswith("these became blocks: stem")
+        assert_nothing_left(handle._engine)
+    assert caplog.messages.count("blocks hold 100 % of what autograd saves") == 1
+    assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_whose_largest_children_save_nothing_becomes_one_block(policy: str) -> None:
+    model, x = Bypassed(), torch.randn(5, WIDTH)
+    expected = grads(model, x)
+    with enable(model, policy) as handle:
+        assert handle._attachment.block_names == ["a", "b"]
+        for _ in range(4):
+            assert all(map(same_bits, grads(model, x), expected))
+        assert handle._attachment.block_names == ["(model)"]
+        assert handle.stats().coverage_percent == 100.0
+        assert_nothing_left(handle._engine)
+    assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
+
+
+@pytest.mark.usefixtures("world")
+def test_ranks_keep_the_blocks_of_the_structure(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    model, x = Stem(), torch.randn(200, WIDTH)
+    monkeypatch.setattr(dist, "get_world_size", lambda *args: 2)
+    with enable(model) as handle:
+        grads(model, x)
+        assert handle._attachment.block_names == ["layers.0", "layers.1"]
+    (record,) = [r for r in caplog.records if "blocks hold" in r.getMessage()]
+    assert record.levelno == logging.WARNING and "hint: blocks=[...]" in record.getMessage()
+
+
+def test_blocks_that_were_named_stay(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Stem(), torch.randn(200, WIDTH)
+    with enable(model, blocks=["layers.*"]) as handle:
+        for _ in range(2):
+            grads(model, x)
+        assert handle._attachment.block_names == ["layers.0", "layers.1"]
+        assert handle.stats().coverage_percent is not None and handle.stats().coverage_percent < 50
+    assert len([m for m in caplog.messages if "blocks hold" in m]) == 1
+
+
+class Checkpointed(Head):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        x = x.requires_grad_()
+        for layer in self.body.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return {"logits": self.head(self.norm(x)).exp()}
+
+
+def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Checkpointed(), torch.randn(60, WIDTH)
+    with caplog.at_level(logging.INFO, "ebbtide"), enable(model) as handle:
+        for _ in range(2):
+            grads(model, x)
+        assert handle._attachment.block_names == ["body.layers.0", "body.layers.1"]
+    (record,) = [r for r in caplog.records if "blocks hold" in r.getMessage()]
+    assert record.levelno == logging.INFO and "(2 blocks are checkpointed" in record.getMessage()
+
+
+def test_what_is_changed_outside_of_the_blocks_is_found_in_the_first_pass_as_well() -> None:
+    model, x = Head(), torch.randn(6, WIDTH)
+    with enable(model):
+        logits = model(x)["logits"]
+        logits.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            logits.sum().backward()
+
+
+def test_the_first_pass_leaves_no_module_hooks() -> None:
+    model, x = Head(), torch.randn(6, WIDTH)
+    before = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in (model, model.norm, model.head)]
+    with enable(model):
+        grads(model, x)
+        assert [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in (model, model.norm, model.head)] == before
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("compiled", ["no", "in place", "wrapper"])
+def test_the_model_as_one_block(policy: str, compiled: str) -> None:
+    torch.manual_seed(0)
+    model: nn.Module = Recurrent().layers[0] if compiled == "no" else Bypassed()
+    x = torch.randn(5, MODEL_WIDTH if compiled == "no" else WIDTH)
+    if compiled == "in place":
+        model.compile(backend="aot_eager", fullgraph=True)
+    call = torch.compile(model, backend="aot_eager") if compiled == "wrapper" else model
+    expected = grads(call, x)
+    with enable(call, policy) as handle:
+        for _ in range(3):
+            assert all(map(same_bits, grads(call, x), expected))
+        assert handle._attachment.block_names == ["(model)"]
+        assert handle.stats().unique_bytes > 0
+        assert handle.stats().checkpointed_blocks == 0  # re-running all of a model saves nothing
+        assert_nothing_left(handle._engine)
+    assert not any(isinstance(v, StandIn) for m in call.modules() for v in vars(m).values())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lone_lstm(policy: str) -> None:
+    tiny = build("lstm")
+    expected = tiny.step()
+    with enable(tiny.model, policy) as handle:
+        for _ in range(4):
+            assert differences(tiny.step(), expected) == []
+        assert handle.stats().coverage_percent == 100.0
+        assert_nothing_left(handle._engine)
+    assert differences(tiny.step(), expected) == []
