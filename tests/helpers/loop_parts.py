@@ -77,7 +77,9 @@ class Mlp(Piece):
             return self.down(F.silu(self.gate(x)) * self.up(x))
         if self.variant == 2:
             return self.down(F.gelu(self.up(x), approximate="tanh") * self.gate(x).sigmoid())
-        return self.down(F.relu(self.up(x)).square())
+        if self.variant == 3:
+            return self.down(F.relu(self.up(x)).square())
+        return self.down(F.gelu(self.up(x.flatten(0, 1)))).view(x.shape)  # of two dimensions: other nodes in the graph
 
 
 class Attention(Piece):
@@ -86,10 +88,20 @@ class Attention(Piece):
         self.q, self.k = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
         self.v, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
+    def jagged(self, x: Tensor) -> Tensor:
+        """Attend within sequences of different lengths, packed as nested tensors are."""
+        offsets = torch.tensor([0, 1, x.shape[1] * 2, x.shape[0] * x.shape[1]])
+        packed = torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), offsets)
+        q, k, v = (m(packed).unflatten(-1, (2, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return y.values().view(x.shape)
+
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (m(x).unflatten(-1, (2, 8)).transpose(1, 2) for m in (self.q, self.k, self.v))
         if self.variant == 0:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        elif self.variant == 3:
+            return self.o(self.jagged(x))
         else:
             scores = q @ k.transpose(-1, -2) / 8**0.5
             hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
@@ -284,11 +296,11 @@ class Clamped(Piece):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.up(x)
+        h = self.up(x.flatten(0, 1))
         if self.late:
             with torch.no_grad():
                 h.clamp_(-0.1, 0.1) if self.variant == 0 else h.index_fill_(1, torch.tensor([0]), 0.3)
-        return self.down(h.view(-1, WIDTH).exp().view(h.shape))
+        return self.down(h.view(-1, WIDTH).exp()).view(x.shape)
 
 
 class DataWrite(Piece):

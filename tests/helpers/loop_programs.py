@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from hypothesis import strategies as st
 
 PARTS = {
-    "mlp": 4,
-    "attention": 3,
+    "mlp": 5,
+    "attention": 4,
     "norm": 5,
     "functional_norm": 6,
     "conv": 3,
@@ -60,9 +60,9 @@ LOOPS = (
 """Shapes of a training step: ``tests/helpers/loop_steps.py``."""
 
 EVENTS = (
-    "weight_noise", "noise_copied", "biases_changed_between", "ema_between", "ema_copied_between", "ema_steps", "data_assigned",
-    "data_assigned_back", "frozen_between", "thawed_between", "freeze_biases", "freeze_norms", "freeze_weights",
-    "freeze_blocks", "freeze_all_but_biases", "swapped_parameters", "switched", "switched_between", "merged_between",
+    "weight_noise", "noise_copied", "biases_changed_between", "ema_between", "ema_copied_between", "ema_steps",
+    "data_assigned", "data_assigned_back", "frozen_between", "thawed_between", "freeze_biases", "freeze_norms",
+    "freeze_weights", "freeze_blocks", "freeze_all_but_biases", "swapped_parameters", "switched", "switched_between", "merged_between",
     "merged_steps", "matmul_precision", "conv_precision", "fp32_precision", "deterministic", "default_dtype", "sdpa",
     "eval_between", "train_between", "inference_between", "disabled", "closed_between", "disabled_between", "dropped",
     "failed_forward", "clipped", "zeroed", "loaded", "loaded_between", "copied_model", "hook_added", "eval_from",
@@ -78,7 +78,7 @@ OPTIMIZERS = (
 TRAINS = ("all", "all", "all", "biases", "no_biases", "no_norms", "last_block", "first_block", "adapters", "weights")
 CALLS = ("stack", "stack", "stack", "stack", "twice", "shared", "skipping", "reversing", "by_name")
 PRECISIONS = ("fp32", "fp32", "autocast", "bf16")
-POLICIES = ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "keep", "table")
+POLICIES = ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "keep", "drawn", "checkpoint")
 
 
 class Short:
@@ -168,9 +168,9 @@ class Setting(Short):
     """What ebbtide is told.
 
     Attributes:
-        policy: One of ``POLICIES``. ``"table"`` draws an action for every site and block, from ``salt``.
+        policy: One of ``POLICIES``. ``"drawn"`` draws an action for every site, ``"checkpoint"`` re-runs every block.
         verify: As of ``enable_activation_offloading``.
-        salt: Of ``"table"``.
+        salt: What is drawn from.
     """
 
     policy: str = "offload"
@@ -185,7 +185,7 @@ class Setting(Short):
     @property
     def checkpoints(self) -> bool:
         """Whether it may re-run a block."""
-        return self.policy in ("minimal", "ckpt", "table")
+        return self.policy in ("minimal", "ckpt", "checkpoint")
 
 
 @st.composite
@@ -240,5 +240,5 @@ def programs(draw: st.DrawFn, *, most: int = 3) -> Program:
 def settings_of_ebbtide(draw: st.DrawFn) -> Setting:
     """Draw what ebbtide is told."""
     policy = draw(st.sampled_from(POLICIES))
-    salt = draw(st.integers(0, 20)) if policy == "table" else 0
+    salt = draw(st.integers(0, 20)) if policy in ("drawn", "checkpoint") else 0
     return Setting(policy=policy, verify=draw(st.sampled_from((False, False, False, True))), salt=salt)

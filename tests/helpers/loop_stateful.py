@@ -202,7 +202,7 @@ class Cached(Piece):
         if self.merged is None:
             made = self.base + self.delta
             self.merged = (made, made.detach(), made.t())[self.variant]
-        return self.out(F.gelu(x @ self.merged.to(x.dtype)))
+        return self.out(F.gelu(x.flatten(0, 1) @ self.merged.to(x.dtype))).view(x.shape)
 
 
 class Adapters(Piece):

@@ -113,9 +113,14 @@ class Training:
             handle.close()
 
     def release(self) -> None:
-        """Drop what holds graphs."""
-        for piece in self.pieces() if not self.other else [*self.pieces(), *self.pieces(self.other)]:
-            piece.forget()
+        """Drop what holds graphs: kept weights, and what weight norm and pruning leave on their modules."""
+        for model in filter(None, (self.model, self.other)):
+            for piece in self.pieces(model):
+                piece.forget()
+            for module in model.modules():
+                for name, value in vars(module).items():
+                    if isinstance(value, Tensor) and value.grad_fn is not None:
+                        module.__dict__[name] = value.detach()
         self.clear()
 
     def pieces(self, model: Model | None = None) -> list[Piece]:
@@ -286,9 +291,10 @@ def _require(model: nn.Module, trains: str, blocks: int) -> None:
 
 @dataclass(frozen=True)
 class DrawnPlan:
-    """A plan that gives every site and block an action by chance: the same for the same salt."""
+    """A plan that gives every site an action by chance, the same for the same salt; or checkpoints every block."""
 
     salt: int
+    checkpoints: bool
     name: str = "drawn"
     remakes: bool = True
 
@@ -298,21 +304,20 @@ class DrawnPlan:
             actions += [Action.RECOMPUTE] * 2
         return random.Random(f"{self.salt}/{candidate.site}/{candidate.block_name}").choice(actions)
 
-    def block_action(self, kind: str, index: int, **given: int) -> Action:
-        again = random.Random(f"{self.salt}/{kind}/{index % 2}").random() < 0.4
-        return Action.CHECKPOINT if again else Action.KEEP
+    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        return Action.CHECKPOINT if self.checkpoints and input_bytes else Action.KEEP
 
     def explain(self) -> str:
         return f"actions drawn from {self.salt}"
 
 
 def _enable(model: nn.Module, setting: Setting) -> ebbtide.Handle:
-    policies: dict[str, dict[str, Any]] = {
-        "auto_relaxed": {"policy": ebbtide.Auto(max_slowdown=10.0)},
-        "ckpt": {"enable_ckpt": True},
-        "table": {"policy": "minimal"},
-    }
-    given = policies.get(setting.policy, {"policy": setting.policy})
-    drawn = mock.patch("ebbtide.api.plan_for", lambda policy: DrawnPlan(setting.salt))
-    with drawn if setting.policy == "table" else contextlib.nullcontext():
+    drawn = setting.policy in ("drawn", "checkpoint")
+    given: dict[str, Any] = {"policy": "minimal" if drawn else setting.policy}
+    if setting.policy == "auto_relaxed":
+        given["policy"] = ebbtide.Auto(max_slowdown=10.0)
+    elif setting.policy == "ckpt":
+        given = {"enable_ckpt": True}
+    plan = DrawnPlan(setting.salt, setting.policy == "checkpoint")
+    with mock.patch("ebbtide.api.plan_for", lambda policy: plan) if drawn else contextlib.nullcontext():
         return ebbtide.enable_activation_offloading(model, target="disk", min_bytes=0, verify=setting.verify, **given)

@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,54 @@ def _as_it_was() -> Iterator[None]:
             module.fp32_precision = "none"
 
 
+def kind_of(verdict: str) -> str:
+    """Return what sort of fault a verdict tells of; empty: none."""
+    return "" if verdict.startswith("excused") else re.sub(r"^step \d+: ", "", verdict).partition(":")[0]
+
+
+def shrunk(program: Program, setting: Setting, *, tries: int = 60) -> tuple[Program, Setting]:
+    """Take away what a fault does not need: parts, events, and every field that need not differ from its default.
+
+    Args:
+        program: That fails.
+        setting: Under which it does.
+        tries: Most programs that are tried.
+    """
+    kind = kind_of(check(program, setting))
+    pending = iter(_smaller(program, setting))
+    for _ in range(tries):
+        candidate = next(pending, None)
+        if candidate is None:
+            break
+        if kind and kind_of(check(*candidate)) == kind:
+            program, setting = candidate
+            pending = iter(_smaller(program, setting))
+    return program, setting
+
+
+def _smaller(program: Program, setting: Setting) -> Iterator[tuple[Program, Setting]]:
+    for name in ("events", "parts"):
+        items = getattr(program, name)
+        for k in range(len(items)):
+            rest = items[:k] + items[k + 1 :]
+            if rest or name == "events":
+                yield replace(program, **{name: rest}), setting
+    plain = Program()
+    for f in fields(Program):
+        if f.name not in ("events", "parts") and getattr(program, f.name) != getattr(plain, f.name):
+            yield replace(program, **{f.name: getattr(plain, f.name)}), setting
+    for name in ("events", "parts"):
+        items = getattr(program, name)
+        for k, item in enumerate(items):
+            simpler = type(item)(kind=item.kind)
+            for f in fields(item):
+                if getattr(item, f.name) != getattr(simpler, f.name):
+                    less = replace(item, **{f.name: getattr(simpler, f.name)})
+                    yield replace(program, **{name: (*items[:k], less, *items[k + 1 :])}), setting
+    if setting.verify:
+        yield program, replace(setting, verify=False)
+
+
 def main(program: str, setting: str = "") -> int:
     """Run a program that a test has printed; without a setting under every policy."""
     known = {"Program": Program, "Part": Part, "Event": Event, "Setting": Setting}
@@ -199,7 +248,10 @@ def main(program: str, setting: str = "") -> int:
     if setting:
         settings = [eval(setting, known)]
     else:
-        settings = [Setting(policy=p) for p in ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "keep")]
+        settings = [
+            Setting(policy=p)
+            for p in ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "keep", "checkpoint")
+        ]
     verdicts = {s: check(chosen, s) for s in settings}
     print(chosen)
     print(f"  plain: {train(chosen).failure or 'trains'}")
