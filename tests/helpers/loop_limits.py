@@ -74,7 +74,7 @@ LIMITS: tuple[Limit, ...] = (
         },
         applies=lambda program, setting: setting.checkpoints,
         errors=MODIFIED,
-        example=Program(parts=(Part(kind="dropout"),), events=(Event(kind="biases_changed_between"),)),
+        example=Program(parts=(Part(kind="codebook", step=9),), events=(Event(kind="buffers_changed_between"),)),
         setting=Setting(policy="checkpoint"),
     ),
     Limit(

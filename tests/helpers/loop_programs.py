@@ -62,12 +62,13 @@ LOOPS = (
 EVENTS = (
     "weight_noise", "noise_copied", "biases_changed_between", "ema_between", "ema_copied_between", "ema_steps",
     "data_assigned", "data_assigned_back", "frozen_between", "thawed_between", "freeze_biases", "freeze_norms",
-    "freeze_weights", "freeze_blocks", "freeze_all_but_biases", "swapped_parameters", "switched", "switched_between", "merged_between",
-    "merged_steps", "matmul_precision", "conv_precision", "fp32_precision", "deterministic", "default_dtype", "sdpa",
-    "eval_between", "train_between", "inference_between", "disabled", "closed_between", "disabled_between", "dropped",
-    "failed_forward", "clipped", "zeroed", "loaded", "loaded_between", "copied_model", "hook_added", "eval_from",
-    "reversed", "input_changed_between", "buffers_changed_between", "mode_between", "seeded_between", "stepped_between",
-    "tf32_asked", "bf16_from", "grads_off_inside",
+    "freeze_weights", "freeze_blocks", "freeze_all_but_biases", "swapped_parameters", "switched",
+    "switched_between", "merged_between", "merged_steps", "matmul_precision", "conv_precision", "fp32_precision",
+    "deterministic", "default_dtype", "sdpa", "eval_between", "train_between", "inference_between", "disabled",
+    "closed_between", "disabled_between", "dropped", "failed_forward", "clipped", "zeroed", "loaded",
+    "loaded_between", "copied_model", "hook_added", "eval_from", "reversed", "input_changed_between",
+    "buffers_changed_between", "mode_between", "seeded_between", "stepped_between", "tf32_asked", "bf16_from",
+    "grads_off_inside",
 )  # fmt: skip
 """What happens around a step: ``tests/helpers/loop_events.py``."""
 
@@ -75,7 +76,20 @@ OPTIMIZERS = (
     "sgd", "sgd_momentum", "sgd_fused", "adamw", "adamw_foreach", "adamw_fused", "adagrad_fused", "adafactor", "rprop",
     "in_backward", "in_backward_fused", "lbfgs",
 )  # fmt: skip
-TRAINS = ("all", "all", "all", "biases", "no_biases", "no_norms", "last_block", "first_block", "adapters", "weights")
+TRAINS = (
+    "all",
+    "all",
+    "all",
+    "biases",
+    "no_biases",
+    "no_norms",
+    "no_stem",
+    "no_stem",
+    "last_block",
+    "first_block",
+    "adapters",
+    "weights",
+)
 CALLS = ("stack", "stack", "stack", "stack", "twice", "shared", "skipping", "reversing", "by_name")
 PRECISIONS = ("fp32", "fp32", "autocast", "bf16")
 POLICIES = ("auto", "auto_relaxed", "minimal", "ckpt", "offload", "inputs", "keep", "drawn", "checkpoint")

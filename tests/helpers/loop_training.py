@@ -279,6 +279,7 @@ def _require(model: nn.Module, trains: str, blocks: int) -> None:
         "all": lambda n: True,
         "biases": lambda n: n.endswith("bias"),
         "no_biases": lambda n: not n.endswith("bias"),
+        "no_stem": lambda n: not n.startswith("stem"),
         "no_norms": lambda n: "norm" not in n,
         "last_block": lambda n: n.startswith((f"layers.{blocks - 1}.", "head")),
         "first_block": lambda n: n.startswith("layers.0."),

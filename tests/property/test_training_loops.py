@@ -100,7 +100,7 @@ ONCE_WRONG = {
     "changed in place after it was saved, late": once(("in_place", 2), late=2, steps=4),
     "frozen between": once(events=["frozen_between"]),
     "a parameter decayed in forward": once("decay", late=2, steps=5),
-    "a merged weight kept over a step": once("cached", steps=5),
+    "a merged weight kept over a step": once("cached", trains="no_stem", steps=5),
     "two steps in one autocast": once(loop="one_autocast"),
     "precision of convolutions around forward": once("conv", ("regions", 5), events=["conv_precision"]),
     "data assigned between": once("norm", events=["data_assigned"]),
