@@ -58,7 +58,7 @@ def hunt(shard: int, examples: int, most: int) -> None:
 
 @pytest.mark.parametrize("shard", range(4))
 def test_training_programs_give_the_bits_of_plain_training(shard: int) -> None:
-    hunt(shard, 50, 2)
+    hunt(shard, 40, 2)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ ONCE_WRONG = {
     "a parameter decayed in forward": once("decay", late=2, steps=5),
     "a merged weight kept over a step": once("cached", trains="no_stem", steps=5),
     "two steps in one autocast": once(loop="one_autocast"),
-    "precision of convolutions around forward": once("conv", ("regions", 5), events=["conv_precision"]),
+    "precision of convolutions around forward": once(("conv", 1), ("regions", 5), events=["conv_precision"]),
     "data assigned between": once("norm", events=["data_assigned"]),
     "a copy made by a cast to the same dtype": once("copied"),
     "a clamp in deeper blocks only": once("clamped", block=1),
@@ -149,7 +149,7 @@ def test_every_feature_that_is_drawn_trains_plainly() -> None:
 
 
 @seed(SEED)
-@settings(max_examples=60, database=None)
+@settings(max_examples=40, database=None)
 @given(programs(most=2), st.booleans())
 def test_plain_training_repeats_itself(program: Program, hooks: bool) -> None:
     """Else a difference would say nothing of ebbtide. Under hooks that change nothing, what trains trains alike."""
