@@ -174,6 +174,8 @@ class Program(Short):
         """Everything in it that can be named: kinds with their variants, events, loop, optimizer, calls, precision."""
         named = {f"loop:{self.loop}", f"optimizer:{self.optimizer}", f"calls:{self.calls}", f"trains:{self.trains}"}
         named |= {f"part:{p.kind}" for p in self.parts} | {f"part:{p.kind}:{p.variant}" for p in self.parts}
+        if self.optimizer.startswith("in_backward") and self.loop in ("retained", "interleaved"):
+            named.add("stepped between backwards")
         return named | {f"event:{e.kind}" for e in self.events} | {f"precision:{self.precision}"}
 
 

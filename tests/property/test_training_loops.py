@@ -110,6 +110,8 @@ ONCE_WRONG = {
     "jagged attention": once(("attention", 3)),
     "deterministic with warnings only": once(events=["deterministic"]),
     "statistics of a functional batch norm": once("functional_norm"),
+    "a buffer replaced late": once(("memory", 3), late=2, steps=4),
+    "fused steps in backward, a retained graph": once(("conv", 1), loop="retained", optimizer="in_backward_fused"),
 }
 """Programs that were found to train with wrong gradients, to raise where plain training trains, or the reverse."""
 
