@@ -92,7 +92,7 @@ LIMITS: tuple[Limit, ...] = (
         features=frozenset({"part:data_write", "part:codebook:2"}),
         applies=lambda program, setting: True,
         example=Program(parts=(Part(kind="data_write"),)),
-        setting=Setting(policy="offload"),
+        setting=Setting(policy="minimal"),
     ),
     Limit(
         name="other Python objects that a block changes are changed twice when it is re-run whole",
