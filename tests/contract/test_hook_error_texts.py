@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ebbtide.base.errors import DiskError, EbbtideError, RestoreError, note_place
-from ebbtide.engine import engine as engine_module
+from ebbtide.engine import recompute as recompute_module
 from ebbtide.store.disk import DiskSlot
 from ebbtide.store.diskwork import DiskWork
 from tests.helpers.handles import training
@@ -118,7 +118,7 @@ def test_an_error_of_torch_while_remaking_keeps_its_class_and_message(
         def no_memory(*args: Any) -> torch.Tensor:
             raise error("tried to allocate 2 GiB")
 
-        monkeypatch.setattr(engine_module, "evaluate", no_memory)
+        monkeypatch.setattr(recompute_module, "evaluate", no_memory)
         with pytest.raises(error) as caught:
             trainee.step()
         monkeypatch.undo()

@@ -73,6 +73,8 @@ LIMITS: tuple[Limit, ...] = (
             "event:inference_between",
             "part:grown:2",
             "part:codebook:0",
+            "part:codebook:2",
+            "part:decay",
             "part:memory:2",
         },
         applies=lambda program, setting: setting.checkpoints,
@@ -84,6 +86,7 @@ LIMITS: tuple[Limit, ...] = (
         name="an intermediate that nobody saved is changed under no_grad, later than in the step of the comparison",
         features=frozenset({"part:clamped"}),
         applies=lambda program, setting: setting.recomputes,
+        errors=frozenset({"RestoreError"}),
         example=Program(parts=(Part(kind="clamped", step=2),), steps=4),
         setting=Setting(policy="minimal"),
     ),
@@ -93,13 +96,6 @@ LIMITS: tuple[Limit, ...] = (
         applies=lambda program, setting: True,
         example=Program(parts=(Part(kind="data_write"),)),
         setting=Setting(policy="minimal"),
-    ),
-    Limit(
-        name="other Python objects that a block changes are changed twice when it is re-run whole",
-        features=frozenset({"part:counted:1"}),
-        applies=lambda program, setting: setting.checkpoints,
-        example=Program(parts=(Part(kind="counted", variant=1),)),
-        setting=Setting(policy="checkpoint"),
     ),
 )
 

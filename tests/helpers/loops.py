@@ -19,8 +19,6 @@ import contextlib
 import random
 import re
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
@@ -162,11 +160,9 @@ def _relative(one: Any, other: Any) -> float:
 def _left_by(training: Training) -> str:
     """Say what a training left behind."""
     training.release()
-    deadline, pause = time.monotonic() + 3, threading.Event()
+    drain()  # of a backward that failed
     for handle in training.handles:
         engine = handle._engine
-        while engine.tier.used_bytes and time.monotonic() < deadline:
-            pause.wait(0.001)
         if engine.live_tickets or engine.live_entries or engine.tier.used_bytes:
             tickets, entries = len(engine.live_tickets), len(engine.live_entries)
             return f"LEFT: {tickets} tickets, {entries} entries, {engine.tier.used_bytes} bytes in the store"
@@ -175,9 +171,9 @@ def _left_by(training: Training) -> str:
 
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
-    """Put back what a program may have set: numerics, random states, warnings."""
+    """Begin from the same numerics each time, and put back what a program may have set, random states too."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    b = torch.backends
+    _default_numerics()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -186,11 +182,16 @@ def _as_it_was() -> Iterator[None]:
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
-        torch.set_default_dtype(torch.float32)
-        torch.use_deterministic_algorithms(False)
-        b.cuda.enable_flash_sdp(True)
-        for module in (b, b.cuda.matmul, b.mkldnn.conv, b.mkldnn.matmul):
-            module.fp32_precision = "none"
+        _default_numerics()
+
+
+def _default_numerics() -> None:
+    b = torch.backends
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    b.cuda.enable_flash_sdp(True)
+    for module in (b, b.cuda.matmul, b.mkldnn.conv, b.mkldnn.matmul):
+        module.fp32_precision = "none"
 
 
 def kind_of(verdict: str) -> str:

@@ -178,7 +178,7 @@ MUTANTS = (
     Mutant(
         "second run: it reads weights as an optimizer left them",
         "ebbtide/wrap/checkpointed.py",
-        "            if watched.copied:\n",
+        "            if watched.replaces(tensor):\n",
         "            if False:\n",
         SECOND_RUN,
     ),

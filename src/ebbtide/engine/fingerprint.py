@@ -22,6 +22,8 @@ SAMPLED = 256
 STRETCHES = 16
 """Parts of a tensor that are summed apart, where all bytes are covered."""
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -66,6 +68,8 @@ class Fingerprint:
 def can_be_taken(tensor: torch.Tensor) -> bool:
     """Whether a tensor has strided memory of its own that a fingerprint can be taken of."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    if torch._C._get_dispatch_mode(_FAKE) is not None:  # operators make no values
         return False
     plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
     plain = plain and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())

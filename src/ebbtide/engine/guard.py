@@ -61,6 +61,11 @@ class Watched:
         region = _region(self.tensor)
         return region is not None and self._fingerprint.same(region)
 
+    def replaces(self, tensor: torch.Tensor) -> bool:
+        """Whether the value of then is no longer where ``tensor``, the weight, has its memory now."""
+        plain = tensor.layout == torch.strided and not tensor.is_nested
+        return plain and storage_key(tensor.untyped_storage()) != storage_key(self.tensor.untyped_storage())
+
     def move_to(self, storage: torch.UntypedStorage) -> None:
         """Read a copy of the weight's storage from now on."""
         old = self.tensor

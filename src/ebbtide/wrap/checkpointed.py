@@ -86,13 +86,13 @@ class ForwardContext:
             numerics.undo()
 
     def _check_tensors(self) -> dict[int, torch.Tensor]:
-        """Return, by id, the copies that stand for tensors which an optimizer has changed since."""
+        """Return, by id, what stands for tensors with other memory by now: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
         for tensor, watched in self._watched:
             what, block = f"a {list(tensor.shape)} weight, buffer or attribute", self._run.block.name
             failed = functools.partial(changed_error, what, f"runs block {block!r} again")
             self._run.engine.trust.require(watched.same, failed)
-            if watched.copied:
+            if watched.replaces(tensor):
                 requires = tensor.requires_grad
                 copy = watched.tensor
                 instead[id(tensor)] = nn.Parameter(copy, requires) if isinstance(tensor, nn.Parameter) else copy
@@ -127,7 +127,8 @@ def run_checkpointed(
         with context.back():
             return forward(*again_args, **again_kwargs)
 
-    return checkpoint(flat, *leaves, use_reentrant=False)
+    # What the second run computes is compared here, and more than its sizes.
+    return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
 
 
 class _Packed:
@@ -140,7 +141,7 @@ class _Packed:
     ) -> None:
         self.held, self.probe, self.fingerprint = held, probe, fingerprint
         self.version = 0 if probe is None else probe._version
-        self.dtype, self.size = tensor.dtype, tuple(tensor.shape)
+        self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tuple(tensor.shape)
 
 
 class _Checked:

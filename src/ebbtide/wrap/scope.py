@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
+from ebbtide.wrap import checkpointed
 from ebbtide.wrap.blocks import weights_of
 from ebbtide.wrap.forward import eager_parts, while_tracing
 from ebbtide.wrap.others import Inside
@@ -24,7 +25,9 @@ class Scope:
     """Which module of a block is running, in the thread that runs the block."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
-        leave_untraced(__name__)  # Dynamo may run these hooks in eager code; where it traces them, they do nothing
+        leave_untraced(
+            __name__, checkpointed.__name__
+        )  # Dynamo may run these hooks in eager code; where it traces them, they do nothing
         self.block, self.module = block, module
         self.open = False
         self.inside: list[Callable[[], None]] = []  # take away what was put on the block
