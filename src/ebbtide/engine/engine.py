@@ -349,6 +349,7 @@ class Engine:
             self._stalls.tell()
             if self.timer is not None:
                 self.timer.backward_ends()
+            self.trust.end_backward()
 
     @staticmethod
     def _keep(backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:

@@ -13,9 +13,10 @@ counter (see [Note: fingerprints]). So a weight that a recipe or a checkpointed 
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import RLock
 from typing import Any
 
@@ -73,6 +74,32 @@ class Watched:
         self.copied = True
 
 
+_guards: set[weakref.ref[WeightGuard]] = set()
+"""All that are alive."""
+
+
+@functools.cache
+def _listen_to_optimizers() -> None:
+    """Have torch announce optimizer steps, once in a process.
+
+    One hook that stays, and not one for each guard: torch iterates over its hooks while an optimizer steps, and a guard
+    that died just then would take its own away.
+    """
+
+    def before(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        for guard in [reference() for reference in tuple(_guards)]:
+            if guard is not None:
+                guard.before_step(weight for group in optimizer.param_groups for weight in group["params"])
+
+    def after(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        for guard in [reference() for reference in tuple(_guards)]:
+            if guard is not None:
+                guard.steps += 1
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
 class WeightGuard:
     """Knows which weights are watched, and copies those that an optimizer is about to change.
 
@@ -86,20 +113,8 @@ class WeightGuard:
         self._watched: dict[int, set[weakref.ref[Watched]]] = {}  # by storage
         self.steps = 0  # optimizer steps of this process since the guard was made
         self._told = False
-        me = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, *given: Any) -> None:
-            guard = me()
-            if guard is not None:
-                guard.before_step(p for group in optimizer.param_groups for p in group["params"])
-
-        def after(optimizer: torch.optim.Optimizer, *given: Any) -> None:
-            guard = me()
-            if guard is not None:
-                guard.steps += 1
-
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove)
+        _listen_to_optimizers()
+        _guards.add(weakref.ref(self, _guards.discard))
 
     def watch(self, weight: torch.Tensor, version: int | None, *, compared: Compared) -> Watched:
         """Return a weight as an operand.
@@ -147,10 +162,10 @@ class WeightGuard:
         return fresh.nbytes()
 
 
-def changed_error(what: str, where: str) -> ModifiedInPlaceError:
+def changed_error(what: str, shape: Sequence[int], where: str) -> ModifiedInPlaceError:
     """Return the error for a weight that changed before what reads it again."""
     return ModifiedInPlaceError(
-        f"{what} changed between the forward and the backward that {where}",
+        f"a {list(shape)} {what} changed between the forward and the backward that {where}",
         expected="weights as they were in forward until that backward is done; an optimizer of torch may step before",
         hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or "
         "policy='keep', which recomputes nothing",

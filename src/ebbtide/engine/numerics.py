@@ -6,7 +6,9 @@ Torch has two interfaces for the precision of float32 kernels. The getters of th
 one (``torch.backends.*.fp32_precision``, torch 2.9), and kernels read the current one. So only the current one is read
 and written here; a write of the older one shows in it. It is a tree: generic, backend, operation. An operation that is
 set to ``"none"`` inherits from its backend, which inherits from generic, and the getters return the inherited value.
-To put a tree back exactly, ``_own_precisions`` finds out which nodes inherit. Checked with torch 2.13.
+To put a tree back exactly, ``_own_precisions`` finds out which nodes inherit. A node that nobody has written may have
+a value of its own that yields to the nodes above it (cuDNN's ``"tf32"``) and that no write brings back, so only nodes
+that must change are written. Checked with torch 2.13.
 """
 
 from __future__ import annotations
@@ -74,40 +76,38 @@ class NumericsChange:
     """Puts other numerics in force and, afterwards, those that it found, exactly. See [Note: numerics]."""
 
     def __init__(self) -> None:
-        self._found: Numerics | None = None
+        self._found: Numerics = ()
+        self._written: list[int] = []  # parents first
 
     def apply(self, numerics: Numerics) -> None:
         """Put ``numerics`` in force. Costs one read of the numerics where they are in force already."""
         now = current_numerics()
-        if now != numerics:
-            size = len(_TREE)
-            self._found = now if now[:size] == numerics[:size] else _own_precisions(now) + now[size:]
-            _write(self._found, numerics)
+        if now == numerics:
+            return
+        size = len(_TREE)
+        self._found = now if now[:size] == numerics[:size] else _own_precisions(now) + now[size:]
+        for i, (setting, value) in enumerate(zip(_settings(), numerics, strict=True)):
+            if setting.read() != value:  # what follows a node above it has changed with that
+                self._written.append(i)
+                setting.write(value)
 
     def undo(self) -> None:
         """Put back what ``apply`` found. Harmless when repeated."""
-        if self._found is not None:
-            _write(current_numerics(), self._found)
-            self._found = None
-
-
-def _write(before: Numerics, after: Numerics) -> None:
-    size = len(_TREE)
-    whole = before[:size] != after[:size]  # a parent changes what its children inherit
-    for i, (setting, old, new) in enumerate(zip(_settings(), before, after, strict=True)):
-        if old != new or (whole and i < size):
-            setting.write(new)
+        for i in self._written:
+            _settings()[i].write(self._found[i])
+        self._written = []
 
 
 def _own_precisions(found: Numerics) -> Numerics:
     """Return what each node of the tree is set to itself: ``"none"`` where it inherits ``found``.
 
-    A node inherits if it follows when the node above it is set to two values, one after the other. A node that is set
-    to ``"none"`` and inherits ``"none"`` reads the same either way.
+    A node inherits if it follows when the node above it is set to two values, one after the other, and reads as that
+    does now. A node that is set to ``"none"`` and inherits ``"none"`` reads the same either way.
     """
     generic, *rest = (setting for setting in _settings()[: len(_TREE)])
     follows = _followers(generic, found[0], rest)
-    own = [found[0], *("none" if f else value for f, value in zip(follows, found[1 : len(_TREE)], strict=True))]
+    values = found[1 : len(_TREE)]
+    own = [found[0], *("none" if f and v == found[0] else v for f, v in zip(follows, values, strict=True))]
     width = 1 + len(_OPERATIONS)
     for at in range(1, len(_TREE), width):
         if own[at] != "none":

@@ -29,12 +29,14 @@ def recompute(
 
     def compare_and_keep(entry: Entry, content: torch.Tensor) -> None:
         if entry.fingerprint is not None:
-            trust.require(entry.fingerprint.same(content), functools.partial(trust.differs, entry, block))
+            trust.require(entry.fingerprint.same(content), functools.partial(trust.differs, entry.site, block))
         keep(entry, content)
 
+    place = f"{target.site} of block {block!r}"
+
     def weight(watched: Watched) -> torch.Tensor:
-        what = f"a {list(watched.tensor.shape)} weight"
-        trust.require(watched.same, lambda: changed_error(what, f"recomputes {target.site} of block {block!r} from it"))
+        failed = functools.partial(changed_error, "weight", watched.tensor.shape, f"recomputes {place} from it")
+        trust.require(watched.same, failed)
         return watched.tensor
 
     work = functools.partial(evaluate, target, read, compare_and_keep, weight)

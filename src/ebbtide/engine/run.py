@@ -45,6 +45,7 @@ class BlockRun:
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
         self.checkpointed = checkpointed  # the block runs again in backward
+        self.jagged = False  # it saved a jagged tensor, or a part of one
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
@@ -139,6 +140,8 @@ class BlockRun:
         base = tensor._base
         if self.weights.include(tensor):
             return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
+        if tensor.is_nested or tensor._has_symbolic_sizes_strides:
+            self.jagged = True
         if type(tensor) not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None

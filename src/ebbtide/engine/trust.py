@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
@@ -31,6 +33,9 @@ from ebbtide.engine.recipe import Expr
 from ebbtide.engine.tickets import Entry
 
 logger = logging.getLogger("ebbtide.engine")
+
+_Answer = tuple[torch.Tensor, Callable[[], Exception]]
+"""What a device will answer, and the error if that is no."""
 
 Key = tuple[Any, ...]
 
@@ -51,7 +56,8 @@ class Trust:
         self._verdicts: dict[Key, bool] = {}
         self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
-        self._unread: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
+        self._unread: list[_Answer] = []  # of this backward
+        self._coming: deque[tuple[torch.Event, list[_Answer]]] = deque()  # of earlier ones, oldest first
         self.fingerprints = True
         self.demoted: dict[str, str] = {}
 
@@ -83,22 +89,22 @@ class Trust:
         except (MemoryError, torch.OutOfMemoryError):  # says nothing about the recipe
             raise
         except Exception as error:  # a rule that cannot run here must not cost the user the step
-            return self._demote(entry, f"the rule failed: {type(error).__name__}: {error}")
+            return self._demote(entry.site, f"the rule failed: {type(error).__name__}: {error}")
         if value.shape != base.shape or value.dtype != base.dtype:
-            return self._demote(entry, f"made {value.dtype}{list(value.shape)} of {base.dtype}{list(base.shape)}")
+            return self._demote(entry.site, f"made {value.dtype}{list(value.shape)} of {base.dtype}{list(base.shape)}")
         layout = Layout.of(base)
         if value.stride() != layout.stride or value.untyped_storage().nbytes() != layout.logical_bytes:
             value = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(value)
         if not self.same_bytes(value, base):
-            return self._demote(entry, "the recomputed bytes differ")
+            return self._demote(entry.site, "the recomputed bytes differ")
         return True
 
     def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether two tensors' storages hold the same bytes."""
         return torch.equal(storage_bytes(value), storage_bytes(base))
 
-    def _demote(self, entry: Entry, reason: str) -> bool:
-        site = str(entry.site)
+    def _demote(self, where: Site, reason: str) -> bool:
+        site = str(where)
         if site not in self.demoted:
             logger.info("not recomputed, %s: %s", site, reason)
             self._bus.emit("message", level="info", code="demoted", text=f"not recomputed, {site}: {reason}")
@@ -131,29 +137,50 @@ class Trust:
         return Fingerprint(tensor, whole=compared is Compared.WHOLE)
 
     def require(self, same: torch.Tensor | bool, failed: Callable[[], Exception]) -> None:
-        """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell."""
+        """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell.
+
+        Args:
+            same: What a comparison answered.
+            failed: Must not hold tensors: it may be kept beyond their graph.
+        """
         if isinstance(same, torch.Tensor):
             self._unread.append((same, failed))
         elif not same:
             raise failed()
 
+    def end_backward(self) -> None:
+        """Read what a device has answered by now; nothing is waited for."""
+        if self._unread:
+            event = torch.Event(device=self._unread[0][0].device)
+            event.record()
+            self._coming.append((event, self._unread))
+            self._unread = []
+        while self._coming and self._coming[0][0].query():
+            _read(self._coming.popleft()[1])
+
     def settle(self) -> None:
         """Wait for comparisons that a device has not answered yet, and raise if one failed."""
-        unread, self._unread = self._unread, []
-        if not unread:
-            return
-        answers = torch.stack([same for same, _ in unread]).tolist()
-        for same, (_, failed) in zip(answers, unread, strict=True):
-            if not same:
-                raise failed()
+        answers = [answer for _, group in self._coming for answer in group] + self._unread
+        self._coming.clear()
+        self._unread = []
+        _read(answers)
 
-    def differs(self, entry: Entry, block: str) -> RestoreError:
+    def differs(self, site: Site, block: str) -> RestoreError:
         """Return the error for a recomputed tensor that is not what was dropped, and use the recipe no more."""
-        self._demote(entry, "what was recomputed in backward differed from what was saved")
+        self._demote(site, "what was recomputed in backward differed from what was saved")
         return RestoreError(
-            f"{entry.site} of block {block!r} was recomputed and differs from what was saved: something that it is "
+            f"{site} of block {block!r} was recomputed and differs from what was saved: something that it is "
             "computed from changed between forward and backward, and left no trace",
             expected="the value of the forward",
             hint="change weights and inputs after the backward, not through .data; keep_filter=... keeps a tensor, "
             "policy='offload' recomputes none",
         )
+
+
+def _read(answers: list[_Answer]) -> None:
+    """Raise if a device answered that a comparison failed."""
+    if answers:
+        told = torch.stack([same for same, _ in answers]).tolist()
+        failed = next((failed for same, (_, failed) in zip(told, answers, strict=True) if not same), None)
+        if failed is not None:
+            raise failed()

@@ -184,7 +184,7 @@ class Attachment:
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run, self._reruns.watched(block, scope.module, args, kwargs):
+            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs):
                 if whole:
                     try:
                         return run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)

@@ -89,8 +89,8 @@ class ForwardContext:
         """Return, by id, what stands for tensors with other memory by now: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
         for tensor, watched in self._watched:
-            what, block = f"a {list(tensor.shape)} weight, buffer or attribute", self._run.block.name
-            failed = functools.partial(changed_error, what, f"runs block {block!r} again")
+            again = f"runs block {self._run.block.name!r} again"
+            failed = functools.partial(changed_error, "weight, buffer or attribute", tensor.shape, again)
             self._run.engine.trust.require(watched.same, failed)
             if watched.replaces(tensor):
                 requires = tensor.requires_grad
@@ -174,7 +174,7 @@ class _Checked:
             raise modified_error(packed.dtype, packed.size, packed.probe._version, packed.version, f"block {block!r}")
         tensor = self._unpack(packed.held)
         if packed.fingerprint is not None:
-            trust.require(packed.fingerprint.same(tensor), functools.partial(_differs, block, packed))
+            trust.require(packed.fingerprint.same(tensor), functools.partial(_differs, block, packed.size))
         return tensor
 
 
@@ -189,9 +189,9 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() and tensor.dtype is not torch.uint8
 
 
-def _differs(block: str, packed: _Packed) -> RestoreError:
+def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
     return RestoreError(
-        f"block {block!r} was run again in backward and computed another {list(packed.size)} tensor than in forward",
+        f"block {block!r} was run again in backward and computed another {list(size)} tensor than in forward",
         expected="a forward that computes the same when it runs a second time",
         hint="does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
         "policy='offload', which runs nothing again",

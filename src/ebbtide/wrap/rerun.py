@@ -25,6 +25,7 @@ from ebbtide.base.actions import Action, Plan
 from ebbtide.engine import Block
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
+from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes
 from ebbtide.wrap.state import State, generators_of
@@ -76,9 +77,10 @@ class Reruns:
 
     @contextmanager
     def watched(
-        self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: BlockRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[None]:
         """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own."""
+        block = run.block
         if not self._possible(block):
             yield
             return
@@ -95,6 +97,8 @@ class Reruns:
         finally:
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change tensors of their own in place, which a second run would change again")
+            if run.jagged:
+                self._refuse(kind, "make jagged tensors, to whose sizes a second run would give other names")
             if _contents(args, kwargs) != given:
                 self._refuse(kind, "change what they are given, which a second run would find changed")
 

@@ -25,9 +25,8 @@ class Scope:
     """Which module of a block is running, in the thread that runs the block."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
-        leave_untraced(
-            __name__, checkpointed.__name__
-        )  # Dynamo may run these hooks in eager code; where it traces them, they do nothing
+        # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
+        leave_untraced(__name__, checkpointed.__name__)
         self.block, self.module = block, module
         self.open = False
         self.inside: list[Callable[[], None]] = []  # take away what was put on the block

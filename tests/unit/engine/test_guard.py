@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared
-from ebbtide.engine.guard import WHOLE_BYTES, Watched, WeightGuard
+from ebbtide.engine.guard import WHOLE_BYTES, Watched, WeightGuard, _guards
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.weights import Weights
@@ -92,15 +93,18 @@ def test_what_nobody_watches_any_more_is_not_copied() -> None:
     assert own._copy(weight.untyped_storage(), weight) == 0
 
 
-def test_a_guard_that_is_gone_hears_no_steps() -> None:
-    from torch.optim import optimizer
-
-    hooks = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
-    before = [len(h) for h in hooks]
-    own = guard()
-    assert [len(h) for h in hooks] == [n + 1 for n in before]
-    del own
-    assert [len(h) for h in hooks] == before
+def test_a_guard_may_die_while_an_optimizer_steps_and_leaves_nothing() -> None:
+    """Torch iterates over its hooks then: none may be taken away."""
+    own, alive = [guard()], guard()
+    weight = parameter(3)
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    optimizer.register_step_pre_hook(lambda *given: own.clear())
+    reference = weakref.ref(own[0])
+    for _ in range(2):
+        optimizer.step()
+    assert reference() is None and alive.steps == 2
+    assert not any(known() is None for known in _guards)
 
 
 def test_comparisons_are_settled_before_an_optimizer_steps() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,6 +233,29 @@ def test_numerics_differ_where_kernels_may(setting: Setting) -> None:
     before, shown = current_numerics(), _shown()
     setting()
     assert (current_numerics() != before) == (_shown() != shown)
+
+
+FRESH = """
+import torch
+from ebbtide.engine.numerics import NumericsChange, current_numerics
+b = torch.backends
+b.mkldnn.conv.fp32_precision = "bf16"
+forward = current_numerics()
+b.mkldnn.conv.fp32_precision = "none"
+change = NumericsChange()
+change.apply(forward)
+assert b.mkldnn.conv.fp32_precision == "bf16"
+change.undo()
+found = [b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision]
+b.fp32_precision = "ieee"
+print(*found, b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision, b.mkldnn.conv.fp32_precision)
+"""
+
+
+def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
+    """In a fresh process: no write brings back the value that cuDNN's precisions begin with."""
+    ran = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.split() == ["tf32", "tf32", "ieee", "ieee", "ieee"]
 
 
 @pytest.mark.parametrize("policy", ["auto", "minimal"])
