@@ -18,7 +18,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_SUITES := host link overhead bound pareto longest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench gpu format cli-surface clean
+.PHONY: help setup demo test test-all simdev check bench gpu format cli-surface clean
 
 help:  ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -36,11 +36,16 @@ demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebb
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --rounds 3 --out runs/demo
 
-test: setup  ## Run the tests, but for the slow ones
+test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu on the simulated device
 	$(PYTEST)
+	$(PYTEST) --simdev
 
-test-all: setup  ## Run every test, the slow ones too
+test-all: setup simdev  ## Run every test, the slow ones too
 	$(PYTEST) -m ''
+	$(PYTEST) --simdev -m ''
+
+simdev: setup  ## Build the simulated device, once; says why where it cannot
+	@$(BIN)/python -m tests.simdev.build
 
 check: setup  ## Format, lint, types, floors, contracts
 	$(BIN)/ruff format --check $(SOURCES)
