@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
-from ebbtide.engine.modules import Record, record_of
+from ebbtide.engine.model import storage_key
+from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
-from ebbtide.engine.tickets import LightTicket, Ticket
+from ebbtide.engine.tickets import UNCHECKED, LightTicket, Ticket
 from ebbtide.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -66,6 +68,11 @@ class NodeView:
     def dtype(self) -> torch.dtype:
         """Element type of the value."""
         return self.node._input_metadata[self.output_nr].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the value."""
+        return self.node._input_metadata[self.output_nr].device
 
     @property
     def record(self) -> Record | None:
@@ -128,6 +135,7 @@ class Builder:
         weights: The block's weights.
         inputs: What came into the block.
         saved_input: Returns the ticket of an input, if it was saved.
+        watch: Returns a weight, at a version, as an operand. See [Note: watched weights].
         checks_weights: Whether reading a weight checks that it was not changed in place.
     """
 
@@ -137,11 +145,13 @@ class Builder:
         weights: Weights,
         inputs: Inputs,
         saved_input: Callable[[torch.Tensor], Ticket | None],
+        watch: Callable[[torch.Tensor, int | None], Watched],
         *,
         checks_weights: bool = True,
     ) -> None:
         self.rules, self._weights, self._checks_weights = rules, weights, checks_weights
-        self._inputs, self._saved_input = inputs, saved_input
+        self._inputs, self._saved_input, self._watch = inputs, saved_input, watch
+        self._watched: dict[tuple[Layout, int, int], Watched] = {}
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
@@ -163,17 +173,16 @@ class Builder:
             self._alive.append(node)
             self._of_views[id(node), base.output_nr] = ticket, Layout.of(base)
 
-    def note_module(self, module: torch.nn.Module, output: torch.Tensor) -> None:
-        """Remember which leaf module has just made a value."""
-        node, record = output.grad_fn, record_of(module)
-        if node is not None and record is not None:
-            number = output.output_nr
-            while node is not None:
-                self._alive.append(node)
-                self.records.setdefault((id(node), number), record)  # later ones only pass it on
-                if node.name() not in _PASSED_ON:
-                    break
-                node, number = node.next_functions[0]
+    def note_module(self, running: Running, output: torch.Tensor) -> None:
+        """Remember which leaf module has just computed a value: only what came into being while it ran is its own."""
+        node, record = output.grad_fn, record_of(running)
+        number = output.output_nr
+        while node is not None and record is not None and node._sequence_nr() >= running.since:
+            self._alive.append(node)
+            self.records.setdefault((id(node), number), record)  # modules around it only pass it on
+            if node.name() not in _PASSED_ON:
+                break
+            node, number = node.next_functions[0]
 
     def recipe(self, node: Node, output_nr: int) -> Expr | None:
         """Return the recipe of a value from its node, or None if no rule covers it or an operand is missing."""
@@ -182,7 +191,8 @@ class Builder:
             return self._known[key]
         self._alive.append(node)
         self._known[key] = None  # a value cannot be its own operand
-        rule = self.rules.get(node.name())
+        # What an operator of an earlier pass was given may have other values by now.
+        rule = self.rules.get(node.name()) if self._weights.read_now(node) else None
         expr = self._apply(rule, NodeView(node, output_nr, self)) if rule is not None else None
         if expr is not None and expr.depth > MAX_DEPTH:
             expr = None
@@ -234,30 +244,50 @@ class Builder:
         """Return what a slot holds as an operand."""
         if isinstance(packed, (Ticket, LightTicket)):
             return self._usable(packed)
-        if isinstance(packed, torch.Tensor) and packed.ndim == 0:  # a Python number: hooks do not see it
+        if isinstance(packed, torch.Tensor) and _is_number(packed):
             with torch._C._DisableTorchDispatch():  # a mode above would be handed the number itself, and fail
                 number = packed.item()
             return Expr(lambda: number, (), key=("number", type(number)))  # type: ignore[arg-type, return-value]
         return None
 
     def weight(self, tensor: torch.Tensor) -> Operand | None:
-        """Return a parameter or buffer as an operand, if its bytes will be there in backward."""
-        if not self._weights.usable(tensor):
-            return None
-        return LightTicket(tensor, weight=True, checked=self._checks_weights)
+        """Return a parameter or buffer as an operand.
+
+        None if its bytes will not be there in backward, or if it may have changed since an operator read it: of its
+        value then, only the version at the beginning of the pass tells.
+        """
+        version = self._weights.version(tensor)
+        return None if version is None or not self._weights.usable(tensor) else self.watched(tensor, version)
+
+    def watched(self, weight: torch.Tensor, version: int) -> Watched:
+        """Return a weight, or a view of one, that was read at a version, as an operand."""
+        key = (Layout.of(weight), storage_key(weight.untyped_storage()), version)
+        found = self._watched.get(key)
+        if found is None:
+            checked = self._checks_weights and version != UNCHECKED
+            found = self._watched[key] = self._watch(weight, version if checked else None)
+        return found
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
         if ticket.changed:
             return None
         if isinstance(ticket, Ticket):
             return None if ticket.entry.part_only else ticket
-        return None if ticket.weight and not self._weights.usable(ticket.alias) else ticket
+        if not ticket.weight:
+            return ticket
+        return self.watched(ticket.tensor, ticket.version) if self._weights.usable(ticket.tensor) else None
 
 
 def _packed(node: Node, name: str) -> Any:
     """Return what was packed into a node's slot; None if it saved nothing there."""
     saved = getattr(node, "_raw_saved_" + name, None)
     return None if saved is None else saved.data
+
+
+def _is_number(packed: torch.Tensor) -> bool:
+    """Whether what a slot holds, and no hook saw, is a Python number: torch gives those the widest types."""
+    wide = packed.dtype in (torch.float64, torch.int64, torch.complex128, torch.bool)
+    return packed.ndim == 0 and wide and not packed.requires_grad and not packed._version
 
 
 def _signed(value: Any) -> Any:

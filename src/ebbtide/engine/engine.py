@@ -17,17 +17,20 @@ from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import CopyIn, CopyOut, Window
+from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.model import ModelWeights
-from ebbtide.engine.recipe import Expr, evaluate
+from ebbtide.engine.numerics import Numerics, current_numerics
+from ebbtide.engine.recipe import Expr
+from ebbtide.engine.recompute import evaluate_now, recompute, repeatable
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import Block, BlockRun, Pass
 from ebbtide.engine.stats import StallBook, Stats, Tally
-from ebbtide.engine.switches import exactly
 from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.engine.wrappers import WrapperTicket
 from ebbtide.store.protocol import Tier
 
@@ -75,14 +78,16 @@ class Engine:
         rules: dict[str, Rule] | None = None,
         tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
     ) -> None:
+        leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
-        self.weights = ModelWeights(model_weights, move=weights_move)
-        self.rules = rules if rules is not None else rule_table()
         self.lock = threading.RLock()
+        self.trust = Trust(bus, always_whole=options.verify)
+        guard = self.guard = WeightGuard(self.lock, self.trust.settle)
+        self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
+        self.rules = rules if rules is not None else rule_table()
         self.live_tickets: set[weakref.ref[Life]] = set()
         self.live_entries: set[weakref.ref[Life]] = set()
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
-        self.trust = Trust(bus)
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
         self.last_pass = Pass()
@@ -199,32 +204,17 @@ class Engine:
         """Let an entry have its bytes on the device for now."""
         entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
 
-    def trusts(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> bool:
-        """Whether a recipe gives the tensor that is there, bit by bit."""
+    def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
+        """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
+        run = functools.partial(evaluate_now, recipe, base, self._content)
+        return self.trust.holds((block, numerics), entry, recipe, base, run)
 
-        def remake(expr: Expr) -> torch.Tensor:
-            return exactly(base.device.type, None, lambda: evaluate(expr, self._content, None))
-
-        return self.trust.holds(entry, recipe, base, remake)
-
-    def remake_alone(self, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
-        """Return what makes a tensor again from operands that are there, to be timed; None if it may not be remade."""
-        if not self.trusts(entry, recipe, base):
+    def remake_alone(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
+        """Return what recomputes a tensor from operands that are there, to be timed; None if it may not be."""
+        if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
         self._stalls.serve_nobody()
-        there: dict[Entry, torch.Tensor] = {}
-
-        def read(operand: Entry) -> torch.Tensor | None:
-            content = there.get(operand)
-            return self._operand(entry, None, None, operand) if content is None else content
-
-        def once() -> torch.Tensor:
-            return exactly(base.device.type, None, lambda: evaluate(recipe, read, there.__setitem__))
-
-        for ticket in recipe.tickets():
-            content = read(ticket.entry)
-            there[ticket.entry] = evaluate(ticket.entry, read, there.__setitem__) if content is None else content
-        return once
+        return repeatable(recipe, base, functools.partial(self._operand, entry, None, None))
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
@@ -255,9 +245,9 @@ class Engine:
         content = self._content(entry, backward, run)
         if content is None:
             began = time.perf_counter()
-            keep = None if backward is None else functools.partial(self._keep, backward)
             read = functools.partial(self._operand, entry, backward, run)
-            content = exactly(entry.empty.device.type, entry.switches, lambda: evaluate(entry, read, keep))
+            keep = functools.partial(self._keep, backward)
+            content = recompute(self.trust, entry, run.block.name, read, keep)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -314,10 +304,9 @@ class Engine:
             self._window.shrink(flow.ahead_bytes)
             flow.put_back()
             content = entry.slot.take()
-        if backward is not None and run is not None:
-            self._keep(backward, entry, content)
-            if flow is not None:
-                flow.has_read(entry)
+        self._keep(backward, entry, content)
+        if flow is not None:
+            flow.has_read(entry)
         return content
 
     # Backward
@@ -361,9 +350,10 @@ class Engine:
                 self.timer.backward_ends()
 
     @staticmethod
-    def _keep(backward: _Backward, entry: Entry, content: torch.Tensor) -> None:
-        entry.restored = content
-        backward.restored.append(weakref.ref(entry))
+    def _keep(backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:
+        if backward is not None:
+            entry.restored = content
+            backward.restored.append(weakref.ref(entry))
 
     # Counting
 

@@ -18,12 +18,16 @@ class ModelWeights:
     Args:
         ask: Returns all parameters and buffers of the model; asked at the start of each pass.
         move: They have bytes only around their block's forward and backward (FSDP).
+        steps: Returns how many optimizer steps there have been.
     """
 
-    def __init__(self, ask: Ask, *, move: bool) -> None:
+    def __init__(self, ask: Ask, *, move: bool, steps: Callable[[], int]) -> None:
         self.move = move
+        self._steps, self._steps_before = steps, 0
         self._ask, self._ask_lasting = ask, tuple
         self._keys: set[int] = set()
+        self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self.since = 0  # number of the first autograd node that this thread makes in this pass
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
 
     @property
@@ -38,11 +42,31 @@ class ModelWeights:
             lasting: Returns, where weights move, those that have their bytes through the whole forward and backward.
                 Asked when the first block begins: the root unit may be unsharded only then.
         """
-        self._keys = storage_keys(self._ask())
+        weights = list(self._ask())
+        self._keys = storage_keys(weights)
+        self._versions, self._steps_before = {}, self._steps()
+        self.note_versions(weights)
+        self.since = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
         self._ask_lasting, self._lasting = lasting, None
+
+    def note_versions(self, weights: Iterable[torch.Tensor]) -> None:
+        """Remember the versions of weights that are met in this pass for the first time."""
+        for weight in weights:
+            if id(weight) not in self._versions and not is_lazy(weight) and not weight.is_inference():
+                self._versions[id(weight)] = weight, weight._version
+
+    def version(self, weight: torch.Tensor) -> int | None:
+        """Return the version that a weight has had since the pass began; None if it changed, or is not known.
+
+        What this pass computed from a weight, it then computed from the value that is there now.
+        """
+        known, version = self._versions.get(id(weight), (None, None))
+        unchanged = known is weight and version == weight._version and self._steps() == self._steps_before
+        return version if unchanged else None
 
     def end_pass(self) -> None:
         """The forward is over: unsharded weights are views, which hold a graph."""
+        self._versions = {}
         if self._lasting is not None:
             self._lasting = [], self._lasting[1]
 

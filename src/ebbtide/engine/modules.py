@@ -17,17 +17,23 @@ class Running(NamedTuple):
         name: Its path in the block.
         module: The module.
         casts_to: What autocast casts its weights to; None without autocast. Inside an operator nothing tells it.
+        since: Number of the first autograd node that this thread makes while the module runs.
+        bias: Its bias as it began to run.
     """
 
     name: str
     module: nn.Module
     casts_to: torch.dtype | None
+    since: int
+    bias: torch.Tensor | None
 
     @staticmethod
     def here(name: str, module: nn.Module, device_type: str) -> Running:
         """Return a module that begins to run now."""
         on = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-        return Running(name, module, torch.get_autocast_dtype(device_type) if on else None)
+        since = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        dtype = torch.get_autocast_dtype(device_type) if on else None
+        return Running(name, module, dtype, since, module._parameters.get("bias"))
 
 
 _LEADS = {
@@ -54,12 +60,14 @@ class Record(NamedTuple):
     bias: torch.Tensor | None
 
 
-def record_of(module: nn.Module) -> Record | None:
+def record_of(running: Running) -> Record | None:
     """Return the record of a layer that has just run; None if its attributes do not tell what it computed."""
+    module, bias = running.module, running.bias
     if not computes_as_told(module):
         return None
-    bias = getattr(module, "bias", None)
-    return Record(type(module), getattr(module, "eps", None), bias if isinstance(bias, torch.Tensor) else None)
+    if getattr(module, "bias", None) is not bias:  # computed (a parametrisation), or another one than when it began
+        return None
+    return Record(type(module), getattr(module, "eps", None), bias)
 
 
 def computes_as_told(module: nn.Module | None) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import with_layout
 from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
 
@@ -31,12 +32,13 @@ class Expr:
 
     Args:
         fn: Called with the operands' values; must be exact, repeatable and free of side effects.
-        operands: Tickets, light tickets or expressions.
-        key: What the function does, with its constants; hashable. Part of the signature that trust is bound to.
+        operands: Tickets, light tickets, watched weights or expressions.
+        key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
+            numbers and sizes that change from step to step.
         flops: Multiply-add work in FLOP; 0 for element-wise work.
     """
 
-    __slots__ = ("depth", "flops", "fn", "operands", "signature")
+    __slots__ = ("depth", "flops", "fn", "operands", "structure")
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class Expr:
         inner = [o for o in operands if isinstance(o, Expr)]
         self.depth = 1 + max(map(_depth, operands), default=0)
         self.flops = flops + sum(o.flops for o in inner)
-        self.signature = hash((key, tuple(_signature(o) for o in operands)))
+        self.structure = hash((key, tuple(_structure(o) for o in operands)))
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
@@ -61,7 +63,7 @@ class Expr:
                 yield from operand.tickets()
 
 
-Operand = Expr | Ticket | LightTicket
+Operand = Expr | Ticket | LightTicket | Watched
 
 
 def _depth(operand: Operand) -> int:
@@ -71,22 +73,32 @@ def _depth(operand: Operand) -> int:
     return operand.depth if isinstance(operand, Expr) else 0
 
 
-def _signature(operand: Operand) -> Any:
-    """Return what of an operand decides which kernel runs on it."""
+def _structure(operand: Operand) -> Any:
+    """Return what of an operand stays from step to step."""
     if isinstance(operand, Expr):
-        return operand.signature
+        return operand.structure
     if isinstance(operand, Ticket):
-        return operand.layout.dtype, operand.layout.size, operand.layout.stride
-    return operand.alias.dtype, tuple(operand.alias.shape), operand.alias.layout
+        return operand.layout.dtype, len(operand.layout.size)
+    return operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout
 
 
-def evaluate(target: Expr | Entry, read: Reader, keep: Callable[[Entry, torch.Tensor], None] | None) -> torch.Tensor:
-    """Make a value again.
+def _weight(watched: Watched) -> torch.Tensor:
+    return watched.tensor
+
+
+def evaluate(
+    target: Expr | Entry,
+    read: Reader,
+    keep: Callable[[Entry, torch.Tensor], None] | None,
+    weight: Callable[[Watched], torch.Tensor] = _weight,
+) -> torch.Tensor:
+    """Compute a value again.
 
     Args:
         target: An expression, or an entry whose recipe is to be run.
         read: Returns the content of an entry that needs no recompute.
-        keep: Told of every entry remade on the way, with its content; ``None``: nothing outlives this call.
+        keep: Called with every entry recomputed on the way, and its content; ``None``: nothing outlives this call.
+        weight: Returns the value of a weight, or raises if it changed.
 
     Returns:
         The value (of an expression) or the content of the storage (of an entry).
@@ -116,7 +128,7 @@ def evaluate(target: Expr | Entry, read: Reader, keep: Callable[[Entry, torch.Te
         if missing:
             stack.extend(missing)
             continue
-        values[id(node)] = node.fn(*[_value(o, values) for o in node.operands])
+        values[id(node)] = node.fn(*[_value(o, values, weight) for o in node.operands])
         for operand in node.operands:
             if isinstance(operand, Expr):
                 waiting[id(operand)] -= 1
@@ -132,14 +144,18 @@ def _inner(operand: Operand) -> Expr | Entry | None:
     return operand if isinstance(operand, Expr) else None
 
 
-def _value(operand: Operand, values: dict[int, torch.Tensor]) -> torch.Tensor:
+def _value(
+    operand: Operand, values: dict[int, torch.Tensor], weight: Callable[[Watched], torch.Tensor]
+) -> torch.Tensor:
     if isinstance(operand, Ticket):
         return operand.layout.over(values[id(operand.entry)], operand.entry.first)
     if isinstance(operand, Expr):
         return values[id(operand)]
+    if isinstance(operand, Watched):
+        return weight(operand)
     if operand.changed:
-        raise operand_error(f"a {list(operand.alias.shape)} {'weight' if operand.weight else 'tensor'}")
-    return operand.alias
+        raise operand_error(f"a {list(operand.tensor.shape)} tensor")
+    return operand.tensor
 
 
 def _recipe_of(entry: Entry) -> Expr:

@@ -18,9 +18,9 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, region
 from ebbtide.engine.modules import Running
 from ebbtide.engine.narrow import narrower, park_narrowed
+from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.recipe import Expr
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.weights import Weights, is_parameter
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
@@ -86,20 +86,20 @@ class BlockRun:
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
-        self._staying: dict[
-            int, weakref.ref[torch.UntypedStorage]
-        ] = {}  # that light tickets keep, and that were counted
+        self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
         self.running: list[Running] = []  # modules of the block, innermost last
         self._counts: Counter[tuple[str, str]] = Counter()
         self.weights = Weights(engine.weights, block.weights())
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
+        self.compared = engine.trust.begin_block(block.count, accelerator=self._inputs.device_type != "cpu")
         self.builder = Builder(
             engine.rules,
             self.weights,
             self._inputs,
             self._saved_input,
+            functools.partial(engine.guard.watch, compared=self.compared),
             checks_weights=engine.weights.checked,
         )
 
@@ -150,10 +150,9 @@ class BlockRun:
         """
         self.running.append(Running.here(name, module, self._inputs.device_type))
 
-    def leave(self) -> None:
-        """The innermost module is done."""
-        if self.running:
-            self.running.pop()
+    def leave(self) -> Running | None:
+        """End the innermost module, and return it."""
+        return self.running.pop() if self.running else None
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
@@ -277,9 +276,9 @@ class BlockRun:
         site = self._site("input" if is_input else name)
         weight = self.weights.copied(base, self._innermost) if whole and engine.may_remake(tensor) else None
         recipe = None
-        if weight is not None:
-            ticket = LightTicket(weight, weight=True, checked=engine.weights.checked)
-            recipe = Expr(lambda w: w.to(base_layout.dtype), (ticket,), key=("cast", base_layout.dtype))
+        if weight is not None and self.builder is not None:
+            operand = self.builder.watched(weight, weight._version)
+            recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
         elif (
             whole
             and not self._inputs.holds(storage)
@@ -334,7 +333,9 @@ class BlockRun:
             tensor.untyped_storage(),
             movable=engine.may_move(tensor),
             narrow_bytes=None if narrow is None else narrow.nbytes,
-            prepare=None if recipe is None else functools.partial(engine.remake_alone, entry, recipe, base),
+            prepare=None
+            if recipe is None
+            else functools.partial(engine.remake_alone, self.block.name, entry, recipe, base),
         )
 
     def _carry_out(
@@ -343,9 +344,12 @@ class BlockRun:
         engine = self.engine
         if engine.options.verify:
             engine.take_checksum(entry, tensor)
-        if action is Action.RECOMPUTE and recipe is not None and engine.trusts(entry, recipe, base):
-            entry.action, entry.recipe, entry.switches = Action.RECOMPUTE, recipe, switches_now()
-            return
+        if action is Action.RECOMPUTE and recipe is not None:
+            numerics = current_numerics()
+            if engine.trusts(self.block.name, entry, recipe, base, numerics):
+                entry.action, entry.recipe, entry.numerics = Action.RECOMPUTE, recipe, numerics
+                entry.fingerprint = engine.trust.fingerprint(base, self.compared)
+                return
         if action is not Action.KEEP and engine.may_move(tensor):
             narrow = narrower(self.builder, entry, base)
             if narrow is not None:

@@ -22,13 +22,14 @@ import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.layout import Layout
 from ebbtide.store.protocol import Slot
 
 if TYPE_CHECKING:
+    from ebbtide.engine.numerics import Numerics
     from ebbtide.engine.recipe import Expr
     from ebbtide.engine.run import BlockRun
-    from ebbtide.engine.switches import Switches
 
 Place = tuple[str, str]
 """Path of a module within its block, and the block's name."""
@@ -41,10 +42,11 @@ UNCHECKED = -1
 
 
 class LightTicket:
-    """A saved tensor that stays: a detached alias and the version it had.
+    """A saved tensor that stays, and the version it had.
 
-    Never a tensor of the graph itself: an operator that saves its own output would then keep itself alive for ever. One
-    that needs no gradient is kept as it is, with its class and the attributes that somebody gave it.
+    A leaf is held itself, for that is what ordinary autograd reads in backward, whatever ``leaf.data`` is by then; so
+    is what needs no gradient, with its class and the attributes that somebody gave it. Of a tensor in the graph a
+    detached alias is held: an operator that saves its own output would else keep itself alive for ever.
 
     Args:
         tensor: The saved tensor.
@@ -53,26 +55,26 @@ class LightTicket:
         place: The module and the block that saved it, as errors name them.
     """
 
-    __slots__ = ("alias", "place", "version", "weight")
+    __slots__ = ("place", "tensor", "version", "weight")
 
     def __init__(
         self, tensor: torch.Tensor, *, weight: bool = False, checked: bool = True, place: Place | None = None
     ) -> None:
-        self.alias, self.place = tensor.detach() if tensor.requires_grad else tensor, place
+        self.tensor, self.place = tensor if tensor.is_leaf else tensor.detach(), place
         self.version = UNCHECKED if not checked or tensor.is_inference() else tensor._version
         self.weight = weight
 
     @property
     def changed(self) -> bool:
         """Whether the tensor was changed in place since it was saved."""
-        return self.version != UNCHECKED and self.alias._version != self.version
+        return self.version != UNCHECKED and self.tensor._version != self.version
 
     def read(self) -> torch.Tensor:
-        """Return the alias. Raises ModifiedInPlaceError when the tensor was changed in place since."""
+        """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since."""
         if self.changed:
             where = "" if self.place is None else "{} of block {!r} (keep)".format(*self.place)
-            raise modified_error(self.alias.dtype, tuple(self.alias.shape), self.alias._version, self.version, where)
-        return self.alias
+            raise modified_error(self.tensor.dtype, tuple(self.tensor.shape), self.tensor._version, self.version, where)
+        return self.tensor
 
 
 class Life:
@@ -93,8 +95,9 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "first", "last", "life", "part_only",
-        "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "switches", "tainted", "version",
+        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "last", "life",
+        "numerics", "part_only", "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted",
+        "version",
     )  # fmt: skip
 
     def __init__(
@@ -120,7 +123,8 @@ class Entry:
         self.recipe: Expr | None = None
         self.restored: torch.Tensor | None = None
         self.checksum: tuple[int, int] | None = None
-        self.switches: Switches | None = None  # what its kernels ran under, if they are to run again
+        self.fingerprint: Fingerprint | None = None  # of the tensor that was dropped, if it is to be recomputed
+        self.numerics: Numerics | None = None  # what its kernels ran under, if they are to run again
         self.probe: torch.Tensor | None = None
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
@@ -184,9 +188,9 @@ def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
 def operand_error(what: str) -> ModifiedInPlaceError:
     """Return the error for a tensor that a recipe needs and that was changed: plain training may have allowed it."""
     return ModifiedInPlaceError(
-        f"{what} is needed to remake another tensor and was changed in place after it was saved",
+        f"{what} is needed to recompute another tensor and was changed in place after it was saved",
         expected="operands of recipes that stay as they are until their backward",
-        hint="pass keep_filter=... to keep the tensors made of it, or policy=Offload(), which remakes nothing",
+        hint="pass keep_filter=... to keep the tensors made of it, or policy='offload', which recomputes nothing",
     )
 
 

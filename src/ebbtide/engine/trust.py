@@ -1,63 +1,100 @@
-"""Trust is earned: the first remake at a site is compared, bit by bit, with the tensor that is there."""
+"""Trust: recipes are compared with what they replace, once for each block before use and by fingerprint ever after.
+
+[Note: trust]
+A recipe is built from what the graph says; that it gives the same bits is checked, not believed:
+
+- The first time that a block saves at a site, the recipe runs while the tensor is there, and all bytes are compared. A
+  recipe that differs is never used: its site is offloaded in every block, and ``explain()`` says so.
+- Whatever is recomputed later carries a fingerprint of the tensor that was dropped, and is compared when it is needed,
+  before anything is computed from it. On the host that happens every time (a sample; all bytes in one block in 50 steps
+  of its kind); on an accelerator in those blocks only, all bytes, and the answer is read when the device has it, at the
+  latest before an optimizer steps. What differs is an error: a wrong gradient never reaches a weight.
+
+A verdict belongs to a block, its numerics, a site, the operators and the element types. Numbers and lengths that change
+from step to step make no new ones.
+"""
 
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
+from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
 from ebbtide.engine.layout import Layout, storage_bytes
 from ebbtide.engine.recipe import Expr
-from ebbtide.engine.switches import switches_now
 from ebbtide.engine.tickets import Entry
 
 logger = logging.getLogger("ebbtide.engine")
 
 Key = tuple[Any, ...]
 
+STEPS_BETWEEN = 50
+"""One block of each kind is compared whole, on average, in so many steps."""
+
 
 class Trust:
-    """Remembers which recipes were compared and found equal.
+    """Remembers which recipes were compared and found equal, and compares what is recomputed. See [Note: trust].
 
-    A verdict holds for a site, a layout, the recipe's operators and constants, and the switches that change what a
-    kernel computes; whatever differs in one of them is compared anew.
+    Args:
+        bus: Told of recipes that are left out.
+        always_whole: Compare all bytes every time (``verify=True``).
     """
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, *, always_whole: bool = False) -> None:
+        self._bus, self._always_whole = bus, always_whole
         self._verdicts: dict[Key, bool] = {}
+        self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
+        self._unread: list[tuple[torch.Tensor, Callable[[], Exception]]] = []
+        self.fingerprints = True
         self.demoted: dict[str, str] = {}
 
-    def holds(self, entry: Entry, recipe: Expr, base: torch.Tensor, remake: Callable[[Expr], torch.Tensor]) -> bool:
-        """Return whether ``recipe`` gives ``base`` exactly; compares when this key was not met before."""
-        key = (entry.site, entry.base_layout, recipe.signature, switches_now())
+    # Before a recipe is used
+
+    def holds(
+        self, where: Key, entry: Entry, recipe: Expr, base: torch.Tensor, run: Callable[[], torch.Tensor]
+    ) -> bool:
+        """Return whether ``recipe`` gives ``base`` exactly; compares when this block has not saved here before.
+
+        Args:
+            where: Name of the block that saves ``base``, and the numerics under which it runs.
+            entry: The tensor's.
+            recipe: Its recipe.
+            base: The tensor.
+            run: Evaluates the recipe.
+        """
+        if str(entry.site) in self.demoted:
+            return False
+        key = (where, entry.site, base.dtype, recipe.structure)
         verdict = self._verdicts.get(key)
         if verdict is None:
-            verdict = self._verdicts[key] = self._compare(entry, recipe, base, remake)
+            verdict = self._verdicts[key] = self._compare(entry, base, run)
         return verdict
 
-    def _compare(self, entry: Entry, recipe: Expr, base: torch.Tensor, remake: Callable[[Expr], torch.Tensor]) -> bool:
+    def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
         try:
-            again = remake(recipe)
+            value = run()
         except (MemoryError, torch.OutOfMemoryError):  # says nothing about the recipe
             raise
         except Exception as error:  # a rule that cannot run here must not cost the user the step
             return self._demote(entry, f"the rule failed: {type(error).__name__}: {error}")
-        if again.shape != base.shape or again.dtype != base.dtype:
-            return self._demote(entry, f"made {again.dtype}{list(again.shape)} of {base.dtype}{list(base.shape)}")
+        if value.shape != base.shape or value.dtype != base.dtype:
+            return self._demote(entry, f"made {value.dtype}{list(value.shape)} of {base.dtype}{list(base.shape)}")
         layout = Layout.of(base)
-        if again.stride() != layout.stride or again.untyped_storage().nbytes() != layout.logical_bytes:
-            again = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(again)
-        if not self.same_bytes(again, base):
-            return self._demote(entry, "the remade bytes differ")
+        if value.stride() != layout.stride or value.untyped_storage().nbytes() != layout.logical_bytes:
+            value = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(value)
+        if not self.same_bytes(value, base):
+            return self._demote(entry, "the recomputed bytes differ")
         return True
 
-    def same_bytes(self, again: torch.Tensor, base: torch.Tensor) -> bool:
+    def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether two tensors' storages hold the same bytes."""
-        return torch.equal(storage_bytes(again), storage_bytes(base))
+        return torch.equal(storage_bytes(value), storage_bytes(base))
 
     def _demote(self, entry: Entry, reason: str) -> bool:
         site = str(entry.site)
@@ -66,3 +103,52 @@ class Trust:
             self._bus.emit("message", level="info", code="demoted", text=f"not recomputed, {site}: {reason}")
         self.demoted[site] = reason
         return False
+
+    # When it is used
+
+    def begin_block(self, blocks: int, *, accelerator: bool) -> Compared:
+        """Return how a block's run compares what it recomputes.
+
+        Args:
+            blocks: Blocks of the model.
+            accelerator: Its tensors are on an accelerator.
+        """
+        if not self.fingerprints:
+            return Compared.NOT
+        if self._always_whole or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
+            return Compared.WHOLE
+        return Compared.NOT if accelerator else Compared.SAMPLE
+
+    def fingerprint(self, tensor: torch.Tensor, compared: Compared) -> Fingerprint | None:
+        """Return a fingerprint of what is dropped; None if it is not to be compared."""
+        if compared is Compared.NOT or not can_be_taken(tensor):
+            return None
+        return Fingerprint(tensor, whole=compared is Compared.WHOLE)
+
+    def require(self, same: torch.Tensor | bool, failed: Callable[[], Exception]) -> None:
+        """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell."""
+        if isinstance(same, torch.Tensor):
+            self._unread.append((same, failed))
+        elif not same:
+            raise failed()
+
+    def settle(self) -> None:
+        """Wait for comparisons that a device has not answered yet, and raise if one failed."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        answers = torch.stack([same for same, _ in unread]).tolist()
+        for same, (_, failed) in zip(answers, unread, strict=True):
+            if not same:
+                raise failed()
+
+    def differs(self, entry: Entry, block: str) -> RestoreError:
+        """Return the error for a recomputed tensor that is not what was dropped, and use the recipe no more."""
+        self._demote(entry, "what was recomputed in backward differed from what was saved")
+        return RestoreError(
+            f"{entry.site} of block {block!r} was recomputed and differs from what was saved: something that it is "
+            "computed from changed between forward and backward, and left no trace",
+            expected="the value of the forward",
+            hint="change weights and inputs after the backward, not through .data; keep_filter=... keeps a tensor, "
+            "policy='offload' recomputes none",
+        )

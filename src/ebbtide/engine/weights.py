@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
 from ebbtide.engine.model import ModelWeights, storage_key, storage_keys
 from ebbtide.engine.modules import Running, computes_as_told
 
@@ -22,6 +23,7 @@ class Weights:
     def __init__(self, model: ModelWeights, own: Iterable[torch.Tensor]) -> None:
         self._model = model
         own = list(own)
+        model.note_versions(own)
         self._own = storage_keys(own)
         self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
@@ -53,8 +55,19 @@ class Weights:
         """Whether a weight has its bytes when the block's backward remakes."""
         return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
 
+    def read_now(self, node: Any) -> bool:
+        """Whether an operator ran in this pass: what its operands were is what ``version`` knows of them."""
+        return self._model.since <= node._sequence_nr()
+
+    def version(self, weight: torch.Tensor) -> int | None:
+        """Return the version that a weight has had since the pass began; None if it changed, or is not known."""
+        return self._model.version(weight)
+
     def copied(self, tensor: torch.Tensor, running: Running | None) -> torch.Tensor | None:
-        """Return the weight that a tensor is autocast's copy of: no weight crosses the link, in whatever dtype.
+        """Return the weight that a tensor is, beyond doubt, autocast's copy of: it is cast again, not moved.
+
+        A copy from before this pass (autocast's cache outlives an optimizer step) and one of a weight that changed
+        since are tensors like any other.
 
         Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
         reads the copy, but not yet when the block remakes other tensors: see ``Entry.part_only``.
@@ -64,21 +77,34 @@ class Weights:
             running: The innermost module that runs.
         """
         node, weight = tensor.grad_fn, None
-        if node is not None and node.name() == "ToCopyBackward0":
+        if node is not None and node.name() == "ToCopyBackward0" and self.read_now(node):
             source = node.next_functions[0][0]
             leaf = getattr(source, "variable", None)
             if leaf is None:
                 leaf = self._nodes.get(id(source), (None, None))[1]
             weight = leaf if leaf is not None and self.include(leaf) else None
         elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
-            # One that computes as told saves nothing else of its weight's shape: not its input, for a frozen weight.
-            same = [w for w in running.module.parameters(recurse=False) if w.shape == tensor.shape]
-            frozen = len(same) == 1 and not same[0].requires_grad and same[0].dtype != tensor.dtype
-            if frozen and computes_as_told(running.module):
-                weight = same[0]
-        if weight is None or self.usable(weight):
+            weight = self._frozen(running.module, tensor)
+        if weight is None or self.version(weight) is None:
+            return None
+        if self.usable(weight):
             return weight
         return weight if storage_key(weight.untyped_storage()) in self._passing else None
+
+    @staticmethod
+    def _frozen(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a layer's frozen weight if ``tensor`` is its copy in another type.
+
+        The layer must be one of torch's that computes from ``weight``, and that must be its parameter: not what a hook
+        computes from others before each forward, as weight normalisation and pruning do.
+        """
+        weight = module._parameters.get("weight")
+        if weight is None or weight.requires_grad or weight.shape != tensor.shape or weight.dtype == tensor.dtype:
+            return None
+        if not computes_as_told(module) or not (can_be_taken(weight) and can_be_taken(tensor)):
+            return None
+        readable = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # without waiting for anybody
+        return None if readable and not is_cast_of(tensor, weight) else weight
 
     def _note_nodes(self, weights: Iterable[torch.Tensor]) -> None:
         for weight in weights:

@@ -295,9 +295,9 @@ class _Scope:
         run = self.run
         if run is None:
             return
-        run.leave()
-        if leaf and isinstance(output, torch.Tensor) and run.builder is not None:
-            run.builder.note_module(module, output)
+        running = run.leave()
+        if leaf and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
+            run.builder.note_module(running, output)
 
 
 class offloading:

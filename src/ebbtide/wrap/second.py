@@ -3,8 +3,8 @@
 [Note: a second run]
 Gradients are right only if the second run computes what the first did. Torch's checkpoint brings back autocast and the
 default random generators. What it does not is brought back here: Python's and numpy's random state, plain attributes
-of the block's modules (``training``, counters, scales), the default dtype and the chosen attention kernels. Weights
-and buffers are not brought back; one that was changed in place since is an error, as a saved tensor would be.
+of the block's modules (``training``, counters, scales), the numerics and the chosen attention kernels. Weights and
+buffers are not brought back; one that was changed in place since is an error, as a saved tensor would be.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.engine.numerics import NumericsChange, current_numerics
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -41,7 +42,7 @@ class Moment:
         self._weights = [(w, w._version) for w in weights if not w.is_inference()]
         self._attributes = [(vars(m), _plain(vars(m))) for m in module.modules()]
         self._random = _random_states()
-        self._switches = _switches()
+        self._numerics, self._kernels = current_numerics(), _attention_kernels()
 
     @contextmanager
     def back(self) -> Generator[None]:
@@ -52,12 +53,13 @@ class Moment:
         """
         self._check_weights()
         now = [_plain(own) for own, _ in self._attributes]
-        randoms, switches = _random_states(), _switches()
+        randoms, kernels, numerics = _random_states(), _attention_kernels(), NumericsChange()
         try:
             for own, then in self._attributes:
                 own.update(then)
             _set_random(self._random)
-            _set_switches(self._switches)
+            _set_attention_kernels(self._kernels)
+            numerics.apply(self._numerics)
             yield
         finally:
             for (own, _), kept in zip(self._attributes, now, strict=True):
@@ -65,7 +67,8 @@ class Moment:
                     del own[name]
                 own.update(kept)
             _set_random(randoms)
-            _set_switches(switches)
+            _set_attention_kernels(kernels)
+            numerics.undo()
 
     def _check_weights(self) -> None:
         changed = next((w for w, version in self._weights if w._version != version), None)
@@ -121,15 +124,13 @@ def _set_random(states: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[1])
 
 
-def _switches() -> tuple[torch.dtype, tuple[bool, ...]]:
+def _attention_kernels() -> tuple[bool, ...]:
     cuda: Any = torch.backends.cuda
-    return torch.get_default_dtype(), tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA)
+    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA)
 
 
-def _set_switches(switches: tuple[torch.dtype, tuple[bool, ...]]) -> None:
-    if torch.get_default_dtype() is not switches[0]:
-        torch.set_default_dtype(switches[0])
+def _set_attention_kernels(kernels: tuple[bool, ...]) -> None:
     cuda: Any = torch.backends.cuda
-    for kernel, on in zip(_SDPA, switches[1], strict=True):
+    for kernel, on in zip(_SDPA, kernels, strict=True):
         if getattr(cuda, f"{kernel}_sdp_enabled")() != on:
             getattr(cuda, f"enable_{kernel}_sdp")(on)

@@ -252,7 +252,7 @@ def test_a_value_that_differs_between_steps_keeps_plain_trainings_bits(program: 
     check(program)
 
 
-def test_a_remake_runs_under_the_switches_of_its_forward() -> None:
+def test_a_recompute_runs_under_the_numerics_of_its_forward() -> None:
     one, other = torch.randn(36, 64), torch.randn(64, 48)
     with _precision("medium"):
         rounded = one @ other

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.engine.build import Builder
+from ebbtide.engine.modules import Running
 from ebbtide.engine.rules import rule_table
 from tests.helpers.engines import (
     REMAKE,
@@ -172,12 +173,13 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
     def program(leaves: dict[str, Tensor]) -> list[Tensor]:
         base = (leaves["x"].cos() + leaves["x"]).tanh()
         other = base.sigmoid() + base  # base is saved: what the recipe begins from
+        running = None if module is None else Running.here("", module, "cpu")
         y = make(base)
         reached = y.grad_fn
         if node.startswith("UnsafeSplit") or view or module is not None or reached.name() == node:
             assert node in _names(reached), _names(reached)
-        if current[0] is not None and module is not None:
-            current[0].note_module(module, y)
+        if current[0] is not None and running is not None:
+            current[0].note_module(running, y)
         z = y.clone() if view else y
         return [z * z, other]
 
@@ -289,8 +291,9 @@ def test_a_remade_batch_norm_counts_no_batch_twice() -> None:
     x = leaf(4, 6)
     with open_engine(REMAKE) as engine:
         with forward_pass(engine, x, weights=[*norm.parameters(), *norm.buffers()]) as opened:
+            running = Running.here("", norm, "cpu")
             y = norm(x * 2)
-            opened.builder.note_module(norm, y)
+            opened.builder.note_module(running, y)
             z = y * y
         del y
         z.sum().backward()

@@ -11,8 +11,8 @@ from ebbtide.engine.rules.making import binary, expression, operator, typed, una
 
 
 def _cast(n: NodeView) -> Expr | None:
-    dtype = n.dtype
-    return expression(n, lambda x: x.to(dtype), [n.input(0)], dtype)
+    dtype = n.dtype  # it may be the operand's own: `to` with copy=True makes another tensor then too
+    return expression(n, lambda x: x.to(dtype, copy=True), [n.input(0)])
 
 
 def _where(n: NodeView) -> Expr | None:
@@ -37,21 +37,27 @@ def _clamp_between(n: NodeView) -> Expr | None:
 
 def _power_of_number(n: NodeView) -> Expr | None:
     base = n.constant("self")
-    return expression(n, lambda x: torch.pow(base, x), [n.operand("exponent", 0)], str(base))
+    return expression(n, lambda x: torch.pow(base, x), [n.operand("exponent", 0)])
 
 
 def _lerp(n: NodeView) -> Expr | None:
     weight = n.constant("weight")
-    return expression(n, lambda x, y: torch.lerp(x, y, weight), [n.operand("self", 0), n.operand("end", 1)], weight)
+    return expression(n, lambda x, y: torch.lerp(x, y, weight), [n.operand("self", 0), n.operand("end", 1)])
 
 
 def _three(fn: object, *names: str) -> Rule:
     def rule(n: NodeView) -> Expr | None:
         value = n.constant("value")
         operands = [n.operand(name, index) for index, name in enumerate(names)]
-        return expression(n, lambda x, y, z: fn(x, y, z, value=value), operands, value)  # pyright: ignore
+        return expression(n, lambda x, y, z: fn(x, y, z, value=value), operands)  # pyright: ignore
 
     return rule
+
+
+def _cumsum(n: NodeView) -> Expr | None:
+    """No rule on an accelerator: there a sum of floats along a dimension may add up in another order each time."""
+    on_host = n.device.type == "cpu" or not n.dtype.is_floating_point
+    return typed(torch.cumsum, "dim")(n) if on_host else None
 
 
 def _dropout(n: NodeView) -> Expr | None:
@@ -66,7 +72,7 @@ def _dropout(n: NodeView) -> Expr | None:
             return x * mask.to(x.dtype).mul_(scale)
         return torch.ops.aten.native_dropout_backward(x, mask, scale)
 
-    return expression(n, again, [n.input(0), n.slot("result1")], p)
+    return expression(n, again, [n.input(0), n.slot("result1")])
 
 
 def arithmetic() -> dict[str, Rule]:
@@ -135,7 +141,7 @@ def reductions() -> dict[str, Rule]:
     """Return the rules for reductions, scans and softmax: exact, for the same kernel runs on the same values."""
     return {
         "AmaxBackward0": operator(torch.amax, "dim", "keepdim"),
-        "CumsumBackward0": typed(torch.cumsum, "dim"),
+        "CumsumBackward0": _cumsum,
         "LinalgVectorNormBackward0": typed(torch.linalg.vector_norm, "ord", "dim", "keepdim"),
         "LogSoftmaxBackward0": typed(torch.log_softmax, "dim"),
         "LogsumexpBackward0": operator(torch.logsumexp, "dim", "keepdim"),

@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
 from ebbtide.engine.tickets import LightTicket, Ticket
+
+_BatchNorm = torch.nn.modules.batchnorm._NormBase  # instance norms among them
+_Convolution = torch.nn.modules.conv._ConvNd
 
 
 def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rule:
@@ -24,7 +28,7 @@ def _norm(kind: type[torch.nn.Module], call: Callable[..., torch.Tensor]) -> Rul
             return None
         shape, eps = n.constant("normalized_shape"), record.eps
         weight, bias = (n.operand(name, i) if n.saved(name) else _ABSENT for i, name in ((1, "weight"), (2, "bias")))
-        return _normed(n, lambda x, w, b: call(x, shape, w, b, eps), weight, bias, shape, eps)
+        return _normed(n, lambda x, w, b: call(x, shape, w, b, eps), weight, bias)
 
     return rule
 
@@ -33,7 +37,7 @@ def _group_norm(n: NodeView) -> Expr | None:
     if n.output_nr:
         return None
     groups, eps = n.constant("group"), n.constant("eps")
-    return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n), groups, eps)
+    return _normed(n, lambda x, w, b: F.group_norm(x, groups, w, b, eps), *_affine(n, torch.nn.GroupNorm))
 
 
 def _batch_norm(eps_name: str) -> Rule:
@@ -48,7 +52,7 @@ def _batch_norm(eps_name: str) -> Rule:
         def call(x: torch.Tensor, w: Any, b: Any, mean: Any = None, variance: Any = None) -> torch.Tensor:
             return F.batch_norm(x, mean, variance, w, b, training, 0.0, eps)
 
-        return _normed(n, call, *_affine(n), eps, training, more=running)
+        return _normed(n, call, *_affine(n, _BatchNorm), more=running)
 
     return rule
 
@@ -61,19 +65,25 @@ _ABSENT = _Absent()
 Affine = Operand | _Absent | None
 
 
-def _affine(n: NodeView) -> tuple[Affine, Affine]:
-    """Return weight and bias of a norm that saves its weight alone; None for one that cannot be had, or told."""
+def _affine(n: NodeView, kind: type[torch.nn.Module]) -> tuple[Affine, Affine]:
+    """Return weight and bias of a norm that saves its weight alone; None for one that cannot be had, or told.
+
+    Args:
+        n: Its node.
+        kind: The layer whose record says whether a frozen bias is there: no other layer knows.
+    """
     weight = n.operand("weight", 1) if n.saved("weight") else _ABSENT
     if not n.needs_no_gradient(2):
         return weight, n.input(2)
-    if n.record is None:  # frozen, or not there: nothing tells
+    record = n.record
+    if record is None or not issubclass(record.kind, kind):  # frozen, or not there: nothing tells
         return weight, None
-    return weight, _ABSENT if n.record.bias is None else _bias(n, 2)
+    return weight, _ABSENT if record.bias is None else _bias(n, 2, kind)
 
 
 def _normed(
-    n: NodeView, call: Callable[..., torch.Tensor], weight: Affine, bias: Affine, *constants: Any,
-    more: Sequence[Operand | None] = (),
+    n: NodeView, call: Callable[..., torch.Tensor], weight: Affine, bias: Affine,
+    *, more: Sequence[Operand | None] = (),
 ) -> Expr | None:  # fmt: skip
     there = [not isinstance(a, _Absent) for a in (weight, bias)]
     affine = [a for a in (weight, bias) if not isinstance(a, _Absent)]
@@ -83,17 +93,24 @@ def _normed(
         w, b = (next(left) if is_there else None for is_there in there)
         return call(x, w, b, *left)
 
-    return expression(n, again, [n.operand("input", 0), *affine, *more], str(constants), *there)
+    return expression(n, again, [n.operand("input", 0), *affine, *more])
 
 
-def _bias(n: NodeView, index: int) -> Operand | None:
+def _bias(n: NodeView, index: int, kind: type[torch.nn.Module]) -> Operand | None:
     """Return a bias, which no operator saves: where the operator's input came from, or as the leaf module has it.
 
     Under autocast the operator took a copy of the module's in its own type.
+
+    Args:
+        n: The operator's node.
+        index: Which of its inputs the bias is.
+        kind: The layer whose record says what a frozen bias is.
     """
     found, record = n.input(index), n.record
     if found is not None or record is None or record.bias is None or not n.needs_no_gradient(index):
         return found
+    if not issubclass(record.kind, kind):
+        return None
     weight, dtype = n.weight(record.bias), n.dtype
     if weight is None or record.bias.dtype is dtype:
         return weight
@@ -111,7 +128,10 @@ def _product(fn: Fn, left: str, right: str, *, bias: bool = False) -> Rule:
             return expression(n, fn, operands, flops=work)
         alpha, beta = n.constant("alpha"), n.constant("beta")
         return expression(
-            n, lambda c, a, b: fn(c, a, b, alpha=alpha, beta=beta), [_bias(n, 0), *operands], alpha, beta, flops=work
+            n,
+            lambda c, a, b: fn(c, a, b, alpha=alpha, beta=beta),
+            [_bias(n, 0, torch.nn.Linear), *operands],
+            flops=work,
         )
 
     return rule
@@ -130,7 +150,7 @@ def _shape_of(operand: Operand | None) -> tuple[int, ...]:
     """Return the shape of an operand of which the graph says nothing, such as a frozen weight."""
     if isinstance(operand, Ticket):
         return operand.layout.size
-    return tuple(operand.alias.shape) if isinstance(operand, LightTicket) else ()
+    return tuple(operand.tensor.shape) if isinstance(operand, (LightTicket, Watched)) else ()
 
 
 def _grouped_product(n: NodeView) -> Expr | None:
@@ -144,7 +164,7 @@ def _convolution(n: NodeView) -> Expr | None:
     given = [n.constant(name) for name in names]
     operands = [n.operand("input", 0), n.operand("weight", 1)]
     if any(n.constant("bias_sym_sizes_opt")):
-        operands.append(_bias(n, 2))
+        operands.append(_bias(n, 2, _Convolution))
 
     def again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.convolution(x, weight, bias, *given)
@@ -152,7 +172,7 @@ def _convolution(n: NodeView) -> Expr | None:
     shape = n.input_shape(1) or _shape_of(operands[1])
     moved = n.input_shape(0) if given[3] else n.shape
     work = 2.0 * math.prod(moved or n.shape) * math.prod(shape[1:])
-    return expression(n, again, operands, str(given), flops=work)
+    return expression(n, again, operands, flops=work)
 
 
 def products() -> dict[str, Rule]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -13,16 +12,13 @@ from ebbtide.engine.recipe import Expr, Operand
 Fn = Callable[..., torch.Tensor]
 
 
-def expression(
-    n: NodeView, fn: Fn, operands: Sequence[Operand | None], *constants: Any, flops: float = 0.0
-) -> Expr | None:
+def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops: float = 0.0) -> Expr | None:
     """Return ``fn`` of the operands, or None when one of them cannot be had.
 
     Args:
         n: The node; its name is part of what trust is bound to.
         fn: Called with the operands' values.
         operands: In the order in which ``fn`` takes them.
-        constants: What else decides the result; hashable.
         flops: Multiply-add work in FLOP.
     """
     found = tuple(o for o in operands if o is not None)
@@ -35,7 +31,7 @@ def expression(
         # An operator in place rounds to the type of what it changes: bfloat16 += float32 stays bfloat16.
         return made if made.dtype is dtype else made.to(dtype)
 
-    return Expr(rounded, found, key=(n.node.name(), dtype, *constants), flops=flops)
+    return Expr(rounded, found, key=(n.node.name(), dtype), flops=flops)
 
 
 def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
@@ -43,8 +39,7 @@ def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         given = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
-        key = tuple(sorted((k, str(v)) for k, v in given.items()))
-        return expression(n, lambda x: fn(x, **given), [n.operand(slot, 0)], key)
+        return expression(n, lambda x: fn(x, **given), [n.operand(slot, 0)])
 
     return rule
 
@@ -54,7 +49,7 @@ def typed(fn: Fn, *constants: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         given, dtype = [n.constant(name) for name in constants], n.dtype
-        return expression(n, lambda x: fn(x, *given, dtype=dtype), [n.operand("self", 0)], str(given), dtype)
+        return expression(n, lambda x: fn(x, *given, dtype=dtype), [n.operand("self", 0)])
 
     return rule
 
@@ -67,7 +62,7 @@ def binary(fn: Fn, *, alpha: bool = False, names: tuple[str, str] = ("self", "ot
         if not alpha:
             return expression(n, fn, operands)
         a = n.constant("alpha")
-        return expression(n, lambda x, y: fn(x, y, alpha=a), operands, a)
+        return expression(n, lambda x, y: fn(x, y, alpha=a), operands)
 
     return rule
 
@@ -77,7 +72,7 @@ def with_number(fn: Fn, name: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         number = n.constant(name)
-        return expression(n, lambda x: fn(x, number), [n.operand("self", 0)], str(number))
+        return expression(n, lambda x: fn(x, number), [n.operand("self", 0)])
 
     return rule
 
@@ -87,7 +82,7 @@ def method(name: str, *constants: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         given = tuple(n.constant(c) for c in constants)
-        return expression(n, lambda x: getattr(x, name)(*given), [n.input(0)], str(given))
+        return expression(n, lambda x: getattr(x, name)(*given), [n.input(0)])
 
     return rule
 
@@ -97,6 +92,6 @@ def operator(fn: Fn, *constants: str, slot: str = "self") -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         given = [n.constant(c) for c in constants]
-        return expression(n, lambda x: fn(x, *given), [n.operand(slot, 0)], str(given))
+        return expression(n, lambda x: fn(x, *given), [n.operand(slot, 0)])
 
     return rule

@@ -16,7 +16,7 @@ from ebbtide.engine.rules.making import expression, method, operator
 def _to_shape(name: str) -> Rule:
     def rule(n: NodeView) -> Expr | None:
         shape = n.shape
-        return expression(n, lambda x: getattr(x, name)(shape), [n.input(0)], shape)
+        return expression(n, lambda x: getattr(x, name)(shape), [n.input(0)])
 
     return rule
 
@@ -26,21 +26,21 @@ def _part(name: str, *constants: str) -> Rule:
 
     def rule(n: NodeView) -> Expr | None:
         given, which = tuple(n.constant(c) for c in constants), n.output_nr
-        return expression(n, lambda x: getattr(x, name)(*given)[which], [n.input(0)], str(given), which)
+        return expression(n, lambda x: getattr(x, name)(*given)[which], [n.input(0)])
 
     return rule
 
 
 def _squeeze(n: NodeView) -> Expr | None:
     shape = n.shape
-    return expression(n, lambda x: x.view(shape) if x.is_contiguous() else x.reshape(shape), [n.input(0)], shape)
+    return expression(n, lambda x: x.view(shape) if x.is_contiguous() else x.reshape(shape), [n.input(0)])
 
 
 def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
     def rule(n: NodeView) -> Expr | None:
         dim = n.constant("dim")
         operands = [n.input(i) for i in range(len(n.node.next_functions))]
-        return expression(n, lambda *parts: join(list(parts), dim), operands, dim)
+        return expression(n, lambda *parts: join(list(parts), dim), operands)
 
     return rule
 
@@ -54,17 +54,17 @@ def _index(n: NodeView) -> Expr | None:
         chosen: list[torch.Tensor | None] = [next(left) if given else None for given in there]
         return torch.ops.aten.index(x, chosen)
 
-    return expression(n, pick, [n.input(0), *indices], tuple(there))
+    return expression(n, pick, [n.input(0), *indices])
 
 
 def _index_select(n: NodeView) -> Expr | None:
     dim = n.constant("dim")
-    return expression(n, lambda x, i: x.index_select(dim, i), [n.input(0), n.slot("index")], dim)
+    return expression(n, lambda x, i: x.index_select(dim, i), [n.input(0), n.slot("index")])
 
 
 def _gather(n: NodeView) -> Expr | None:
     dim = n.constant("dim")
-    return expression(n, lambda x, i: x.gather(dim, i), [n.operand("self", 0), n.slot("index")], dim)
+    return expression(n, lambda x, i: x.gather(dim, i), [n.operand("self", 0), n.slot("index")])
 
 
 def _embedding(n: NodeView) -> Expr | None:
@@ -79,7 +79,7 @@ def _upsample(name: str, *constants: str) -> Rule:
         size, given = n.constant("output_size"), [n.constant(c) for c in constants]
         ends = {1: ("",), 2: ("_h", "_w"), 3: ("_d", "_h", "_w")}[len(size)]
         scales = [n.constant("scales" + end) for end in ends]
-        return expression(n, lambda x: upsample(x, size, *given, *scales), [n.input(0)], size, str(given), str(scales))
+        return expression(n, lambda x: upsample(x, size, *given, *scales), [n.input(0)])
 
     return rule
 

@@ -1,0 +1,122 @@
+"""Fingerprints: evidence that a tensor still has the bytes it had.
+
+[Note: fingerprints]
+A version counter says that somebody wrote through autograd. Fused optimizers, ``p.data``, quantised optimizers and
+merged adapters write without moving it, and a recompute may differ for reasons nobody foresaw. So whatever a recompute
+relies on, and whatever it produces, carries a fingerprint of the bytes of then: a few hundred elements spread over the
+tensor (microseconds, however large the tensor is), or sums that cover all bytes.
+
+Nothing here waits for a device. On the host a comparison answers at once; on an accelerator it answers with a tensor,
+which is read when the device has come so far (``ebbtide.engine.trust``).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+
+SAMPLED = 256
+"""Elements in a sample: a change of 2 % of the elements goes unseen once in 170 comparisons, one of 5 % never."""
+
+STRETCHES = 16
+"""Parts of a tensor that are summed apart, where all bytes are covered."""
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Compared(Enum):
+    """How what a block recomputes, or reads again, is compared with what it was."""
+
+    NOT = "not"
+    SAMPLE = "sample"
+    WHOLE = "whole"
+
+
+class Fingerprint:
+    """The bytes of a tensor, in short. See [Note: fingerprints].
+
+    Args:
+        tensor: A strided tensor with memory of its own.
+        whole: Cover all bytes beside the sample.
+    """
+
+    __slots__ = ("_flat", "_sample", "_sums")
+
+    def __init__(self, tensor: torch.Tensor, *, whole: bool = False) -> None:
+        self._flat = tensor.is_contiguous()
+        self._sample = _sample(tensor, flat=self._flat).clone()
+        self._sums = _sums(tensor) if whole else None
+
+    def same(self, tensor: torch.Tensor) -> torch.Tensor | bool:
+        """Compare with a tensor of the same type and shape.
+
+        Returns:
+            Whether the bytes are the same; on an accelerator a tensor of one boolean, without waiting for it.
+        """
+        now = _sample(tensor, flat=self._flat)
+        if now.shape != self._sample.shape or now.dtype != self._sample.dtype:
+            return False
+        if tensor.device.type == "cpu":
+            return torch.equal(now, self._sample) and (self._sums is None or torch.equal(_sums(tensor), self._sums))
+        equal = (now == self._sample).all()
+        return equal if self._sums is None else equal & (_sums(tensor) == self._sums).all()
+
+
+def can_be_taken(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has strided memory of its own that a fingerprint can be taken of."""
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        return False
+    plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    plain = plain and not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor())
+    return plain and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether, in a sample, a tensor holds what casting ``source`` to its type gives. Asks the host's memory only."""
+    steps = tuple(slice(None, None, step) for step in _grid(tuple(tensor.shape)))
+    return torch.equal(tensor.detach()[steps], source.detach()[steps].to(tensor.dtype))
+
+
+def _sample(tensor: torch.Tensor, *, flat: bool) -> torch.Tensor:
+    """Return some elements, as whole numbers: floats that are no numbers would not equal themselves.
+
+    Args:
+        tensor: The tensor.
+        flat: Take every n-th element in the order of the elements, as from contiguous memory; else a grid.
+    """
+    plain = tensor.detach()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    if plain.dtype is torch.uint8 and plain.numel() >= 8 * SAMPLED and plain.is_contiguous():
+        first = -int(plain.storage_offset()) % 8
+        plain = plain.view(-1)[first : first + (plain.numel() - first) // 8 * 8].view(torch.int64)
+    count = plain.numel()
+    if count > SAMPLED:
+        if flat:
+            step = count // SAMPLED | 1  # odd: no walk along one column of a matrix whose width is a power of two
+            plain = plain.view(-1) if plain.is_contiguous() else plain.reshape(-1)
+            plain = plain[::step]
+        else:
+            plain = plain[tuple(slice(None, None, step) for step in _grid(tuple(plain.shape)))]
+    return plain if plain.dtype in _WORDS.values() else plain.view(_WORDS[plain.itemsize])
+
+
+def _grid(shape: tuple[int, ...]) -> list[int]:
+    """Return a step for each dimension, so that about ``SAMPLED`` elements are taken."""
+    steps, left = [1] * len(shape), SAMPLED
+    for taken, index in enumerate(sorted(range(len(shape)), key=shape.__getitem__)):
+        wanted = max(1, round(left ** (1 / (len(shape) - taken))))
+        steps[index] = max(1, -(-shape[index] // wanted))
+        left = max(1, left // -(-shape[index] // steps[index]))
+    return steps
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums over stretches that together cover all bytes, in the order of the elements."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % 8:
+        data = data.clone()
+    even = data.numel() // (8 * STRETCHES) * (8 * STRETCHES)
+    sums = data[:even].view(torch.int64).view(STRETCHES, -1).sum(1)
+    return torch.cat([sums, data[even:].to(torch.int64)])

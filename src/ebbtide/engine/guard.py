@@ -1,0 +1,165 @@
+"""Weights that a recompute will read: they must have the value that the forward read.
+
+[Note: watched weights]
+Autograd lets a weight change between forward and backward if no operator saved it, and some writers move no version
+counter (see [Note: fingerprints]). So a weight that a recipe or a checkpointed block will read again is *watched*:
+
+- An optimizer of torch announces its step. A watched weight that it is about to change is copied first, and whoever
+  watches it reads the copy: two losses with a step between their backwards, or a discriminator that is stepped before
+  the generator's backward, train as without ebbtide. Between the steps of ordinary training nothing is watched any
+  more, and nothing is copied.
+- Any other change is found when the weight is read, by version and by fingerprint, and is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from threading import RLock
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ebbtide.base.errors import ModifiedInPlaceError
+from ebbtide.base.units import format_size
+from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
+from ebbtide.engine.layout import byte_view
+from ebbtide.engine.model import storage_key
+
+logger = logging.getLogger("ebbtide.engine")
+
+WHOLE_BYTES = 64 * 1024
+"""Weights up to this size (norms, biases) are compared whole, larger ones by a sample."""
+
+
+class Watched:
+    """A weight and the value it had: an operand of recipes.
+
+    Args:
+        tensor: The weight, or a view of it.
+        version: Its version when the forward read it; None: FSDP rewrites it between forward and backward.
+        fingerprint: Of the memory it lies in; None: not taken.
+    """
+
+    __slots__ = ("__weakref__", "_fingerprint", "_version", "copied", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, version: int | None, fingerprint: Fingerprint | None) -> None:
+        self.tensor = tensor.detach()
+        self._version, self._fingerprint = version, fingerprint
+        self.copied = False
+
+    @property
+    def same(self) -> torch.Tensor | bool:
+        """Whether the weight has the value of then; on an accelerator perhaps a tensor that will tell."""
+        if not self.copied and self._version is not None and self.tensor._version != self._version:
+            return False
+        if self._fingerprint is None:
+            return True
+        region = _region(self.tensor)
+        return region is not None and self._fingerprint.same(region)
+
+    def move_to(self, storage: torch.UntypedStorage) -> None:
+        """Read a copy of the weight's storage from now on."""
+        old = self.tensor
+        self.tensor = old.new_empty(0).set_(storage, old.storage_offset(), old.size(), old.stride())
+        self.copied = True
+
+
+class WeightGuard:
+    """Knows which weights are watched, and copies those that an optimizer is about to change.
+
+    Args:
+        lock: The engine's.
+        settle: Called before an optimizer steps: raises if what its gradients were computed from was wrong.
+    """
+
+    def __init__(self, lock: RLock, settle: Callable[[], None]) -> None:
+        self._lock, self._settle = lock, settle
+        self._watched: dict[int, set[weakref.ref[Watched]]] = {}  # by storage
+        self.steps = 0  # optimizer steps of this process since the guard was made
+        self._told = False
+        me = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+            guard = me()
+            if guard is not None:
+                guard.before_step(p for group in optimizer.param_groups for p in group["params"])
+
+        def after(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+            guard = me()
+            if guard is not None:
+                guard.steps += 1
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, handle.remove)
+
+    def watch(self, weight: torch.Tensor, version: int | None, *, compared: Compared) -> Watched:
+        """Return a weight as an operand.
+
+        Args:
+            weight: A parameter or buffer, or a view of one, as the forward reads it now.
+            version: Its version as the operator read it; None: versions tell nothing about it.
+            compared: How its bytes are compared.
+        """
+        region = None if compared is Compared.NOT else _region(weight)
+        whole = compared is Compared.WHOLE or (region is not None and region.numel() <= WHOLE_BYTES)
+        fingerprint = None if region is None else Fingerprint(region, whole=whole)
+        watched = Watched(weight, version, fingerprint)
+        if weight.layout == torch.strided:
+            with self._lock:
+                who = self._watched.setdefault(storage_key(weight.untyped_storage()), set())
+                who.add(weakref.ref(watched, who.discard))  # nothing interrupts the ``discard`` of a set
+        return watched
+
+    def before_step(self, weights: Iterable[torch.Tensor]) -> None:
+        """Copy the watched ones among the weights that an optimizer is about to change."""
+        with self._lock:
+            self._settle()
+            for key in [key for key, who in self._watched.items() if not who]:
+                del self._watched[key]
+            if not self._watched:
+                return
+            nbytes = 0
+            for weight in weights:
+                if type(weight) is torch.nn.Parameter or type(weight) is torch.Tensor:
+                    nbytes += self._copy(weight.untyped_storage(), weight)
+            if nbytes and not self._told:
+                self._told = True
+                logger.info(
+                    "weights of %s were copied before an optimizer step: graphs outlive it that will read them again",
+                    format_size(nbytes),
+                )
+
+    def _copy(self, storage: torch.UntypedStorage, weight: torch.Tensor) -> int:
+        watched = [w for r in self._watched.pop(storage_key(storage), ()) if (w := r()) is not None]
+        unchanged = [w for w in watched if w.same is not False]
+        if not unchanged:
+            return 0
+        with torch.no_grad():
+            fresh = byte_view(storage, 0, storage.nbytes(), weight.detach()).clone().untyped_storage()
+        for one in unchanged:
+            one.move_to(fresh)
+        return fresh.nbytes()
+
+
+def changed_error(what: str, where: str) -> ModifiedInPlaceError:
+    """Return the error for a weight that changed before what reads it again."""
+    return ModifiedInPlaceError(
+        f"{what} changed between the forward and the backward that {where}",
+        expected="weights as they were in forward until that backward is done; an optimizer of torch may step before",
+        hint="change them after the backward, or pass keep_filter=... to keep what is computed from them, or "
+        "policy='keep', which recomputes nothing",
+    )
+
+
+def _region(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory in which a weight lies as one dimension of bytes; None if there is none to look at."""
+    if not can_be_taken(tensor):
+        return None
+    first = int(tensor.storage_offset()) * tensor.itemsize
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    last = first + (int(reach) + 1) * tensor.itemsize
+    storage = tensor.untyped_storage()
+    return byte_view(storage, first, last, tensor) if last <= storage.nbytes() else None

@@ -1,0 +1,60 @@
+"""Running recipes: in forward to compare them, in backward because their value is needed, and to be timed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.engine.guard import Watched, changed_error
+from ebbtide.engine.numerics import exactly
+from ebbtide.engine.recipe import Expr, Reader, evaluate
+from ebbtide.engine.tickets import Entry
+from ebbtide.engine.trust import Trust
+
+
+def recompute(
+    trust: Trust, target: Entry, block: str, read: Reader, keep: Callable[[Entry, torch.Tensor], None]
+) -> torch.Tensor:
+    """Evaluate an entry's recipe. Whatever it reads and produces is compared before anything is computed from it.
+
+    Args:
+        trust: Raises what a comparison finds.
+        target: The entry.
+        block: Name of the block that needs it, for errors.
+        read: Returns the content of an entry that needs no recompute, else None.
+        keep: Called with every entry recomputed on the way, and its content.
+    """
+
+    def compare_and_keep(entry: Entry, content: torch.Tensor) -> None:
+        if entry.fingerprint is not None:
+            trust.require(entry.fingerprint.same(content), functools.partial(trust.differs, entry, block))
+        keep(entry, content)
+
+    def weight(watched: Watched) -> torch.Tensor:
+        what = f"a {list(watched.tensor.shape)} weight"
+        trust.require(watched.same, lambda: changed_error(what, f"recomputes {target.site} of block {block!r} from it"))
+        return watched.tensor
+
+    work = functools.partial(evaluate, target, read, compare_and_keep, weight)
+    return exactly(target.empty.device.type, target.numerics, work)
+
+
+def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor:
+    """Evaluate a recipe in the forward that has just computed its value, ``base``."""
+    return exactly(base.device.type, None, lambda: evaluate(recipe, read, None))
+
+
+def repeatable(recipe: Expr, base: torch.Tensor, read: Reader) -> Callable[[], torch.Tensor]:
+    """Return what evaluates a recipe from operands that are there, again and again, to be timed."""
+    there: dict[Entry, torch.Tensor] = {}
+
+    def read_there(operand: Entry) -> torch.Tensor | None:
+        content = there.get(operand)
+        return read(operand) if content is None else content
+
+    for ticket in recipe.tickets():
+        content = read_there(ticket.entry)
+        there[ticket.entry] = evaluate(ticket.entry, read_there, there.__setitem__) if content is None else content
+    return lambda: exactly(base.device.type, None, lambda: evaluate(recipe, read_there, there.__setitem__))
