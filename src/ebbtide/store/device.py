@@ -27,10 +27,12 @@ class Capabilities:
     Attributes:
         asynchronous_copies: Copies run beside compute, and events order them.
         pinned_host: Host memory can be pinned, which is what makes them fast.
+        timed_events: Events keep the device's time; without it, no time of a copy or a stall is known.
     """
 
     asynchronous_copies: bool
     pinned_host: bool
+    timed_events: bool
 
 
 class Device(Protocol):
@@ -58,7 +60,8 @@ class Device(Protocol):
 
         Args:
             stream: The stream.
-            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more.
+            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more. Without effect on a device
+                that cannot time events.
         """
         ...
 
@@ -75,7 +78,7 @@ class Device(Protocol):
         ...
 
     def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
-        """Return the time between two timed events that have happened."""
+        """Return the time between two timed events that have happened. Only of a device that can time events."""
         ...
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:

@@ -62,8 +62,9 @@ class HostTier:
 
     @property
     def counters(self) -> TierCounters:
-        """What was moved; times are those of copies and waits that are known to be over."""
-        self._harvest()
+        """What was moved; times are those of copies and waits that are known to be over, if the device keeps time."""
+        with self._lock:
+            self._harvest()
         return self._counters
 
     def gauges(self) -> dict[str, int]:
@@ -134,12 +135,12 @@ class HostTier:
         device.wait(out, device.record(slot.compute))
         for event in place.guard.events(device):
             device.wait(out, event)
-        begin = device.record(out, timed=True)
+        begin = self._begin(out)
         place.guard.claim(out)
         for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
             device.copy(part, piece, out)
         slot.done = place.guard.done(device)
-        self._spans["out"].append((functools.partial(self._copied, "out_seconds"), begin, slot.done))
+        self._note_span("out", functools.partial(self._copied, "out_seconds"), begin, slot.done)
         return slot
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
@@ -207,14 +208,14 @@ class HostTier:
 
     def stall(self, stream: StreamHandle, event: EventHandle) -> None:
         """Make ``stream`` wait for ``event`` and count the stall."""
-        if self.device.query(event):
+        if self.device.query(event) or not self.device.capabilities.timed_events:
             self.device.wait(stream, event)
             return
         stalls = self._counters.stalls
-        begin = self.device.record(stream, timed=True)
+        begin = self._begin(stream)
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
-        self._spans["stall"].append((functools.partial(stalls.add, reader=stalls.reader), begin, end))
+        self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
     def bury(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
@@ -231,8 +232,8 @@ class HostTier:
 
     def trim(self) -> None:
         """Give back host memory that the last backwards did not need."""
-        self._harvest()
         with self._lock:
+            self._harvest()
             self._settle()
             self._arena.trim()
 
@@ -264,7 +265,7 @@ class HostTier:
         device.wait(into, device.record(compute))
         if slot.done is not None:
             device.wait(into, slot.done)
-        begin = device.record(into, timed=True)
+        begin = self._begin(into)
         ahead = slot.ahead = CopyIn(target, compute, into)
         place.guard.claim(into)
         pieces = target.split([part.numel() for part in place.parts])
@@ -272,7 +273,7 @@ class HostTier:
             device.copy(piece, part, into)
         ahead.done = place.guard.done(device)
         self._counters.in_bytes += slot.nbytes
-        self._spans["in"].append((functools.partial(self._copied, "in_seconds"), begin, ahead.done))
+        self._note_span("in", functools.partial(self._copied, "in_seconds"), begin, ahead.done)
         return ahead
 
     def _drop_ahead(self, slot: HostSlot) -> None:
@@ -309,6 +310,15 @@ class HostTier:
             self._dead.popleft()
         while self._leaving and self._leaving[0].parked:
             self._leaving.popleft()
+
+    def _begin(self, stream: StreamHandle) -> EventHandle | None:
+        return self.device.record(stream, timed=True) if self.device.capabilities.timed_events else None
+
+    def _note_span(
+        self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
+    ) -> None:
+        if begin is not None:
+            self._spans[kind].append((count, begin, end))
 
     def _harvest(self) -> None:
         for spans in self._spans.values():
