@@ -149,6 +149,10 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
+    def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """Let torch's allocator know that ``stream`` uses the tensor's memory."""
+        tensor.record_stream(stream)
+
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return host memory: all of it, or, pinned by torch's allocator, the largest power of two in it.
 

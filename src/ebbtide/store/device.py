@@ -3,8 +3,11 @@
 [Note: ordering]
 A copy-out runs on its own stream after an event of the compute stream; a copy-in runs on another, into memory that was
 allocated on the compute stream, after that stream's position at that moment; compute waits for each slot's own event.
-All waits are between streams: the host waits for nothing in a step, and no allocator is told of side streams
-(``record_stream``), because memory is dropped only after the compute stream waited for whoever used it.
+All waits are between streams: the host waits for nothing in a step. As long as there is one compute stream, the
+allocator need not know of side streams (``record_stream``), because memory is dropped only after that stream waited for
+whoever used it. With several, a source may lie in memory of one compute stream and be saved on another: the wait is on
+the latter, and the allocator gives the memory back to the former. So from the second compute stream on, sources are
+recorded on the streams that use them.
 """
 
 from __future__ import annotations
@@ -87,6 +90,10 @@ class Device(Protocol):
         Raises:
             torch.OutOfMemoryError: The device has no more.
         """
+        ...
+
+    def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
+        """Keep the tensor's memory, once it is dropped, until ``stream`` has done what it was asked for by then."""
         ...
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:

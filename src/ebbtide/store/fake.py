@@ -198,6 +198,9 @@ class FakeDevice:
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
+    def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """Do nothing: there is one compute stream."""
+
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return poisoned host memory.
 

@@ -40,6 +40,7 @@ class HostTier:
         self._counters = TierCounters()
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
+        self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
@@ -132,6 +133,9 @@ class HostTier:
             return slot
         slot.source, slot.compute = source, device.compute_stream(source.device)
         out, _ = self._side_streams(source.device)
+        if self._has_several_computes(source.device, slot.compute):
+            device.record_use(source, slot.compute)
+            device.record_use(source, out)
         device.wait(out, device.record(slot.compute))
         for event in place.guard.events(device):
             device.wait(out, event)
@@ -184,9 +188,10 @@ class HostTier:
             self._counters.in_bytes += slot.nbytes
             return target
         compute, ahead = self.device.compute_stream(slot.where), slot.ahead
-        # Memory that belongs to another stream would be used again by that one while this one still reads.
-        if ahead is None or ahead.done is None or ahead.compute != compute:
+        if ahead is None or ahead.done is None:
             ahead = self._copy_in(slot)
+        elif ahead.compute != compute:  # whose memory would be used again while this one still reads
+            self.device.record_use(ahead.target, compute)
         self.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
         return ahead.target
@@ -288,6 +293,13 @@ class HostTier:
             if where not in self._sides:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
+
+    def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
+        """Whether sources were parked on more than one compute stream of this device. See [Note: ordering]."""
+        seen = self._computes.setdefault(where, [compute])
+        if len(seen) == 1 and seen[0] != compute:
+            seen.append(compute)
+        return len(seen) > 1
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
