@@ -86,6 +86,11 @@ class Trial:
         slot, value = self.random.choice(self.slots)
         self.checks.append(is_pattern(slot.take(), value))
 
+    def use_up(self) -> None:
+        slot, value = self.slots.pop(self.random.randrange(len(self.slots)))
+        self.checks.append(is_pattern(slot.take(), value))
+        slot.free()
+
     def free(self) -> None:
         self.slots.pop(self.random.randrange(len(self.slots)))[0].free()
 
@@ -95,8 +100,8 @@ class Trial:
     def run(self, steps: int) -> None:
         for _ in range(steps):
             with self.random.choice(self.streams):  # no order between them but what the tier makes
-                others = [self.prefetch, self.put_back, self.ask, self.take, self.take, self.free, self.trim]
-                self.random.choice([self.park] * 4 + (others if self.slots else []))()
+                others = [self.prefetch, self.put_back, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
+                self.random.choice([self.park] * 5 + (others if self.slots else []))()
                 if self.random.random() < 0.3:
                     pattern(self.random.choice(SIZES), 255)  # uses freed memory again
         for slot, _ in self.slots:
@@ -127,8 +132,10 @@ def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> Non
         slot = tier.park(source)
         torch.accelerator.current_stream().synchronize()  # compute is not held up
         assert not slot.parked and not bool((slot.content() == 7).all())
-    tier.wait_copied(slot)
-    assert slot.parked and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 1
+    with configured(copy_delay_us=50_000):
+        slot = tier.park(source)
+        tier.wait_copied(slot)
+    assert slot.parked and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
 
 
 def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
@@ -177,3 +184,22 @@ def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
         torch.accelerator.synchronize()
         tier.trim()
     assert tier.arena.held_bytes < 64 * MIB
+
+
+def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = tier.device
+    slot, copy = tier.park(pattern(MIB, 3)), device.copy
+
+    def interrupted(*given: Any) -> None:
+        copy(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "copy", interrupted)
+    with configured(copy_delay_us=20_000):
+        with pytest.raises(KeyboardInterrupt):
+            slot.prefetch()
+        monkeypatch.undo()
+        slot.prefetch()  # another target: the first one's memory may be used again once its copy is done
+        other = pattern(MIB, 255)
+        assert is_pattern(slot.take(), 3) and is_pattern(other, 255)
+    slot.free()

@@ -120,3 +120,24 @@ def test_a_prefetch_for_one_stream_serves_another() -> None:
     del other
     slot.free()
     tier.close()
+
+
+def test_memory_waits_for_the_stream_that_saved_it() -> None:
+    tier, side = HostTier(AcceleratorDevice()), torch.Stream(device=DEVICE)
+    values = torch.arange(2, dtype=torch.uint8, device=DEVICE)
+    for _ in range(2):  # the first call of a shape waits
+        source = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[1])
+        tier.park(source).free()
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            slot = tier.park(source)
+            late = source + source
+        tier.wait_copied(slot)
+        assert slot.parked
+        del source
+        torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
+        torch.accelerator.synchronize()
+        assert bool((late == 2).all())
+        slot.free()
+    tier.close()
+    assert violations() == []

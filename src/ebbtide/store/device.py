@@ -7,7 +7,7 @@ All waits are between streams: the host waits for nothing in a step. As long as 
 allocator need not know of side streams (``record_stream``), because memory is dropped only after that stream waited for
 whoever used it. With several, a source may lie in memory of one compute stream and be saved on another: the wait is on
 the latter, and the allocator gives the memory back to the former. So from the second compute stream on, sources are
-recorded on the streams that use them.
+recorded on the stream that saved them.
 """
 
 from __future__ import annotations

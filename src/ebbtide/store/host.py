@@ -134,8 +134,7 @@ class HostTier:
         slot.source, slot.compute = source, device.compute_stream(source.device)
         out, _ = self._side_streams(source.device)
         if self._has_several_computes(source.device, slot.compute):
-            device.record_use(source, slot.compute)
-            device.record_use(source, out)
+            device.record_use(source, slot.compute)  # which waits for the copy before the source is dropped
         device.wait(out, device.record(slot.compute))
         for event in place.guard.events(device):
             device.wait(out, event)
