@@ -141,11 +141,13 @@ def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> Non
 def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
     with held(tier._side_streams(DEVICE)[0]):
         slots = [tier.park(pattern(MIB, i)) for i in range(2)]
-        assert not slots[0].parked and slots[0].source is not None
+        parked, held_before = slots[0].parked, slots[0].source is not None
         slots[0].wait_parked()
-        assert slots[0].source is None
-    torch.accelerator.synchronize()
-    assert slots[1].parked and slots[1].source is None
+        held_after = slots[0].source is not None
+    torch.accelerator.synchronize()  # before any assertion, whose message would wait for the stream that is held
+    assert (parked, held_before, held_after) == (False, True, False)
+    done, held_after = slots[1].parked, slots[1].source is not None
+    assert (done, held_after) == (True, False)
 
 
 def test_memory_stays_pinned_until_its_copies_are_done() -> None:
