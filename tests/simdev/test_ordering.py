@@ -151,10 +151,12 @@ def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) 
 
 
 def test_memory_stays_pinned_until_its_copies_are_done() -> None:
-    tier = HostTier(AcceleratorDevice())
-    with configured(copy_delay_us=100_000):
-        slot = tier.park(pattern(MIB, 1))
-        del slot, tier
+    device = AcceleratorDevice()
+    stream, memory, source = device.side_stream(DEVICE, "out"), device.allocate_host(MIB, pinned=True), pattern(MIB, 1)
+    torch.accelerator.synchronize()
+    with configured(copy_delay_us=50_000):
+        device.copy(memory, source, stream)
+        del memory
         gc.collect()
     assert violations() == []
 
