@@ -15,10 +15,11 @@ DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc --max_length 1024 
 CPU_SUITES := disk overhead bound sft sft_types families scaling examples loading
 # The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-GPU_SUITES := host link overhead bound pareto longest
+# Minutes in all and of one part, folder, names of parts: make gpu GPU_FLAGS='--minutes 8 --part-minutes 3 test_store'
+GPU_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench gpu format cli-surface clean
+.PHONY: help setup demo test test-all simdev check bench gpu format cli-surface clean
 
 help:  ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -36,11 +37,16 @@ demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebb
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --rounds 3 --out runs/demo
 
-test: setup  ## Run the tests, but for the slow ones
+test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu on the simulated device
 	$(PYTEST)
+	$(PYTEST) --simdev
 
-test-all: setup  ## Run every test, the slow ones too
+test-all: setup simdev  ## Run every test, the slow ones too
 	$(PYTEST) -m ''
+	$(PYTEST) --simdev -m ''
+
+simdev: setup  ## Build the simulated device, once; says why where it cannot
+	@$(BIN)/python -m tests.simdev.build
 
 check: setup  ## Format, lint, types, floors, contracts
 	$(BIN)/ruff format --check $(SOURCES)
@@ -52,16 +58,8 @@ check: setup  ## Format, lint, types, floors, contracts
 bench: setup  ## Run the benchmark suites of a CPU-only machine
 	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done
 
-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the benchmark suites of an accelerator
-	@if ! $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.accelerator.is_available())'; then \
-	  echo "Nothing run: torch finds no accelerator on this machine"; exit 0; \
-	fi; \
-	export PYTHONPATH=src; failed=""; \
-	$(GPU_PYTHON) -m pytest tests/gpu || failed="tests/gpu"; \
-	for suite in $(GPU_SUITES); do \
-	  echo "== $$suite"; $(GPU_PYTHON) -m benchmarks.suites.$$suite || failed="$$failed $$suite"; \
-	done; \
-	if [ -n "$$failed" ]; then echo "Failed: $$failed"; exit 1; fi
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the suites of an accelerator in parts; again: go on
+	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
 format: setup  ## Format and fix what can be fixed by itself
 	$(BIN)/ruff format $(SOURCES)

@@ -51,13 +51,17 @@ def pytest_report_header() -> list[str]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none."""
-    if _accelerator() is not None:
-        return
+    """Skip what needs an accelerator where there is none, or CUDA, or the simulated device."""
     absent = pytest.mark.skip(reason="torch finds no accelerator on this machine")
+    no_cuda = pytest.mark.skip(reason="needs CUDA itself")
+    not_simulated = pytest.mark.skip(reason="runs on the simulated device only: pytest --simdev")
     for item in items:
-        if tier_of(item.path) == "gpu" or item.get_closest_marker("gpu"):
+        if tier_of(item.path) == "simdev" and _accelerator() != "simdev":
+            item.add_marker(not_simulated)
+        elif (tier_of(item.path) == "gpu" or item.get_closest_marker("gpu")) and _accelerator() is None:
             item.add_marker(absent)
+        elif item.get_closest_marker("needs_cuda") and _accelerator() != "cuda":
+            item.add_marker(no_cuda)
 
 
 def _accelerator() -> str | None:
@@ -65,8 +69,16 @@ def _accelerator() -> str | None:
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--simdev", action="store_true", help="run tests/gpu and tests/simdev on the simulated device")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # What a script starts in its background ignores Ctrl-C, and tests that send it would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("--simdev"):
+        from tests.simdev.plugin import SimulatedDevice
+
+        config.pluginmanager.register(SimulatedDevice(), "ebbtide-simdev")
     if not hasattr(config, "workerinput"):  # under xdist the controller counts, for all workers
         config.pluginmanager.register(TierTally(), "ebbtide-tiers")

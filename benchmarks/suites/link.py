@@ -39,7 +39,7 @@ def moved_sizes(handle: ebbtide.Handle) -> list[int]:
     sizes = [total // count for (_, action), (count, total) in sites for _ in range(count) if action is Action.OFFLOAD]
     if not sizes:
         raise SystemExit("nothing was offloaded: a longer --tokens has larger tensors")
-    while sum(sizes) > MOST_RAW_BYTES:
+    while sum(sizes) > MOST_RAW_BYTES and len(sizes) > 1:
         sizes = sizes[::2]
     return sizes
 

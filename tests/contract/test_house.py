@@ -15,6 +15,24 @@ MODULES = sorted((ROOT / "src").rglob("*.py"))
 MODULE_LINES, FUNCTION_LINES = 400, 60
 ERRORS = {n for n, x in vars(errors).items() if isinstance(x, type) and issubclass(x, errors.EbbtideError)}
 
+FACTORIES = {
+    "arange",
+    "empty",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+}
+FACTORIES |= {"randperm", "scalar_tensor", "tensor", "zeros", "Generator"}
+"""What makes a tensor on the default device, which a user's script may have set to anything."""
+DEVICE_ROOMS = {"store", "engine"}
+FAKES = {"fake.py"}
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,6 +65,22 @@ def _of_node(node: ast.AST) -> Iterator[str]:
             yield f"{node.name} has {lines} lines; at most {FUNCTION_LINES}"
         if names := _unannotated(node):
             yield f"{node.name} has no annotation of {', '.join(names)}"
+
+
+def without_device(source: str) -> list[str]:
+    """Return the calls of torch's factories that leave the device to ``torch.set_default_device``."""
+    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
+    return [f"line {call.lineno}: torch.{name} without a device" for call in calls if (name := _deviceless(call))]
+
+
+def _deviceless(call: ast.Call) -> str | None:
+    function = call.func
+    if not (isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "torch"):
+        return None
+    given = any(keyword.arg in ("device", None) for keyword in call.keywords) or (
+        function.attr == "Generator" and bool(call.args)
+    )
+    return function.attr if function.attr in FACTORIES and not given else None
 
 
 def _lines(node: Function) -> int:
@@ -98,3 +132,20 @@ def test_what_keeps_the_rules_is_left_alone() -> None:
     source = f'"""Doc."""\n\ndef f(x: int, *a: int, **k: int) -> None:\n{body}\nraise ConfigError("x", hint="y")\n'
     assert findings(source) == []
     assert findings("") == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in MODULES if {*p.parts} & DEVICE_ROOMS and p.name not in FAKES],
+    ids=lambda p: str(p.relative_to(ROOT / "src")),
+)
+def test_no_tensor_is_made_on_whatever_device_is_the_default(path: Path) -> None:
+    assert without_device(path.read_text(encoding="utf-8")) == []
+
+
+def test_a_factory_without_a_device_is_found() -> None:
+    source = "torch.empty(1)\ntorch.Generator()\ntorch.ones(1, device=d)\ntorch.Generator('cpu')\nx.new_empty(1)\n"
+    assert without_device(source) == [
+        "line 1: torch.empty without a device",
+        "line 2: torch.Generator without a device",
+    ]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import ebbtide
+from tests.helpers.accelerator import delay, needs_sleep
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -45,7 +46,7 @@ def _model(width: int = 512, depth: int = 6) -> nn.Sequential:
     return nn.Sequential(*(Block(width) for _ in range(depth))).to(torch.accelerator.current_accelerator())
 
 
-def _batch(width: int = 512, tokens: int = 2048) -> torch.Tensor:
+def _batch(width: int = 512, tokens: int = 512) -> torch.Tensor:
     torch.manual_seed(1)
     return torch.randn(tokens, width).to(torch.accelerator.current_accelerator())
 
@@ -71,19 +72,21 @@ def test_gradients_are_those_of_plain_training(name: str, dtype: torch.dtype, po
     tiny.inputs.update({k: v.detach().to(device).requires_grad_(v.requires_grad)
                         for k, v in tiny.inputs.items() if isinstance(v, torch.Tensor)})  # fmt: skip
     plain = tiny.step()
-    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window="1B") as handle:
         for _ in range(3):
+            before = handle.stats().total_copy_in_bytes
             assert differences(plain, tiny.step()) == []
         assert handle.stats().live_tickets == 0
+        assert policy == "keep" or handle.stats().total_copy_in_bytes > before  # steps after the first move bytes too
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs torch.cuda._sleep to delay a stream")
+@needs_sleep
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 def test_nothing_is_read_before_its_copy_when_compute_is_late(policy: str) -> None:
     model, x = _model(), _batch()
     plain = _step(model, x)
     for block in model:
-        block.before = lambda: torch.cuda._sleep(20_000_000)  # the copy streams run ahead of compute if they can
+        block.before = delay
     with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1MiB"):
         for _ in range(3):
             assert _same(plain, _step(model, x))
@@ -98,10 +101,10 @@ def test_memory_after_forward_is_what_is_kept_and_the_window() -> None:
         model.zero_grad()
         gc.collect()
         torch.accelerator.synchronize()
-        before = torch.cuda.memory_allocated() if x.device.type == "cuda" else torch.accelerator.memory_allocated()
+        before = torch.accelerator.memory_allocated()
         loss = model(x).square().mean()
         torch.accelerator.synchronize()
-        after = torch.cuda.memory_allocated() if x.device.type == "cuda" else torch.accelerator.memory_allocated()
+        after = torch.accelerator.memory_allocated()
         stats = handle.stats()
         output = x.numel() * x.element_size()
         block = stats.unique_bytes // len(model)
@@ -111,15 +114,17 @@ def test_memory_after_forward_is_what_is_kept_and_the_window() -> None:
 
 def test_a_hundred_steps_do_not_grow() -> None:
     model, x = _model(width=128, depth=4), _batch(width=128, tokens=512)
-    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0) as handle:
-        sizes = []
+    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1B") as handle:
+        sizes, moved = [], []
         for step in range(100):
             _step(model, x)
             model.zero_grad()
+            moved.append(handle.stats().total_copy_in_bytes)
             if step in (9, 99):
                 torch.accelerator.synchronize()
+                assert handle.stats().store_bytes == 0  # whoever asks the store for anything lets it drop its sources
                 sizes.append(torch.accelerator.memory_allocated())
-        assert sizes[1] <= sizes[0]
+        assert sizes[1] <= sizes[0] and moved[-1] > moved[-2]
         assert handle.stats().live_tickets == 0
         assert handle.stats().store_bytes == 0
 
@@ -127,12 +132,14 @@ def test_a_hundred_steps_do_not_grow() -> None:
 DEVICE_NODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "FusedRmsNormBackward0": nn.RMSNorm(6),
     "NativeDropoutBackward0": lambda x: nn.functional.dropout(x, 0.3),
-    "AvgPool3DBackward0": lambda x: nn.functional.avg_pool3d(x.view(1, 1, 2, 2, 6), 2),
+    "AvgPool3DBackward0": lambda x: nn.functional.avg_pool3d(x.view(1, 1, 4, 2, 3), (3, 1, 3), 1, (1, 0, 1)).view(4, 6),
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("node", DEVICE_NODES)
+@pytest.mark.parametrize(
+    "node", [pytest.param(n, marks=pytest.mark.needs_cuda if "Fused" in n else ()) for n in DEVICE_NODES]
+)
 def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) -> None:
     device, make = torch.accelerator.current_accelerator(), DEVICE_NODES[node]
     module = make.to(device, dtype) if isinstance(make, nn.Module) else None
@@ -156,7 +163,10 @@ def test_what_only_devices_compute_is_made_again(node: str, dtype: torch.dtype) 
         return [y.detach(), leaf.grad]  # type: ignore[list-item]
 
     model = nn.Sequential(nn.Sequential(Once()), nn.Sequential(nn.Identity(), Once()))
-    expected = step(model)
+    try:
+        expected = step(model)
+    except NotImplementedError as error:  # no such kernel for this type
+        pytest.skip(f"plain training: {str(error).splitlines()[0]}")
     with ebbtide.enable_activation_offloading(model, policy="minimal", blocks=["0", "1"], min_bytes=0) as handle:
         for _ in range(3):
             assert _same(expected, step(model))

@@ -43,7 +43,9 @@ class AcceleratorDevice:
         self._registrar = self._find_registrar(found)
         pinned = self._registrar is not None or self._can_pin()
         asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(found)
-        self.capabilities = Capabilities(asynchronous_copies=asynchronous, pinned_host=pinned)
+        self.capabilities = Capabilities(
+            asynchronous_copies=asynchronous, pinned_host=pinned, timed_events=self._can_time(found)
+        )
         if not asynchronous:
             _LOG.warning("copies to host memory are synchronous on %s: each one halts compute", self.kind)
 
@@ -74,16 +76,34 @@ class AcceleratorDevice:
     @staticmethod
     def _can_pin() -> bool:
         try:
-            return torch.empty(1, dtype=torch.uint8, pin_memory=True).is_pinned()
+            return torch.empty(1, dtype=torch.uint8, device="cpu", pin_memory=True).is_pinned()
         except RuntimeError:
             return False
 
     def _can_order(self, where: torch.device) -> bool:
         try:
             stream = self.side_stream(where, "in")
-            stream.wait_event(self.record(torch.accelerator.current_stream(where)))
-            self.record(stream).synchronize()
+            stream.wait_event(torch.accelerator.current_stream(where).record_event())
+            stream.record_event().synchronize()
         except (RuntimeError, NotImplementedError, TypeError):
+            return False
+        return True
+
+    @staticmethod
+    def _can_time(where: torch.device) -> bool:
+        try:
+            stream = torch.accelerator.current_stream(where)
+            begin, end = (torch.Event(device=stream.device, enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            end.record(stream)
+            end.synchronize()
+            begin.elapsed_time(end)
+        except (
+            RuntimeError,
+            NotImplementedError,
+            TypeError,
+        ) as error:  # torch's guard of such a device has no such call
+            _LOG.debug("events keep no time: %s", error)
             return False
         return True
 
@@ -105,7 +125,7 @@ class AcceleratorDevice:
 
     def record(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
         """Return an event of all that was asked of ``stream``."""
-        event = torch.Event(device=stream.device, enable_timing=timed)
+        event = torch.Event(device=stream.device, enable_timing=timed and self.capabilities.timed_events)
         event.record(stream)
         return event
 
@@ -129,6 +149,10 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
+    def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        """Let torch's allocator know that ``stream`` uses the tensor's memory."""
+        tensor.record_stream(stream)
+
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return host memory: all of it, or, pinned by torch's allocator, the largest power of two in it.
 
@@ -136,10 +160,10 @@ class AcceleratorDevice:
             RuntimeError: There is none, or it cannot be pinned.
         """
         if not pinned:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if self._registrar is not None:
             return pinned_memory(nbytes, self._registrar)
-        return torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, pin_memory=True)
+        return torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def free_host(self, buffer: torch.Tensor) -> None:
         """Do nothing: the memory goes with the last reference to it."""

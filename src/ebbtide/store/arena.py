@@ -5,7 +5,7 @@ Pinning costs milliseconds a call, and torch's own allocator of pinned memory ro
 two. So the arena asks the device for few, large chunks, and lays places into them end to end, as the disk tier lays
 them into its file: one space of offsets, of which chunks are consecutive pieces. A place may lie in several pieces, and
 is then copied piece by piece; so any free byte serves, and nothing is lost between places but their alignment. A
-chunk is as large as what is missing, or as a thirty-second of what there is: what is held is never more than about
+chunk is as large as what is missing, or as a fortieth of what there is: what is held is never more than
 3 % above the most that was ever parked at once, and a step like the one before it needs nothing new.
 
 An interrupt may tear the bookkeeping anywhere. ``_torn`` says so, and who comes next counts anew from the places that
@@ -32,7 +32,7 @@ from ebbtide.store.guards import Cooling, Guard, Span
 _LOG = logging.getLogger("ebbtide.store")
 PLACE_ALIGN_BYTES = 64
 _LEAST_CHUNK_BYTES = 2 << 20
-_SLACK = 32
+_SLACK = 40
 _REMEMBERED = 32
 """How many backwards in which bytes were not needed before they go back to the system."""
 

@@ -3,8 +3,11 @@
 [Note: ordering]
 A copy-out runs on its own stream after an event of the compute stream; a copy-in runs on another, into memory that was
 allocated on the compute stream, after that stream's position at that moment; compute waits for each slot's own event.
-All waits are between streams: the host waits for nothing in a step, and no allocator is told of side streams
-(``record_stream``), because memory is dropped only after the compute stream waited for whoever used it.
+All waits are between streams: the host waits for nothing in a step. As long as there is one compute stream, the
+allocator need not know of side streams (``record_stream``), because memory is dropped only after that stream waited for
+whoever used it. With several, a source may lie in memory of one compute stream and be saved on another: the wait is on
+the latter, and the allocator gives the memory back to the former. So from the second compute stream on, sources are
+recorded on the stream that saved them.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ class Capabilities:
     Attributes:
         asynchronous_copies: Copies run beside compute, and events order them.
         pinned_host: Host memory can be pinned, which is what makes them fast.
+        timed_events: Events keep the device's time; without it, no time of a copy or a stall is known.
     """
 
     asynchronous_copies: bool
     pinned_host: bool
+    timed_events: bool
 
 
 class Device(Protocol):
@@ -58,7 +63,8 @@ class Device(Protocol):
 
         Args:
             stream: The stream.
-            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more.
+            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more. Without effect on a device
+                that cannot time events.
         """
         ...
 
@@ -75,7 +81,7 @@ class Device(Protocol):
         ...
 
     def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
-        """Return the time between two timed events that have happened."""
+        """Return the time between two timed events that have happened. Only of a device that can time events."""
         ...
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
@@ -84,6 +90,10 @@ class Device(Protocol):
         Raises:
             torch.OutOfMemoryError: The device has no more.
         """
+        ...
+
+    def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
+        """Keep the tensor's memory, once it is dropped, until ``stream`` has done what it was asked for by then."""
         ...
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:

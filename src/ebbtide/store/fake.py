@@ -106,7 +106,7 @@ class FakeDevice:
         host_limit_bytes: int | None = None,
         pinned_limit_bytes: int | None = None,
     ) -> None:
-        self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True)
+        self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True, timed_events=True)
         self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
         self._device_limit_bytes = device_limit_bytes
         self._host_limit_bytes, self._pinned_limit_bytes = host_limit_bytes, pinned_limit_bytes
@@ -197,6 +197,9 @@ class FakeDevice:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
+
+    def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        """Do nothing: there is one compute stream."""
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Return poisoned host memory.

@@ -40,6 +40,7 @@ class HostTier:
         self._counters = TierCounters()
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
+        self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
@@ -62,8 +63,9 @@ class HostTier:
 
     @property
     def counters(self) -> TierCounters:
-        """What was moved; times are those of copies and waits that are known to be over."""
-        self._harvest()
+        """What was moved; times are those of copies and waits that are known to be over, if the device keeps time."""
+        with self._lock:
+            self._harvest()
         return self._counters
 
     def gauges(self) -> dict[str, int]:
@@ -131,15 +133,17 @@ class HostTier:
             return slot
         slot.source, slot.compute = source, device.compute_stream(source.device)
         out, _ = self._side_streams(source.device)
+        if self._has_several_computes(source.device, slot.compute):
+            device.record_use(source, slot.compute)  # which waits for the copy before the source is dropped
         device.wait(out, device.record(slot.compute))
         for event in place.guard.events(device):
             device.wait(out, event)
-        begin = device.record(out, timed=True)
+        begin = self._begin(out)
         place.guard.claim(out)
         for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
             device.copy(part, piece, out)
         slot.done = place.guard.done(device)
-        self._spans["out"].append((functools.partial(self._copied, "out_seconds"), begin, slot.done))
+        self._note_span("out", functools.partial(self._copied, "out_seconds"), begin, slot.done)
         return slot
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
@@ -183,9 +187,10 @@ class HostTier:
             self._counters.in_bytes += slot.nbytes
             return target
         compute, ahead = self.device.compute_stream(slot.where), slot.ahead
-        # Memory that belongs to another stream would be used again by that one while this one still reads.
-        if ahead is None or ahead.done is None or ahead.compute != compute:
+        if ahead is None or ahead.done is None:
             ahead = self._copy_in(slot)
+        elif ahead.compute != compute:  # whose memory would be used again while this one still reads
+            self.device.record_use(ahead.target, compute)
         self.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
         return ahead.target
@@ -207,14 +212,14 @@ class HostTier:
 
     def stall(self, stream: StreamHandle, event: EventHandle) -> None:
         """Make ``stream`` wait for ``event`` and count the stall."""
-        if self.device.query(event):
+        if self.device.query(event) or not self.device.capabilities.timed_events:
             self.device.wait(stream, event)
             return
         stalls = self._counters.stalls
-        begin = self.device.record(stream, timed=True)
+        begin = self._begin(stream)
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
-        self._spans["stall"].append((functools.partial(stalls.add, reader=stalls.reader), begin, end))
+        self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
     def bury(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
@@ -231,8 +236,8 @@ class HostTier:
 
     def trim(self) -> None:
         """Give back host memory that the last backwards did not need."""
-        self._harvest()
         with self._lock:
+            self._harvest()
             self._settle()
             self._arena.trim()
 
@@ -264,7 +269,7 @@ class HostTier:
         device.wait(into, device.record(compute))
         if slot.done is not None:
             device.wait(into, slot.done)
-        begin = device.record(into, timed=True)
+        begin = self._begin(into)
         ahead = slot.ahead = CopyIn(target, compute, into)
         place.guard.claim(into)
         pieces = target.split([part.numel() for part in place.parts])
@@ -272,7 +277,7 @@ class HostTier:
             device.copy(piece, part, into)
         ahead.done = place.guard.done(device)
         self._counters.in_bytes += slot.nbytes
-        self._spans["in"].append((functools.partial(self._copied, "in_seconds"), begin, ahead.done))
+        self._note_span("in", functools.partial(self._copied, "in_seconds"), begin, ahead.done)
         return ahead
 
     def _drop_ahead(self, slot: HostSlot) -> None:
@@ -287,6 +292,13 @@ class HostTier:
             if where not in self._sides:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
+
+    def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
+        """Whether sources were parked on more than one compute stream of this device. See [Note: ordering]."""
+        seen = self._computes.setdefault(where, [compute])
+        if len(seen) == 1 and seen[0] != compute:
+            seen.append(compute)
+        return len(seen) > 1
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
@@ -309,6 +321,15 @@ class HostTier:
             self._dead.popleft()
         while self._leaving and self._leaving[0].parked:
             self._leaving.popleft()
+
+    def _begin(self, stream: StreamHandle) -> EventHandle | None:
+        return self.device.record(stream, timed=True) if self.device.capabilities.timed_events else None
+
+    def _note_span(
+        self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
+    ) -> None:
+        if begin is not None:
+            self._spans[kind].append((count, begin, end))
 
     def _harvest(self) -> None:
         for spans in self._spans.values():

@@ -69,6 +69,8 @@ class HostMeter:
 class DeviceMeter:
     """Events of the compute stream, and what torch's allocator has handed out.
 
+    Where events keep no time, a moment waits for the device and is the host's clock: dearer, and as true.
+
     Args:
         device: Knows streams and events.
     """
@@ -81,10 +83,16 @@ class DeviceMeter:
         device = torch.accelerator.current_accelerator() if where is None else where
         if device is None:
             raise RuntimeError("a moment of no device")
-        return self._device.record(self._device.compute_stream(device), timed=True)
+        event = self._device.record(self._device.compute_stream(device), timed=True)
+        if self._device.capabilities.timed_events:
+            return event
+        self._device.synchronize(event)
+        return time.perf_counter()
 
     def seconds(self, begin: Moment, end: Moment) -> float:
-        """Return the device's own time between two events."""
+        """Return the device's own time between two moments."""
+        if not self._device.capabilities.timed_events:
+            return end - begin
         self._device.synchronize(end)
         return self._device.elapsed_seconds(begin, end)
 
@@ -99,5 +107,16 @@ class DeviceMeter:
 
 def meter_for(tier: Tier) -> Meter:
     """Return what measures steps whose offloaded bytes go to ``tier``."""
+    device = _device_of(tier)
+    return HostMeter() if device is None else DeviceMeter(device)
+
+
+def keeps_time(tier: Tier) -> bool:
+    """Whether the counters of ``tier`` know how long copies took."""
+    device = _device_of(tier)
+    return device is None or device.capabilities.timed_events
+
+
+def _device_of(tier: Tier) -> Device | None:
     host = tier.host if isinstance(tier, SpillTier) else tier
-    return DeviceMeter(host.device) if isinstance(host, HostTier) else HostMeter()
+    return host.device if isinstance(host, HostTier) else None

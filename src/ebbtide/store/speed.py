@@ -3,7 +3,8 @@
 [Note: bytes that tell]
 The bytes are noise: a disk that leaves out zeros, or compresses, would flatter itself. All pieces are copied out before
 the first comes back, so that none is read from where it has just been. The tier's own counters keep the time, as they
-do in training; each piece gives a rate, and the median of the pieces is told.
+do in training; each piece gives a rate, and the median of the pieces counts.
+Where the device's events keep no time, the host's clock does: from before a copy is enqueued until the device is idle.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from ebbtide.base.errors import CapError, DiskFullError
+from ebbtide.store.meter import keeps_time
 from ebbtide.store.protocol import Slot, Tier
 
 PIECES = 8
@@ -47,9 +49,9 @@ def noise(nbytes: int, where: torch.device) -> torch.Tensor:
         nbytes: How many, one-dimensional ``uint8``.
         where: On which device.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     size = min(nbytes, _NOISE_BYTES)
-    tile = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator).to(where)
+    tile = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cpu", generator=generator).to(where)
     return tile.repeat(-(-nbytes // size))[:nbytes]
 
 
@@ -76,6 +78,7 @@ class _Trial:
     def __init__(self, tier: Tier, where: torch.device, most_bytes: int, seconds: float) -> None:
         self._tier, self._where = tier, where
         self._most_bytes, self._seconds = most_bytes, seconds
+        self._timed = keeps_time(tier)
         self._source = noise(_LEAST_BYTES, where)
 
     def run(self) -> Speed:
@@ -172,6 +175,9 @@ class _Trial:
 
     def _read(self) -> tuple[float, float, float, float]:
         counters = self._tier.counters
+        if not self._timed:
+            now = time.perf_counter()
+            return counters.out_bytes, now, counters.in_bytes, now
         return counters.out_bytes, counters.out_seconds, counters.in_bytes, counters.in_seconds
 
     @staticmethod

@@ -1,0 +1,129 @@
+"""Run tests/gpu and the suites of an accelerator in parts, each with a time limit; what is done is kept.
+
+A machine with a card is often held for minutes only. Every part is a process of its own; its output is in
+``DIR/<part>.log`` while it runs, a suite's results in ``DIR/<part>/``, and how each part ended in ``DIR/parts.json``.
+The same command again goes on: parts that passed are left out, those that failed or ran out of time run again.
+
+    python -m benchmarks.gpu [--minutes 8] [--part-minutes 3] [--out runs/gpu] [PART ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+SUITES = ("host", "link", "overhead", "bound", "pareto", "longest")
+WITH_MINUTES = ("link", "bound", "pareto", "longest")
+"""Suites that stop by themselves: they begin no further case after so many minutes."""
+
+PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A piece of the run.
+
+    Attributes:
+        name: Of its log, and of its results.
+        command: Without the interpreter.
+    """
+
+    name: str
+    command: tuple[str, ...]
+
+
+def parts(out: Path, minutes: float) -> list[Part]:
+    """Return every part, in order: the tests by file, then the suites.
+
+    Args:
+        out: Where suites write.
+        minutes: The time limit of one part.
+    """
+    # Warnings of CUDA and its tools that no other machine shows are no failures there.
+    pytest = ("-m", "pytest", "-W", "default", "-q", "-p", "no:cacheprovider")
+    found = [
+        Part(name=path.stem, command=(*pytest, str(path.relative_to(ROOT))))
+        for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    ]
+    for suite in SUITES:
+        limit = ("--minutes", f"{0.8 * minutes:g}") if suite in WITH_MINUTES else ()
+        command = ("-m", f"benchmarks.suites.{suite}", "--out", str(out / suite), *limit)
+        found.append(Part(name=suite, command=command))
+    return found
+
+
+def run(part: Part, out: Path, seconds: float) -> str:
+    """Run one part and return how it ended; its output goes to its log."""
+    with (out / f"{part.name}.log").open("w", encoding="utf-8") as log:
+        environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+        child = subprocess.Popen(
+            [sys.executable, *part.command], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            return PASSED if child.wait(timeout=seconds) == 0 else FAILED
+        except subprocess.TimeoutExpired:
+            return STOPPED
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)  # its own children too
+                child.wait()
+
+
+def run_all(todo: list[Part], out: Path, *, minutes: float, part_minutes: float) -> dict[str, str]:
+    """Run the parts that have not passed yet, until the time is over; returns how each part ended so far.
+
+    Args:
+        todo: The parts.
+        out: Folder of logs and results, made where it is missing.
+        minutes: Begin no further part after this time.
+        part_minutes: A part that takes longer is stopped.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    kept, begun = out / "parts.json", time.monotonic()
+    found: dict[str, str] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    for part in todo:
+        if found.get(part.name) == PASSED:
+            continue
+        left = 60 * minutes - (time.monotonic() - begun)
+        if left <= 0:
+            break
+        print(f"== {part.name}: ", end="", flush=True)
+        found[part.name] = run(part, out, min(60 * part_minutes, left))
+        kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        print(found[part.name], flush=True)
+    return found
+
+
+def main() -> None:
+    """Run what is left to run; end with 1 if a part failed or is left."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help="names of parts; default: all")
+    parser.add_argument("--minutes", type=float, default=60.0, help="begin no further part after this time")
+    parser.add_argument("--part-minutes", type=float, default=10.0, help="stop a part that takes longer")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of logs and results")
+    given = parser.parse_args()
+    if not torch.accelerator.is_available():
+        print("Nothing run: torch finds no accelerator on this machine")
+        return
+    out = given.out.resolve()
+    todo = [part for part in parts(out, given.part_minutes) if not given.parts or part.name in given.parts]
+    found = run_all(todo, out, minutes=given.minutes, part_minutes=given.part_minutes)
+    left = [f"{part.name} ({found.get(part.name, 'not begun')})" for part in todo if found.get(part.name) != PASSED]
+    if left:
+        raise SystemExit(f"Not passed: {', '.join(left)}; logs in {out}; the same command again goes on")
+    print(f"All parts passed; logs and results in {out}")
+
+
+if __name__ == "__main__":
+    main()

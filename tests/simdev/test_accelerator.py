@@ -1,0 +1,87 @@
+"""What differs between accelerators and what user scripts set, shown on the simulated one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ebbtide
+from benchmarks.suites import overhead
+from ebbtide.store.accelerator import AcceleratorDevice
+from ebbtide.store.host import HostTier
+from ebbtide.store.speed import measure_speed, noise
+from tests.gpu.test_first_light import _batch, _model, _same, _step
+from tests.simdev.device import configured
+
+DEVICE = torch.device("simdev", 0)
+MIB = 1 << 20
+
+
+@pytest.fixture
+def untimed() -> Iterator[None]:
+    with configured(timed_events=0):
+        yield
+
+
+@pytest.mark.usefixtures("untimed")
+@pytest.mark.parametrize("policy", ["offload", "auto"])
+def test_training_on_a_device_whose_events_keep_no_time(policy: str) -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)
+    plain = _step(model, x)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1B") as handle:
+        for _ in range(6):
+            before = handle.stats().total_copy_in_bytes
+            assert _same(plain, _step(model, x))
+        stats = handle.stats()
+        assert stats.total_stall_seconds == 0 and handle.explain()
+        assert policy == "auto" or stats.total_copy_in_bytes > before
+
+
+@pytest.mark.usefixtures("untimed")
+def test_rates_of_a_device_whose_events_keep_no_time() -> None:
+    tier = HostTier(AcceleratorDevice())
+    with configured(copy_bytes_per_s=10**9):
+        found = measure_speed(tier, DEVICE, most_bytes=64 * MIB)
+    tier.close()
+    for rate in (found.out_bytes_per_second, found.in_bytes_per_second):
+        assert 0 < rate <= 1e9  # what the host waited is at least what the copy took
+    assert found.both_ways is not None and math.isfinite(found.both_ways)
+
+
+@pytest.fixture
+def default_device() -> Iterator[None]:
+    torch.set_default_device(DEVICE)
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("default_device")
+def test_host_memory_is_host_memory_whatever_the_default_device() -> None:
+    device = AcceleratorDevice()
+    assert device._can_pin() and device.capabilities.pinned_host
+    assert device.allocate_host(4096, pinned=False).device.type == "cpu"
+    device._registrar = None  # as on a device that pins through torch's own allocator
+    assert device.allocate_host(4096, pinned=True).is_pinned()
+    assert torch.equal(noise(1000, DEVICE).cpu(), noise(1000, torch.device("cpu")))
+
+
+@pytest.mark.usefixtures("default_device")
+def test_training_under_a_default_device() -> None:
+    model, x = _model(width=64, depth=3).to(DEVICE), _batch(width=64, tokens=64).to(DEVICE)
+    plain = _step(model, x)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window="1B") as handle:
+        for _ in range(3):
+            assert _same(plain, _step(model, x))
+        assert handle.stats().total_copy_in_bytes > 0
+
+
+def test_the_overhead_suite_moves_bytes_in_every_pass() -> None:
+    way = overhead.variants()["offload"]
+    x = torch.linspace(0.1, 1.0, 4096, device=DEVICE).view(overhead.SHAPE)
+    for _ in range(3):
+        before = way.copied_bytes()
+        way.run(x)
+        assert way.copied_bytes() - before >= overhead.SAVED * x.nbytes - overhead.WINDOW_BYTES > 0

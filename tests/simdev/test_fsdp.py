@@ -1,0 +1,41 @@
+"""FSDP2 on the simulated device: one rank, so every unshard and reshard but no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import ebbtide
+from tests.gpu.test_first_light import _batch, _model, _same, _step
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield init_device_mesh("simdev", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal"])
+def test_gradients_under_fsdp(mesh: DeviceMesh, policy: str) -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+    def step() -> list[torch.Tensor]:
+        return [g.to_local() if isinstance(g, DTensor) else g for g in _step(model, x)]
+
+    plain = step()
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1B") as handle:
+        for _ in range(3):
+            before = handle.stats().total_copy_in_bytes
+            assert _same(plain, step())
+        assert handle.stats().total_copy_in_bytes > before and handle.stats().live_tickets == 0

@@ -1,0 +1,15 @@
+"""Each mutant of the store's stream code is seen by a test. Minutes long: run by make test-all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simdev.mutants import MUTANTS, Mutant, run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_test_fails_without_it(mutant: Mutant) -> None:
+    passed, why = run(mutant)
+    assert not passed, why

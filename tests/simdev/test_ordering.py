@@ -1,0 +1,211 @@
+"""The host tier under random sequences of what an engine asks of it, with late kernels and copies: bytes and races.
+
+``mutants.py`` removes each wait, record and hold of the store in turn: a test of this folder must fail then.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ebbtide.base.errors import CapError
+from ebbtide.store.accelerator import AcceleratorDevice
+from ebbtide.store.host import HostTier
+from ebbtide.store.hostslot import HostSlot
+from tests.simdev.device import configured, counters, held, violations
+
+DEVICE = torch.device("simdev", 0)
+MIB = 1 << 20
+SIZES = [MIB + 64, 100_001, 65_536, 3 * MIB, 70_000]
+ROUNDS = 8
+DELAYS = {"copy_delay_us": 1500, "kernel_delay_us": 100, "jitter_us": 500}
+
+
+@pytest.fixture
+def tier() -> Iterator[HostTier]:
+    tier = HostTier(AcceleratorDevice())
+    yield tier
+    tier.close()
+
+
+@functools.cache
+def values() -> Tensor:
+    """Every byte: a number among a kernel's arguments would be a new shape to the device, and its first call waits."""
+    made = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    torch.accelerator.synchronize()
+    return made
+
+
+def pattern(nbytes: int, value: int) -> Tensor:
+    """Bytes that a kernel writes late."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=DEVICE).copy_(values()[value % 251])
+
+
+def is_pattern(found: Tensor, value: int) -> Tensor:
+    return (found == values()[value % 251]).all()
+
+
+class Trial:
+    """A pass over a tier: everything taken is checked on the device, and looked at when all is done."""
+
+    def __init__(self, tier: HostTier, random: random.Random, streams: list[torch.Stream]) -> None:
+        self.tier, self.random, self.streams = tier, random, streams
+        self.slots: list[tuple[HostSlot, int]] = []
+        self.checks: list[Tensor] = []
+        self.count = 0
+
+    def park(self) -> None:
+        self.count += 1
+        source = pattern(self.random.choice(SIZES), self.count)
+        try:
+            slot = self.tier.park(source)
+        except CapError:
+            return
+        del source
+        if self.random.random() < 0.6:
+            slot.wait_parked()
+        self.slots.append((slot, self.count))
+
+    def prefetch(self) -> None:
+        self.random.choice(self.slots)[0].prefetch()
+
+    def put_back(self) -> None:
+        self.random.choice(self.slots)[0].put_back()
+
+    def ask(self) -> None:
+        assert self.random.choice(self.slots)[0].parked in (True, False)
+
+    def take(self) -> None:
+        slot, value = self.random.choice(self.slots)
+        self.checks.append(is_pattern(slot.take(), value))
+
+    def use_up(self) -> None:
+        slot, value = self.slots.pop(self.random.randrange(len(self.slots)))
+        self.checks.append(is_pattern(slot.take(), value))
+        slot.free()
+
+    def free(self) -> None:
+        self.slots.pop(self.random.randrange(len(self.slots)))[0].free()
+
+    def trim(self) -> None:
+        self.tier.trim()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            with self.random.choice(self.streams):  # no order between them but what the tier makes
+                others = [self.prefetch, self.put_back, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
+                self.random.choice([self.park] * 5 + (others if self.slots else []))()
+                if self.random.random() < 0.3:
+                    pattern(self.random.choice(SIZES), 255)  # uses freed memory again
+        for slot, _ in self.slots:
+            slot.free()
+        torch.accelerator.synchronize()
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, seed: int) -> None:
+    rng = random.Random(f"{seed} {number} {streams}")
+    budget = rng.choice([None, 12 * MIB])
+    tier = HostTier(AcceleratorDevice(), budget_bytes=budget)
+    current = torch.accelerator.current_stream()
+    trial = Trial(tier, rng, [current, *(torch.Stream(device=DEVICE) for _ in range(streams - 1))])
+    with configured(**DELAYS):
+        trial.run(60)
+        assert all(map(bool, trial.checks)) and trial.checks and violations() == []
+        assert tier.used_bytes == 0
+        tier.close()
+
+
+def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> None:
+    tier.park(pattern(MIB, 1)).free()  # streams and host memory are there
+    out, _ = tier._side_streams(DEVICE)
+    source, before = pattern(MIB, 7), counters()["copies_async"]
+    with held(out):
+        slot = tier.park(source)
+        torch.accelerator.current_stream().synchronize()  # compute is not held up
+        assert not slot.parked and not bool((slot.content() == 7).all())
+    with configured(copy_delay_us=50_000):
+        slot = tier.park(source)
+        tier.wait_copied(slot)
+    assert slot.parked and bool((slot.content() == 7).all()) and counters()["copies_async"] == before + 2
+
+
+def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
+    with held(tier._side_streams(DEVICE)[0]):
+        slots = [tier.park(pattern(MIB, i)) for i in range(2)]
+        parked, held_before = slots[0].parked, slots[0].source is not None
+        slots[0].wait_parked()
+        held_after = slots[0].source is not None
+    torch.accelerator.synchronize()  # before any assertion, whose message would wait for the stream that is held
+    assert (parked, held_before, held_after) == (False, True, False)
+    done, held_after = slots[1].parked, slots[1].source is not None
+    assert (done, held_after) == (True, False)
+
+
+def test_memory_stays_pinned_until_its_copies_are_done() -> None:
+    device = AcceleratorDevice()
+    stream, memory, source = device.side_stream(DEVICE, "out"), device.allocate_host(MIB, pinned=True), pattern(MIB, 1)
+    torch.accelerator.synchronize()
+    with configured(copy_delay_us=50_000):
+        device.copy(memory, source, stream)
+        del memory
+        gc.collect()
+    assert violations() == []
+
+
+def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> None:
+    tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
+    with configured(copy_delay_us=50_000):
+        slot = tier.park(pattern(2 * MIB, 1))
+        slot.free()
+        del slot
+        filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
+        torch.accelerator.synchronize()
+        assert is_pattern(filled.take(), 9)
+    filled.free()
+    tier.close()
+
+
+def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
+    """Chunks go back only when no copy runs in them: the arena lets nothing go before, and waits when it is closed."""
+    tier.park(pattern(MIB, 1)).free()
+    with held(tier._side_streams(DEVICE)[0]):
+        slot: Any = tier.park(pattern(64 * MIB, 2))
+        kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the stream that is held
+        slot.free()
+        del slot
+        for _ in range(40):  # as many backwards as the arena remembers
+            tier.trim()
+        held_bytes = tier.arena.held_bytes
+    assert held_bytes >= 64 * MIB and len(kept) > 1
+    for _ in range(2):
+        torch.accelerator.synchronize()
+        tier.trim()
+    assert tier.arena.held_bytes < 64 * MIB
+
+
+def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    device: Any = tier.device
+    slot, copy = tier.park(pattern(MIB, 3)), device.copy
+
+    def interrupted(*given: Any) -> None:
+        copy(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "copy", interrupted)
+    with configured(copy_delay_us=20_000):
+        with pytest.raises(KeyboardInterrupt):
+            slot.prefetch()
+        monkeypatch.undo()
+        slot.prefetch()  # another target: the first one's memory may be used again once its copy is done
+        other = pattern(MIB, 255)
+        assert is_pattern(slot.take(), 3) and is_pattern(other, 255)
+    slot.free()

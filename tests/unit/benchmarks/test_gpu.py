@@ -1,0 +1,42 @@
+"""The runner of a machine with a card: what it keeps, what it runs again, what it stops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks import gpu
+from benchmarks.gpu import FAILED, PASSED, STOPPED, Part, run_all
+
+
+def python(name: str, code: str) -> Part:
+    return Part(name=name, command=("-c", code))
+
+
+def test_parts_that_passed_are_left_out_and_others_run_again(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    noted = f"open({str(marks)!r}, 'a').write('x')"
+    todo = [python("good", noted), python("bad", f"{noted}; raise SystemExit(3)")]
+    for _ in range(2):
+        found = run_all(todo, tmp_path / "out", minutes=5, part_minutes=5)
+        assert found == {"good": PASSED, "bad": FAILED}
+        assert json.loads((tmp_path / "out" / "parts.json").read_text()) == found
+    assert marks.read_text() == "xxx"
+
+
+def test_a_part_that_takes_too_long_is_stopped_and_its_output_kept(tmp_path: Path) -> None:
+    hangs = "import time; print('begun', flush=True); time.sleep(600)"
+    todo = [python("slow", hangs), python("next", "print('next')")]
+    assert run_all(todo, tmp_path, minutes=5, part_minutes=0.1) == {"slow": STOPPED, "next": PASSED}
+    assert (tmp_path / "slow.log").read_text() == "begun\n" and (tmp_path / "next.log").read_text() == "next\n"
+
+
+def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
+    assert run_all([python("never", "pass")], tmp_path, minutes=0, part_minutes=5) == {}
+
+
+def test_every_test_file_and_suite_is_a_part(tmp_path: Path) -> None:
+    found = {part.name: part.command for part in gpu.parts(tmp_path, 5)}
+    assert {path.stem for path in (gpu.ROOT / "tests" / "gpu").glob("test_*.py")} | {*gpu.SUITES} == found.keys()
+    assert "default" in found["test_store"] and found["pareto"][-2:] == ("--minutes", "4")
+    assert all((gpu.ROOT / "benchmarks" / "suites" / f"{suite}.py").exists() for suite in gpu.SUITES)
