@@ -136,7 +136,7 @@ MUTANTS = (
     Mutant(
         "trust: a site that differed is recomputed on",
         "ebbtide/engine/trust.py",
-        '        self._demote(entry, "what was recomputed in backward differed from what was saved")\n',
+        '        self._demote(site, "what was recomputed in backward differed from what was saved")\n',
         "",
         TRUST,
     ),

@@ -1,8 +1,8 @@
 """Removes one guard of the code at a time and shows that a test notices.
 
-``python -m tests.helpers.mutants`` runs the table of ``tests/helpers/mutant_table.py``, or the mutants whose names hold
-the words it is given. Each is applied to a copy of ``src``; the tests named beside it run against that copy, and the
-first failure kills it. It exits 1 if one survives.
+``python -m tests.helpers.mutants`` runs the tables ``tests/helpers/mutant_table.py`` and ``tests/simdev/mutants.py``, or
+only the mutants whose names hold all the words it is given. Each mutant changes one text in a copy of ``src``; the
+tests named in its row run against that copy, and the first failure kills it. The exit status is 1 if one survives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mutant:
         file: Below ``src``.
         old: Text that occurs in it once.
         new: What it is replaced by.
-        tests: What is run.
+        tests: What is run: paths, and options of pytest.
     """
 
     name: str
@@ -49,7 +49,9 @@ def apply(mutant: Mutant, source: Path) -> None:
     text = path.read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(f"{mutant.name!r}: found {text.count(mutant.old)} times in {mutant.file}; expected once")
-    path.write_text(text.replace(mutant.old, mutant.new))
+    changed = text.replace(mutant.old, mutant.new)
+    compile(changed, str(path), "exec")  # a mutant that is no Python would count as killed
+    path.write_text(changed)
 
 
 def killed_by(mutant: Mutant) -> str:
@@ -87,8 +89,9 @@ def killed_by(mutant: Mutant) -> str:
 def main(words: Sequence[str]) -> int:
     """Run the mutants whose names hold all words, and print a table."""
     from tests.helpers.mutant_table import MUTANTS
+    from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 
-    chosen = [m for m in MUTANTS if all(word in m.name for word in words)]
+    chosen = [m for m in (*MUTANTS, *OF_THE_STORE) if all(word in m.name for word in words)]
     survivors = 0
     for mutant in chosen:
         killer = killed_by(mutant)

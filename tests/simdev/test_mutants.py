@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simdev.mutants import MUTANTS, Mutant, run
+from tests.helpers.mutants import Mutant, killed_by
+from tests.simdev.mutants import MUTANTS
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_test_fails_without_it(mutant: Mutant) -> None:
-    passed, why = run(mutant)
-    assert not passed, why
+    assert killed_by(mutant)
