@@ -112,9 +112,10 @@ def test_memory_after_forward_is_what_is_kept_and_the_window() -> None:
         loss.backward()
 
 
-def test_a_hundred_steps_do_not_grow() -> None:
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_a_hundred_steps_do_not_grow(policy: str) -> None:
     model, x = _model(width=128, depth=4), _batch(width=128, tokens=512)
-    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1B") as handle:
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1B") as handle:
         sizes, moved = [], []
         for step in range(100):
             _step(model, x)
@@ -124,7 +125,8 @@ def test_a_hundred_steps_do_not_grow() -> None:
                 torch.accelerator.synchronize()
                 assert handle.stats().store_bytes == 0  # whoever asks the store for anything lets it drop its sources
                 sizes.append(torch.accelerator.memory_allocated())
-        assert sizes[1] <= sizes[0] and moved[-1] > moved[-2]
+        assert sizes[1] <= sizes[0]
+        assert moved[-1] > moved[-2] or policy == "auto", "a plan may move nothing, as the times that it measured say"
         assert handle.stats().live_tickets == 0
         assert handle.stats().store_bytes == 0
 
