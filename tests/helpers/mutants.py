@@ -1,8 +1,8 @@
 """Removes one guard of the code at a time and shows that a test notices.
 
-``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` beside it and of ``tests/simdev/mutants.py``, or
-only the mutants whose names hold all the words it is given. Each mutant changes one text in a copy of ``src``; the
-tests named in its row run against that copy, and the first failure kills it. The exit status is 1 if one survives.
+``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` beside it and of ``tests/simdev/mutants.py``;
+with words, only the mutants whose names hold all of them. Each mutant changes one text in a copy of ``src``; the tests
+named in its row run against that copy, and the first failure kills it. The exit status is 1 if one survives.
 """
 
 from __future__ import annotations
