@@ -209,6 +209,12 @@ class PaperTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def stream_of(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def follow(self, tensor: torch.Tensor, stream: object) -> None:
+        pass
+
     def park(self, source: torch.Tensor) -> Slot:
         return _PaperSlot(source)
 

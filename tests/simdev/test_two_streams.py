@@ -87,12 +87,7 @@ def offloaded(model: nn.Module) -> ebbtide.Handle:
     )
 
 
-UNORDERED = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the second stream that reads an entry does not wait for its copy-in"
-)
-
-
-@pytest.mark.parametrize("block", [pytest.param(ReadOnBoth, marks=UNORDERED), SavedElsewhere])
+@pytest.mark.parametrize("block", [ReadOnBoth, SavedElsewhere])
 def test_gradients_are_those_of_plain_training(block: type[TwoStreams]) -> None:
     plain = train(block, lambda model: nullcontext())
     assert violations() == []

@@ -283,6 +283,7 @@ class Engine:
                 return entry.source
         if entry.restored is not None:
             if not entry.changed:
+                self.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             entry.restored = None  # a backward changed in place what it was given
         storage = entry.storage_ref() if entry.storage_ref is not None else None
@@ -351,10 +352,9 @@ class Engine:
                 self.timer.backward_ends()
             self.trust.end_backward()
 
-    @staticmethod
-    def _keep(backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:
         if backward is not None:
-            entry.restored = content
+            entry.restored, entry.restored_on = content, self.tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))
 
     # Counting

@@ -24,6 +24,7 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.layout import Layout
+from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "last", "life",
-        "numerics", "part_only", "probe", "recipe", "restored", "site", "slot", "source", "storage_ref", "tainted",
-        "version",
+        "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source", "storage_ref",
+        "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -122,6 +123,7 @@ class Entry:
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.recipe: Expr | None = None
         self.restored: torch.Tensor | None = None
+        self.restored_on: StreamHandle | None = None  # the stream that waited for it
         self.checksum: tuple[int, int] | None = None
         self.fingerprint: Fingerprint | None = None  # of the tensor that was dropped, if it is to be recomputed
         self.numerics: Numerics | None = None  # what its kernels ran under, if they are to run again

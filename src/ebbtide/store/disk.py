@@ -11,6 +11,7 @@ import torch
 from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, State
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.room import Room
@@ -154,6 +155,12 @@ class DiskTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in RAM, which is what this tier spares."""
         return tensor.device.type == "cpu"
+
+    def stream_of(self, tensor: torch.Tensor) -> None:
+        """Return None: what the host computes is in order."""
+
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+        """Do nothing."""
 
     @property
     def stalls(self) -> Stalls:

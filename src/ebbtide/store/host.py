@@ -104,6 +104,20 @@ class HostTier:
         """Whether the tensor lies on the device."""
         return self.device.owns(tensor)
 
+    def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
+        """Return the stream on which the caller computes now, where a tensor lies."""
+        return self.device.compute_stream(tensor.device)
+
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+        """Order the caller after another stream, if ``tensor`` was made there, and keep its memory until it was read.
+
+        A tensor that was restored for one reader may have a second one on another stream, who waited for no copy.
+        """
+        now = self.stream_of(tensor)
+        if stream is not None and now != stream:
+            self.device.wait(now, self.device.record(stream))
+            self.device.record_use(tensor, now)
+
     def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
         """Begin to copy out ``source``; its memory must stay until the slot is parked.
 

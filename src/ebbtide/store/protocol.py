@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.device import StreamHandle
 
 
 class Slot(Protocol):
@@ -92,6 +93,14 @@ class Tier(Protocol):
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on the device whose memory is scarce."""
+        ...
+
+    def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
+        """Return the stream on which the caller computes now, where a tensor lies; None where there are none."""
+        ...
+
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+        """Order the caller after what was asked of another stream: there ``tensor`` was made, here it is read."""
         ...
 
     def park(self, source: torch.Tensor) -> Slot:

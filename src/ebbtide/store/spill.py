@@ -22,6 +22,7 @@ import torch
 from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.arena import ArenaState
 from ebbtide.store.counters import Stalls, TierCounters
+from ebbtide.store.device import StreamHandle
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 
@@ -174,6 +175,14 @@ class SpillTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies on the device."""
         return self.host.owns(tensor)
+
+    def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
+        """Return the stream on which the caller computes now, where a tensor lies."""
+        return self.host.stream_of(tensor)
+
+    def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
+        """Order the caller after another stream; see ``HostTier.follow``."""
+        self.host.follow(tensor, stream)
 
     def park(self, source: torch.Tensor) -> HostSlot | SpillSlot:
         """Begin to copy out ``source``; its memory must stay until the slot is parked.

@@ -64,6 +64,12 @@ class Tier:
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
 
+    def stream_of(self, tensor: Tensor) -> None:
+        pass
+
+    def follow(self, tensor: Tensor, stream: None) -> None:
+        pass
+
     def park(self, source: Tensor) -> Slot:
         if self.error is not None:
             raise self.error
