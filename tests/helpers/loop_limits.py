@@ -83,8 +83,8 @@ LIMITS: tuple[Limit, ...] = (
         setting=Setting(policy="checkpoint"),
     ),
     Limit(
-        name="an intermediate that nobody saved is changed under no_grad, later than in the step of the comparison",
-        features=frozenset({"part:clamped"}),
+        name="what nobody saved is changed without a trace in forward, later than in the step of the comparison",
+        features=frozenset({"part:clamped", "part:decay"}),
         applies=lambda program, setting: setting.recomputes,
         errors=frozenset({"RestoreError"}),
         example=Program(parts=(Part(kind="clamped", step=2),), steps=4),

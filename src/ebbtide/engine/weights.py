@@ -33,6 +33,7 @@ class Weights:
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
         weights = list(weights)
+        self._model.note_versions(weights)
         self._passing |= storage_keys(weights) - self._own
         self._note_nodes(weights)
 
