@@ -83,6 +83,7 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
             expected="one of " + ", ".join(STRATEGIES),
             hint=nearest(str(strategy), STRATEGIES) or "'auto' takes the model as it is wrapped",
         )
+    _refuse_replicas(model)
     found = found_strategy(model)
     if strategy not in ("auto", found):
         how = {
@@ -97,3 +98,18 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
             hint="wrap the model first, or pass strategy='auto'",
         )
     return found
+
+
+def _refuse_replicas(model: nn.Module) -> None:
+    """Raise for ``DataParallel`` over several devices: its replicas are copies whose forward is the original's.
+
+    Raises:
+        StrategyError: The model is, or holds, one.
+    """
+    replicated = next((m for m in model.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1), None)
+    if replicated is not None:
+        raise StrategyError(
+            f"the model is in DataParallel over {len(replicated.device_ids)} devices",
+            expected="DistributedDataParallel, FSDP, or one device",
+            hint="start one process a device with torchrun and wrap the model in DistributedDataParallel",
+        )

@@ -11,6 +11,18 @@ from ebbtide.wrap import check_strategy, weights_move
 from tests.helpers.models import build
 
 
+@pytest.mark.parametrize("devices", [0, 1, 2])
+def test_data_parallel_over_several_devices_is_refused(devices: int) -> None:
+    """Its replicas would compute with the weights of the first device."""
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.device_ids = list(range(devices))
+    if devices < 2:
+        assert check_strategy(model, "auto") == "single"
+    else:
+        with pytest.raises(StrategyError, match="DataParallel over 2 devices.*\nhint: "):
+            check_strategy(model, "auto")
+
+
 @pytest.mark.parametrize("strategy", ["auto", "single"])
 def test_a_model_without_wrapper_is_single(strategy: str) -> None:
     assert check_strategy(nn.Linear(2, 2), strategy) == "single"
