@@ -48,7 +48,8 @@ class Fingerprint:
     def __init__(self, tensor: torch.Tensor, *, whole: bool = False) -> None:
         self._flat = tensor.is_contiguous()
         self._sample = _sample(tensor, flat=self._flat).clone()
-        self._sums = _sums(tensor) if whole else None
+        all_of_it = self._sample.numel() * self._sample.itemsize >= tensor.numel() * tensor.itemsize
+        self._sums = _sums(tensor) if whole and not all_of_it else None
 
     def same(self, tensor: torch.Tensor) -> torch.Tensor | bool:
         """Compare with a tensor of the same type and shape.
