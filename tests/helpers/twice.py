@@ -54,6 +54,25 @@ def step_of(loss_of: Callable[[Any], Tensor]) -> Step:
     return step
 
 
+def two_losses(model: Any, number: int) -> Tensor:
+    """Step the optimizer between the backwards of two losses: legal where no weight that is stepped was saved."""
+    x = torch.randn(8, 16, requires_grad=True)
+    first, second = model(x).square().mean(), model(x).abs().mean()
+    for loss in (first, second):
+        model.optimizer.zero_grad()
+        loss.backward()
+        model.optimizer.step()
+    return first + second
+
+
+def only_biases(model: Any, optimizer: Callable[..., torch.optim.Optimizer]) -> nn.Module:
+    """Let only the biases of a model train, which no operator saves."""
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.endswith("bias"))
+    model.optimizer = optimizer([p for p in model.parameters() if p.requires_grad])
+    return model
+
+
 def train(make: Make, step: Step, steps: int, **given: Any) -> tuple[Outcome, Any]:
     """Train; return what each step computed, up to its first error, and the handle's stats.
 

@@ -8,7 +8,7 @@ A recipe is built from what the graph says; that it gives the same bits is check
 - Whatever is recomputed later carries a fingerprint of the tensor that was dropped, and is compared when it is needed,
   before anything is computed from it. On the host that happens every time (a sample; all bytes in one block in 50 steps
   of its kind); on an accelerator in those blocks only, all bytes, and the answer is read when the device has it, at the
-  latest before an optimizer steps. What differs is an error: a wrong gradient never reaches a weight.
+  latest before an optimizer of torch steps. A difference is an error, and the site is offloaded from then on.
 
 A verdict belongs to a block, its numerics, a site, the operators and the element types. Numbers and lengths that change
 from step to step make no new ones.

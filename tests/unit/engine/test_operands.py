@@ -13,7 +13,7 @@ from torch.nn.utils import prune
 
 import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError
-from tests.helpers.twice import Stack, check, check_refused, sgd, step_of, train
+from tests.helpers.twice import Stack, check, check_refused, only_biases, sgd, step_of, train, two_losses
 
 
 def rows(width: int = 16) -> Tensor:
@@ -77,25 +77,7 @@ def test_a_discriminator_stepped_before_the_generators_backward(optimizer: str) 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_two_losses_with_a_step_between_their_backwards(optimizer: str) -> None:
-    """Only biases train, which nobody saves."""
-
-    def make() -> nn.Module:
-        model: Any = Stack(Mlp(), Mlp(), Mlp())
-        for name, p in model.named_parameters():
-            p.requires_grad_(name.endswith("bias"))
-        model.optimizer = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
-        return model
-
-    def step(model: Any, number: int) -> Tensor:
-        x = rows().requires_grad_()
-        first, second = model(x).square().mean(), model(x).abs().mean()
-        for loss in (first, second):
-            model.optimizer.zero_grad()
-            loss.backward()
-            model.optimizer.step()
-        return first + second
-
-    check(make, step, steps=5)
+    check(lambda: only_biases(Stack(Mlp(), Mlp(), Mlp()), OPTIMIZERS[optimizer]), two_losses, steps=5)
 
 
 def test_what_was_copied_before_a_step_is_said_once_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
