@@ -21,7 +21,7 @@ from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
 from tests.simdev.device import configured, counters, held, violations
 
-DEVICE = torch.device("simdev", 0)
+DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
 MIB = 1 << 20
 SIZES = [MIB + 64, 100_001, 65_536, 3 * MIB, 70_000]
 ROUNDS = 8

@@ -17,7 +17,7 @@ from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from tests.simdev.device import configured, violations
 
-DEVICE = torch.device("simdev", 0)
+DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
 WIDTH, STEPS = 64, 4
 
 
