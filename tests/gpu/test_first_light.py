@@ -123,6 +123,7 @@ def test_a_hundred_steps_do_not_grow(policy: str) -> None:
             moved.append(handle.stats().total_copy_in_bytes)
             if step in (9, 99):
                 torch.accelerator.synchronize()
+                handle._engine.trust.settle()  # answers that one block in fifty steps has asked of the device
                 assert handle.stats().store_bytes == 0  # whoever asks the store for anything lets it drop its sources
                 sizes.append(torch.accelerator.memory_allocated())
         assert sizes[1] <= sizes[0]
