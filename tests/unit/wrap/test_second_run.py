@@ -193,33 +193,30 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
         def __init__(self, generator: Any) -> None:
             self.generator = generator
 
+    class Draws(Block):
+        kept: Any = None
+
+        def generator(self) -> Any:
+            return self.kept[0] if isinstance(self.kept, list) else getattr(self.kept, "generator", self.kept)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(hard(x * draw(self.generator(), x)))
+
+    class DrawsFromGlobal(Draws):
+        def generator(self) -> Any:
+            return GENERATOR
+
     def make() -> nn.Module:
         own = make_generator(kind)
         if where == "global":
             GENERATOR.manual_seed(3)
-
-        class Draws(Block):
-            def __init__(self) -> None:
-                super().__init__()
-                self.kept = {"attribute": own, "list": [own], "object": Holder(own)}.get(where)
-
-            def generator(self) -> Any:
-                match where:
-                    case "attribute":
-                        return self.kept
-                    case "list":
-                        return self.kept[0]
-                    case "object":
-                        return self.kept.generator
-                    case "closure":
-                        return own
-                    case _:
-                        return GENERATOR
-
-            def forward(self, x: Tensor) -> Tensor:
-                return super().forward(hard(x * draw(self.generator(), x)))
-
-        return blocks(Draws)
+            return blocks(DrawsFromGlobal)
+        if where == "closure":
+            return blocks(type("DrawsFromClosure", (Draws,), {"generator": lambda block: own}))
+        model: Any = blocks(Draws)
+        for block in model.blocks:
+            block.kept = {"attribute": own, "list": [own], "object": Holder(own)}[where]
+        return model
 
     check_checkpointed(make, squares, count=0)
 
