@@ -381,7 +381,7 @@ class Engine:
             copy_in_bytes_per_second=counters.in_bytes / counters.in_seconds if counters.in_seconds else None,
             total_recomputes=self._recomputes,
             total_recompute_seconds=self._recompute_seconds,
-            demoted_sites=tuple(sorted(self.trust.demoted)),
+            demoted_sites=tuple(sorted(map(str, self.trust.demoted))),
             live_tickets=len(self.live_tickets),
             store_bytes=self.tier.used_bytes,
             store=self.tier.gauges(),

@@ -4,7 +4,7 @@
 A version counter says that somebody wrote through autograd. Fused optimizers, ``p.data``, quantised optimizers and
 merged adapters write without moving it, and a recompute may differ for reasons nobody foresaw. So whatever a recompute
 relies on, and whatever it produces, carries a fingerprint of the bytes of then: a few hundred elements spread over the
-tensor (microseconds, however large the tensor is), or sums that cover all bytes.
+tensor, however large it is, or sums that cover all bytes.
 
 Nothing here waits for a device. On the host a comparison answers at once; on an accelerator it answers with a tensor,
 which is read when the device has come so far (``ebbtide.engine.trust``).

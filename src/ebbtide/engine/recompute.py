@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ebbtide.base.actions import Site
+from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import exactly
 from ebbtide.engine.recipe import Expr, Reader, evaluate
@@ -32,15 +34,16 @@ def recompute(
             trust.require(entry.fingerprint.same(content), functools.partial(trust.differs, entry.site, block))
         keep(entry, content)
 
-    place = f"{target.site} of block {block!r}"
-
     def weight(watched: Watched) -> torch.Tensor:
-        failed = functools.partial(changed_error, "weight", watched.tensor.shape, f"recomputes {place} from it")
-        trust.require(watched.same, failed)
+        trust.require(watched.same, functools.partial(_changed, watched.tensor.shape, target.site, block))
         return watched.tensor
 
     work = functools.partial(evaluate, target, read, compare_and_keep, weight)
     return exactly(target.empty.device.type, target.numerics, work)
+
+
+def _changed(shape: torch.Size, site: Site, block: str) -> ModifiedInPlaceError:
+    return changed_error("weight", shape, f"recomputes {site} of block {block!r} from it")
 
 
 def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor:

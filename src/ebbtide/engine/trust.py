@@ -59,7 +59,7 @@ class Trust:
         self._unread: list[_Answer] = []  # of this backward
         self._coming: deque[tuple[torch.Event, list[_Answer]]] = deque()  # of earlier ones, oldest first
         self.fingerprints = True
-        self.demoted: dict[str, str] = {}
+        self.demoted: dict[Site, str] = {}
 
     # Before a recipe is used
 
@@ -75,7 +75,7 @@ class Trust:
             base: The tensor.
             run: Evaluates the recipe.
         """
-        if str(entry.site) in self.demoted:
+        if entry.site in self.demoted:
             return False
         key = (where, entry.site, base.dtype, recipe.structure)
         verdict = self._verdicts.get(key)
@@ -103,8 +103,7 @@ class Trust:
         """Whether two tensors' storages hold the same bytes."""
         return torch.equal(storage_bytes(value), storage_bytes(base))
 
-    def _demote(self, where: Site, reason: str) -> bool:
-        site = str(where)
+    def _demote(self, site: Site, reason: str) -> bool:
         if site not in self.demoted:
             logger.info("not recomputed, %s: %s", site, reason)
             self._bus.emit("message", level="info", code="demoted", text=f"not recomputed, {site}: {reason}")

@@ -88,8 +88,8 @@ class ForwardContext:
     def _check_tensors(self) -> dict[int, torch.Tensor]:
         """Return, by id, what stands for tensors with other memory by now: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
+        again = f"runs block {self._run.block.name!r} again"
         for tensor, watched in self._watched:
-            again = f"runs block {self._run.block.name!r} again"
             failed = functools.partial(changed_error, "weight, buffer or attribute", tensor.shape, again)
             self._run.engine.trust.require(watched.same, failed)
             if watched.replaces(tensor):

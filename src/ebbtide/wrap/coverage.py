@@ -4,7 +4,7 @@
 What autograd saves inside blocks comes through the pack hook and is counted there. What it saves outside of them is
 read from the graph, once, when the first forward with gradients is over: every node that the outputs lead to shows the
 tensors that it saved. No hooks are entered for this: any hook, one that hands back what it was given included, changes
-what autograd checks or keeps. Which module saved a tensor is told by the sequence number of its node, for modules note
+what autograd checks or keeps. The sequence number of its node says which module saved a tensor, for modules note
 where the numbers stood when their forward began and ended; that is all that their module hooks do, in this one pass.
 What backward has freed by then, and nodes of C++ extensions, which show nothing, are not counted.
 
