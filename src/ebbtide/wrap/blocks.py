@@ -69,7 +69,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
 
 def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
-    """Return the blocks that modules are, as the engine knows them, each with the module whose ``forward`` the hooks go around.
+    """Return blocks as the engine knows them, each with the module whose ``forward`` the hooks go around.
 
     Raises:
         ConflictError: A module is in torch's ``offload_wrapper``.
