@@ -9,6 +9,7 @@ import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import data
+from ebbtide_recipes.skeleton import rows as rows_module
 from ebbtide_recipes.skeleton.rows import SUFFIXES
 
 USER = {"role": "user", "content": "q"}
@@ -190,8 +191,8 @@ def test_a_count_without_a_name_is_refused(name: str) -> None:
 
 
 def test_what_is_checked_first_is_neither_read_nor_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_read_file", lambda *args: pytest.fail("was read"))
-    monkeypatch.setattr(data, "_read_hub", lambda *args: pytest.fail("was fetched"))
+    monkeypatch.setattr(rows_module, "_read_file", lambda *args: pytest.fail("was read"))
+    monkeypatch.setattr(rows_module.Reader, "_read_hub", lambda *args: pytest.fail("was fetched"))
     data.READER.check([write(tmp_path / "a.jsonl", [{"text": "t"}]), "builtin:pydoc#5", "owner/name"])
     for name in ("builtin:pydocs", str(tmp_path), str(tmp_path / "b.jsonl"), "./nothing", "~/no/such/file"):
         with pytest.raises(DataError, match="\nhint: "):
