@@ -118,12 +118,18 @@ def raises(completions: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (raises, "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected one number a completion"),
+        (
+            raises,
+            "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected one number a completion",
+        ),
         (lambda completions: [1.0], "'mine' returned 1 rewards; expected 2, one a completion"),
         (lambda completions: None, "'mine' returned None; expected a list of 2 numbers"),
         (lambda completions: 1.0, "'mine' returned 1.0; expected a list of 2 numbers"),
         (lambda completions: torch.tensor(1.0), "'mine' returned 1.0; expected a list of 2 numbers"),
-        (lambda completions: [1.0, float("nan")], "'mine' returned nan for the completion ''; expected a finite number"),
+        (
+            lambda completions: [1.0, float("nan")],
+            "'mine' returned nan for the completion ''; expected a finite number",
+        ),
         (lambda completions: [float("-inf"), 1.0], "'mine' returned -inf for the completion 'The answer is 18.'"),
         (lambda completions: ["1", "2"], "'mine' returned '1' for the completion"),
         (lambda completions: torch.ones(2, 1), r"'mine' returned \[1.0\] for the completion"),
