@@ -28,7 +28,7 @@ def phase_figures(events: Sequence[Event], curve: Curve) -> dict[str, dict[str, 
         phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
     """
     spans = _spans(events)
-    first = next((step for _, step, _, _ in spans), None)
+    first = next((step for name, step, _, _ in spans if name == "forward"), None)
     times = [t for t, _ in curve]
     figures: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for name, _, _, _ in spans):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -131,7 +131,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return torch.cat(log_probs), torch.cat(entropies) if entropies else None, None
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str) -> Generator[None, None, None]:
         """Mark a phase of the step that is under way; in an evaluation there is none."""
         if not self.model.training:
             yield
@@ -142,7 +142,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         BUS.emit("phase", name=name, edge="end", step=step)
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self) -> Generator[None, None, None]:
         """Let sharded ranks generate until the last is done.
 
         Each forward gathers weights, so a rank that stopped at its own last token would leave the others waiting for
@@ -159,7 +159,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             del model.generate
 
     @contextmanager
-    def _whole_root(self) -> Iterator[None]:
+    def _whole_root(self) -> Generator[None, None, None]:
         """Gather what FSDP2 shards with the root (embeddings, head) while a part inside the root generates."""
         root = self.model_wrapped
         if not isinstance(root, FSDPModule):

@@ -50,7 +50,7 @@ _ROLLOUT_SIZE = (
     "num_generations of them a prompt"
 )
 _LOG_PROBS = "log-probabilities are computed in batches of --per_device_train_batch_size: leave it out"
-_OFFLOAD = "weights and optimizer: --fsdp_config with a JSON file that says cpu_offload; activations: --activation_cpu_offload true"
+_OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
 _NO_CRITIC = "GRPO has no critic: leave it out"
 _AS_ACTOR = "the reference is sharded as the trained model is: leave it out"
@@ -70,7 +70,7 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "--per_device_train_batch_size counts sequences: leave it out",
     f"{_ACTOR}.kl_loss_type": "the loss has the low-variance estimate of the KL divergence (low_var_kl): leave it out",
     f"{_ACTOR}.entropy_coeff": "there is no entropy bonus: leave it out",
-    f"{_ACTOR}.loss_agg_mode": "--loss_type dapo is token-mean, grpo is seq-mean-token-mean, dr_grpo is without lengths",
+    f"{_ACTOR}.loss_agg_mode": "--loss_type: dapo is token-mean, grpo is seq-mean-token-mean",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "sequences are not cut over processes: leave it out",
     f"{_ACTOR}.optim.lr_warmup_steps": "--warmup_ratio: the share of the steps",
     f"{_ACTOR}.fsdp_config.param_offload": _OFFLOAD,
@@ -79,7 +79,7 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_ACTOR}.fsdp_config.model_dtype": "--torch_dtype",
     f"{_ACTOR}.use_torch_compile": "nothing is compiled: leave it out",
     f"{_REF}.strategy": _AS_ACTOR,
-    f"{_REF}.fsdp_config.param_offload": "the reference stays where it is; with --train_type lora it is the model itself",
+    f"{_REF}.fsdp_config.param_offload": "the reference stays on the device; with adapters it is the model itself",
     f"{_REF}.log_prob_micro_batch_size": _LOG_PROBS,
     f"{_REF}.log_prob_micro_batch_size_per_gpu": _LOG_PROBS,
     f"{_REF}.ulysses_sequence_parallel_size": _AS_ACTOR,
