@@ -123,10 +123,11 @@ class Reward:
         except Exception as error:
             empty = sum(not text_of(completion).strip() for completion in completions)
             also = f" ({empty} of the {len(completions)} completions are empty)" if empty else ""
+            chat = "" if isinstance(completions[0], str) else "a completion of a chat is a list of messages; "
             raise TrainingError(
                 f"the reward function {self.name!r} raised {type(error).__name__}: {error}{also}",
                 expected="one number a completion, whatever the completion says",
-                hint="call it with the text of a completion, and with an empty one; "
+                hint=f"{chat}call it by hand with a completion, and with an empty one; "
                 "None is the reward of a completion that it does not judge",
             ) from error
         values = self._listed(returned, len(completions))
