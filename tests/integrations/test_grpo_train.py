@@ -128,9 +128,7 @@ def test_a_run_that_goes_on_in_the_middle_of_a_rollout_repeats_the_run_that_did_
 ) -> None:
     changes = {**WAYS[way], **OURS, "num_iterations": 4, "save_steps": 3, "max_steps": 7}
     whole = train(model, tmp_path / "whole", **changes)
-    rest = train(
-        model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3")
-    )
+    rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert rest["steps"] == {step: whole["steps"][step] for step in (4, 5, 6, 7)}
 
 
@@ -140,9 +138,7 @@ def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path
     changes = {"dataset": (str(file),), "num_train_epochs": 3.0, "max_steps": -1, "save_steps": 4}
     whole = train(model, tmp_path / "whole", **changes)
     assert len(whole["steps"]) == 9  # six prompts, two a step, three epochs
-    rest = train(
-        model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4")
-    )
+    rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert rest["steps"] == {step: whole["steps"][step] for step in range(5, 10)}
 
 
