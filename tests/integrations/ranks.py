@@ -79,12 +79,25 @@ def grpo_values(model: str, folder: str) -> dict[str, Any]:
 
 
 def grpo_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Train by the recipe ``grpo``; return what ``recipe`` returns, and the rewards."""
+    """Train by the recipe ``grpo``; return what ``recipe`` does, and whether ranks generate until the last is done."""
+    from transformers import GenerationMixin
+
     from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.grpo.recipe import RECIPE
 
-    digest = changes.pop("digest", False)
-    return _carried_out(RECIPE, GrpoConfig(**{**grpo_values(model, folder), **changes}), digest=digest)
+    together: set[bool] = set()
+    generate = GenerationMixin.generate
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        together.add(bool(kwargs.get("synced_gpus")))
+        return generate(self, *args, **kwargs)
+
+    GenerationMixin.generate = seen
+    try:
+        result = _carried_out(RECIPE, GrpoConfig(**{**grpo_values(model, folder), **changes}))
+    finally:
+        GenerationMixin.generate = generate
+    return {**result, "together": together}
 
 
 def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, digest: bool = False) -> dict[str, Any]:

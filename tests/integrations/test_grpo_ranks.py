@@ -69,6 +69,13 @@ def test_losses_and_rewards_are_those_of_plain_training(
     assert ours[0]["saved"] > 0
 
 
+@pytest.mark.parametrize(("name", "together"), [("fsdp2", True), ("fsdp2 lora", True), ("fsdp1", True), ("ddp", False)])
+def test_ranks_that_share_weights_generate_until_the_last_is_done(
+    results: dict[str, CaseResult], name: str, together: bool
+) -> None:
+    assert all(rank["together"] == {together} for rank in results[name].values())
+
+
 def test_the_phases_of_a_rollout_are_marked(results: dict[str, CaseResult]) -> None:
     phases = results["fsdp2 auto"].values()[0]["phases"]
     assert {"generation", "reward", "log-probabilities", "forward", "backward", "optimizer"} <= set(phases)
