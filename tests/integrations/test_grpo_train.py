@@ -26,7 +26,12 @@ MODES: dict[str, dict[str, Any]] = {
 }
 WAYS: dict[str, dict[str, Any]] = {
     "full": {"beta": 0.04, "num_iterations": 2, "max_steps": 4},
-    "accumulation": {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "steps_per_generation": 4},
+    "accumulation": {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+        "max_completion_length": 48,  # smaller batches need longer sequences for storages worth moving
+    },
     "lora": {"train_type": "lora", "lora_rank": 2, "beta": 0.04, "num_iterations": 2},
     "unpadded": {"padding_free": True, "num_iterations": 2},
     "evaluation": {"split_dataset_ratio": 0.002, "eval_steps": 2},
