@@ -1,25 +1,29 @@
-"""The page of ``ebbtide sft``'s flags, written from its config.
+"""The pages of recipes' flags, written from their configs.
 
-``python -m tests.contract.sft_flags_page > docs/reference/sft-flags.md`` writes it anew.
+``python -m tests.contract.sft_flags_page > docs/reference/sft-flags.md`` writes one anew, and
+``python -m tests.contract.sft_flags_page grpo > docs/reference/grpo-flags.md`` another.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from pathlib import Path
 
 import docstring_parser
 
 from ebbtide.base.checks import in_words
-from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
+from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.sft.config import SftConfig
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sft-flags.md"
+CONFIGS: dict[str, typing.Any] = {"sft": SftConfig, "grpo": GrpoConfig}
+FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 
-_HEAD = """# Flags of `ebbtide sft`
+_HEAD = """# Flags of `ebbtide VERB`
 
-Written from the config; `ebbtide sft --help` shows the same. A flag may be written with hyphens or underscores, and
-stand in a YAML file without its hyphens: `ebbtide sft run.yaml --max_steps 10`. A flag overrides the file. An unknown
+Written from the config; `ebbtide VERB --help` shows the same. A flag may be written with hyphens or underscores, and
+stand in a YAML file without its hyphens: `ebbtide VERB run.yaml --max_steps 10`. A flag overrides the file. An unknown
 name is an error that names the nearest one.
 
 | flag | takes | default | |
@@ -27,20 +31,21 @@ name is an error that names the nearest one.
 """
 
 
-def page() -> str:
-    """Return the page."""
-    hints = typing.get_type_hints(SftConfig)
-    docs = [docstring_parser.parse(kind.__doc__ or "") for kind in reversed(SftConfig.__mro__)]
+def page(verb: str = "sft") -> str:
+    """Return the page of a recipe."""
+    config = CONFIGS[verb]
+    hints = typing.get_type_hints(config)
+    docs = [docstring_parser.parse(kind.__doc__ or "") for kind in reversed(config.__mro__)]
     told = {p.arg_name: p.description or "" for doc in docs for p in doc.params}
     rows: list[str] = []
-    for field in dataclasses.fields(SftConfig):
+    for field in dataclasses.fields(config):
         takes = in_words(hints[field.name]).replace("a tuple of text", "one or more names")
         does = " ".join(told[field.name].split())
         rows.append(f"| `--{field.name}` | {takes} | {_shown(field.default)} | {does} |")
-    known = [f"| `{other}` | `{name}` |" for other, name in ALIASES.items()]
-    refused = [f"| `--{name}` | {hint} |" for name, hint in UNSUPPORTED.items()]
+    known = [f"| `{other}` | `{name}` |" for other, name in config.aliases.items()]
+    refused = [f"| `--{name}` | {hint} |" for name, hint in config.unsupported.items()]
     sections = [
-        _HEAD + "\n".join(rows),
+        _HEAD.replace("VERB", verb) + "\n".join(rows),
         "## Names of other trainers\n\nTaken for the flag beside them, in YAML files and on the command line; a dotted "
         "name is a key inside a section of a file.\n\n| name | flag |\n| --- | --- |\n" + "\n".join(known),
         "## Refused\n\nKnown to users of other trainers, and not to be had here.\n\n"
@@ -58,4 +63,4 @@ def _shown(default: object) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(page(*sys.argv[1:]), end="")

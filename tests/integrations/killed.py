@@ -1,6 +1,6 @@
 """Trains a model while it is killed with SIGKILL at drawn instants, and goes on each time.
 
-    python -m tests.integrations.killed MODEL FOLDER --seed 20 [--ranks 2] [--kills 10] [--steps 30]
+    python -m tests.integrations.killed MODEL FOLDER --seed 20 [--recipe grpo] [--ranks 2] [--kills 10] [--steps 30]
 
 Packages are imported once; each training is a fork of this process (with ``--ranks`` several, sharded by FSDP2), which
 itself computes nothing. Two kinds of kills take turns. One comes after a drawn number of events of a rank's record: in
@@ -26,12 +26,16 @@ from typing import Any
 import torch
 
 from ebbtide.base.events import BUS
+from ebbtide_recipes.grpo import trainer as _grpo  # noqa: F401 - before forks
+from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.grpo.recipe import RECIPE as GRPO
 from ebbtide_recipes.language import adapters, models  # noqa: F401 - before forks
 from ebbtide_recipes.sft import data, trainer  # noqa: F401 - before forks
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.sft.recipe import RECIPE as SFT
 from ebbtide_recipes.skeleton import checkpoints
-from tests.integrations.ranks import fresh_world
+from ebbtide_recipes.skeleton import run as skeleton
+from tests.integrations.ranks import fresh_world, grpo_values
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 LIMIT_SECONDS = 900
@@ -53,7 +57,15 @@ class Kill:
     changes: int | None = None
 
 
-def settings(model: str, folder: Path, given: argparse.Namespace, **changes: Any) -> SftConfig:
+def settings(model: str, folder: Path, given: argparse.Namespace, **changes: Any) -> Any:
+    """Return the config of the recipe that is named."""
+    if given.recipe == "grpo":
+        values = grpo_values(model, str(folder))
+        # Three updates a rollout and a checkpoint every two steps: most of them lie in the middle of a rollout.
+        values |= {"max_steps": given.steps, "num_iterations": 3, "beta": 0.04, "save_steps": 2, "save_total_limit": 1}
+        values |= {"activation_cpu_offload": True, "save": True, "learning_rate": 1e-3}
+        values["fsdp_strategy"] = "full_shard" if given.ranks > 1 else "none"
+        return GrpoConfig(**{**values, **changes})
     values: dict[str, Any] = {
         "model": model, "dataset": ("builtin:pydoc#60",), "max_steps": given.steps, "max_length": 64, "packing": True,
         "learning_rate": 1e-2, "logging_steps": 1, "save_steps": 2, "save_total_limit": 1,
@@ -78,7 +90,7 @@ def at_change(number: int) -> Callable[[str, tuple[Any, ...]], None]:
     return hook
 
 
-def rank_main(config: SftConfig, rank: int, ranks: int, kill: Kill | None, writing: int, meeting: Path) -> None:
+def rank_main(config: Any, rank: int, ranks: int, kill: Kill | None, writing: int, meeting: Path) -> None:
     """Train as one rank, in a fork; never returns."""
     code = 1
     try:
@@ -95,13 +107,13 @@ def rank_main(config: SftConfig, rank: int, ranks: int, kill: Kill | None, writi
         if kill is not None and kill.rank == rank and kill.changes is not None:
             sys.addaudithook(at_change(kill.changes))
         with world:
-            main(config)
+            skeleton.main(GRPO if isinstance(config, GrpoConfig) else SFT, config)
         code = 0
     finally:
         os._exit(code)
 
 
-def forked(config: SftConfig, ranks: int, kill: Kill | None, meeting: Path) -> bool:
+def forked(config: Any, ranks: int, kill: Kill | None, meeting: Path) -> bool:
     """Train in forks; kill them all when ``kill`` says so. Returns whether they were killed."""
     reading, writing = os.pipe()
     children: list[int] = []
@@ -132,9 +144,10 @@ def forked(config: SftConfig, ranks: int, kill: Kill | None, meeting: Path) -> b
     return killed
 
 
-def losses(path: Path) -> dict[int, float]:
+def losses(path: Path) -> dict[int, Any]:
     found = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    return {event["step"]: event["loss"] for event in found if event["event"] == "step"}
+    steps = [event for event in found if event["event"] == "step"]
+    return {event["step"]: [event["loss"], event["reward"]] if "reward" in event else event["loss"] for event in steps}
 
 
 def state(folder: Path) -> tuple[int, list[str]]:
@@ -180,6 +193,7 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--recipe", choices=["sft", "grpo"], default="sft")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--steps", type=int, default=40)

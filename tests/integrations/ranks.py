@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.cpu_fsdp import shard_on_cpus
+from tests.integrations import rewards
 
 FSDP2 = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
 
@@ -39,14 +40,12 @@ def fresh_world(*, sharded: bool, ranks_a_node: int | None = None) -> Iterator[N
 def recipe(
     model: str, folder: str, /, *, ranks_a_node: int | None = None, digest: bool = False, **changes: Any
 ) -> dict[str, Any]:
-    """Train by the recipe; return the losses, what wraps the model, and what was saved.
+    """Train by the recipe ``sft``; return the losses, what wraps the model, and what was saved.
 
     With ``digest`` also a digest of each weight and of the optimizer's state, both whole.
     """
-    from ebbtide.wrap.strategy import found_strategy
     from ebbtide_recipes.sft.config import SftConfig
     from ebbtide_recipes.sft.recipe import RECIPE
-    from ebbtide_recipes.skeleton import run
 
     values = {
         "model": model,
@@ -59,11 +58,57 @@ def recipe(
         "save": False,
         "output_dir": folder,
     }
-    sharded = changes.get("fsdp_strategy", "none") != "none"
+    config = SftConfig(**{**values, **changes})
+    return _carried_out(RECIPE, config, ranks_a_node=ranks_a_node, digest=digest)
+
+
+def grpo_values(model: str, folder: str) -> dict[str, Any]:
+    """Return the values of a short run of ``grpo`` that learns something at every step."""
+    return {
+        "model": model,
+        "reward_funcs": (rewards.NAME, "closeness"),
+        "num_generations": 4,
+        "max_prompt_length": 32,
+        "max_completion_length": 16,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save": False,
+        "output_dir": folder,
+    }
+
+
+def grpo_case(model: str, folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Train by the recipe ``grpo``; return what ``recipe`` does, and whether ranks generate until the last is done."""
+    from transformers import GenerationMixin
+
+    from ebbtide_recipes.grpo.config import GrpoConfig
+    from ebbtide_recipes.grpo.recipe import RECIPE
+
+    together: set[bool] = set()
+    generate = GenerationMixin.generate
+
+    def seen(self: Any, *args: Any, **kwargs: Any) -> Any:
+        together.add(bool(kwargs.get("synced_gpus")))
+        return generate(self, *args, **kwargs)
+
+    GenerationMixin.generate = seen
+    try:
+        result = _carried_out(RECIPE, GrpoConfig(**{**grpo_values(model, folder), **changes}))
+    finally:
+        GenerationMixin.generate = generate
+    return {**result, "together": together}
+
+
+def _carried_out(recipe: Any, config: Any, *, ranks_a_node: int | None = None, digest: bool = False) -> dict[str, Any]:
+    from ebbtide.wrap.strategy import found_strategy
+    from ebbtide_recipes.skeleton import run
+
+    sharded = config.fsdp_strategy != "none"
     with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=ranks_a_node):
         warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
-        config = run.check(RECIPE, SftConfig(**{**values, **changes}))
-        trainer = run.carry_out(RECIPE, config, run.claim(config))
+        config = run.check(recipe, config)
+        trainer = run.carry_out(recipe, config, run.claim(config))
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer) if digest else None
         shards = {
@@ -71,13 +116,15 @@ def recipe(
         }
     if os.environ["RANK"] != "0":
         return {"wrapped": wrapped}
-    events = [json.loads(line) for line in Path(folder, "run.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in Path(config.output_dir, "run.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     stats = [event for event in events if event["event"] == "stats"]
     return {
         "wrapped": wrapped,
         "losses": {event["step"]: event["loss"] for event in steps},
+        "rewards": {event["step"]: event.get("reward") for event in steps},
         "tokens": [event["tokens"] for event in steps],
+        "phases": sorted({event["name"] for event in events if event["event"] == "phase"}),
         "saved": stats[-1]["memory_saved_bytes"] if stats else None,
         "begin": events[0],
         "state": state,

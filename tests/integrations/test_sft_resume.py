@@ -170,17 +170,22 @@ def test_another_data_set_is_evaluated_on(tiny_model: Path, tmp_path: Path) -> N
     assert [e["step"] for e in events(tmp_path / "out") if e["event"] == "evaluation"] == [1]
 
 
-KILLS = {"one process": (1, 10, 40), "two ranks of FSDP2": (2, 6, 30)}
+KILLS = {
+    "one process": ("sft", 1, 10, 40),
+    "two ranks of FSDP2": ("sft", 2, 6, 30),
+    "grpo": ("grpo", 1, 6, 24),
+    "grpo on two ranks of FSDP2": ("grpo", 2, 4, 16),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("ranks", "kills", "steps"), KILLS.values(), ids=KILLS)
+@pytest.mark.parametrize(("recipe", "ranks", "kills", "steps"), KILLS.values(), ids=KILLS)
 def test_kills_at_drawn_instants_lose_nothing(
-    tiny_model: Path, tmp_path: Path, seed: int, ranks: int, kills: int, steps: int
+    tiny_model: Path, tmp_path: Path, seed: int, recipe: str, ranks: int, kills: int, steps: int
 ) -> None:
     command = [sys.executable, "-m", "tests.integrations.killed", str(tiny_model), str(tmp_path), "--seed", str(seed)]
-    command += ["--ranks", str(ranks), "--kills", str(kills), "--steps", str(steps)]
+    command += ["--recipe", recipe, "--ranks", str(ranks), "--kills", str(kills), "--steps", str(steps)]
     root = Path(__file__).parents[2]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1450, check=False)
     assert result.returncode == 0, result.stderr[-3000:]

@@ -56,6 +56,7 @@ def _recipe(does: str) -> Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
+    "grpo": _recipe("reinforcement of a language model by functions that reward its completions"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),

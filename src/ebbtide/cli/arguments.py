@@ -58,8 +58,9 @@ def read_arguments(
 
     Args:
         kind: A dataclass. A class attribute ``unsupported`` may map the names of known flags that this release cannot
-            serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``). A class
-            attribute ``aliases`` may map other names to fields; a dotted one is a key inside a section of the file.
+            serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``) or is among
+            those that a class attribute ``granted`` maps the name to. A class attribute ``aliases`` may map other
+            names to fields; a dotted one is a key inside a section of the file.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere; only suggested where an unknown flag is like one of them.
@@ -92,6 +93,7 @@ class _Names:
         self.repeatable = {name for name in self.fields if typing.get_origin(hints[name]) is tuple}
         self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
+        self.granted: Mapping[str, Sequence[str]] = getattr(kind, "granted", {})
         self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
 
     def known(self, written: str) -> str | None:
@@ -123,7 +125,8 @@ class _Names:
             ConfigError: The flag is known, but this release cannot serve it; a boolean is no boolean; a value is empty.
         """
         if name in self.unsupported:
-            if all(value.lower() in _ASKS_FOR_NOTHING for value in given.texts):
+            harmless = (*_ASKS_FOR_NOTHING, *self.granted.get(name, ()))
+            if all(value.lower() in harmless for value in given.texts):
                 return None
             raise ConfigError(
                 f"{given.shown} {given.text} is not supported in this release", hint=self.unsupported[name]
@@ -235,10 +238,11 @@ def _read_file(path: Path, names: _Names) -> Values:
 
 
 def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
-    """Return keys and values; a section whose keys are aliases is one key a line, with dots."""
+    """Return keys and values; a section whose keys are known with dots is one key a line."""
     found: list[tuple[str, Any]] = []
+    dotted = (*names.aliases, *names.unsupported)
     for key, value in content.items():
-        if isinstance(value, dict) and any(alias.startswith(f"{key}.") for alias in names.aliases):
+        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in dotted):
             inner = {f"{key}.{name}": item for name, item in typing.cast("dict[str, Any]", value).items()}
             found += _flat(inner, names)
         else:

@@ -13,7 +13,7 @@ from ebbtide.report import story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import bytes_table, headline, losses_table, measured, section
+from ebbtide.report.table import bytes_table, headline, losses_table, measured, phases_table, section
 from ebbtide.report.timeline import timeline_svg
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -63,6 +63,8 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str
         "timeline": timeline_svg(runs),
         "loads": [words for run in runs if (words := story.loading(run))],
         "loading": loading_svg([run for run in runs if run.loading() is not None]),
+        "phases": phases_table(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
+        "rewards": [words for run in runs if (words := story.rewards(run))],
         "peaks": [story.peak_sentence(run) for run in runs],
         "blocks": pictures,
         "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),

@@ -109,11 +109,12 @@ class Run:
         return spans
 
     def step_span(self, step: Any) -> Span | None:
-        """Return a step from its first forward's begin to the end of its last phase."""
+        """Return a step from its first phase's begin to the end of its last; ``None`` without a whole forward."""
         spans = [span for span in self.phases() if span.step == step]
-        if not spans or spans[0].name != "forward":
+        if not any(span.name == "forward" for span in spans):
             return None
-        return Span(name="step", step=step, begin=spans[0].begin, end=max(span.end for span in spans))
+        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        return Span(name="step", step=step, begin=begin, end=end)
 
     def blocks(self, step: Any) -> list[Event]:
         """Return the ``block`` events of the last forward of a step, in the order of their execution."""

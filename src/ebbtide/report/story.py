@@ -60,6 +60,16 @@ def happened(run: Run) -> list[str]:
     return said
 
 
+def rewards(run: Run) -> str | None:
+    """Say how the mean reward moved, for a run that has rewards."""
+    values = [value for value in run.summary.get("reward") or [] if value is not None]
+    if not values:
+        return None
+    few = min(10, len(values))
+    first, last = sum(values[:few]) / few, sum(values[-few:]) / few
+    return f"{run.name}: mean reward {first:.3f} over the first {few} steps, {last:.3f} over the last {few}."
+
+
 def stalls_table(run: Run, *, most: int = 12) -> Table:
     """List the blocks that compute waited for longest.
 

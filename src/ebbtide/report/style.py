@@ -11,19 +11,21 @@ from html import escape
 
 RUN_CLASSES = {"plain": "plain", "checkpointing": "checkpointing", "ebbtide": "ebbtide"}
 _SPARE_CLASSES = ("other-a", "other-b", "other-c", "other-d")
+_PHASES = ("forward", "backward", "optimizer")
+_SPARE_PHASES = ("phase-a", "phase-b", "phase-c", "phase-d")
 ACTIONS = ("kept", "offloaded", "recomputed", "checkpointed")
 
 STYLE = """
 .eb{--bg:#ffffff;--fg:#1c2430;--soft:#5d6878;--grid:#e4e8ee;--panel:#f6f8fa;
 --plain:#7a8594;--checkpointing:#c9780a;--ebbtide:#0b7f8a;
 --other-a:#7c4dbd;--other-b:#2f6fd0;--other-c:#a8446b;--other-d:#5b8a1e;
---forward:#9db8dd;--backward:#c9b3df;--optimizer:#c7cfd9;--stall:#d6303c;
+--forward:#9db8dd;--backward:#c9b3df;--optimizer:#c7cfd9;--phase-a:#a9d3b4;--phase-b:#ecd49a;--phase-c:#9fd3d6;--phase-d:#e3b7c4;--stall:#d6303c;
 --kept:#b9527a;--offloaded:#3d7fd6;--recomputed:#6f9f3c;--checkpointed:#d39a2a;--good:#1a7f4b;--bad:#c62f3a}
 @media (prefers-color-scheme: dark){
 .eb{--bg:#11161d;--fg:#e3e8ef;--soft:#97a3b3;--grid:#27303b;--panel:#181f28;
 --plain:#a3adba;--checkpointing:#f0a53c;--ebbtide:#35c3cf;
 --other-a:#b48ef0;--other-b:#74a9f5;--other-c:#e58ab0;--other-d:#a3cf66;
---forward:#3c5f92;--backward:#664d86;--optimizer:#4a5563;--stall:#ff6670;
+--forward:#3c5f92;--backward:#664d86;--optimizer:#4a5563;--phase-a:#3f6b4c;--phase-b:#7a6430;--phase-c:#33696d;--phase-d:#77485a;--stall:#ff6670;
 --kept:#dd7ba2;--offloaded:#6aa5f2;--recomputed:#9ac866;--checkpointed:#ecbd5c;--good:#4fc487;--bad:#ff7078}}
 svg.eb text{font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px;fill:var(--fg)}
 svg.eb .soft{fill:var(--soft)}
@@ -40,6 +42,12 @@ def run_classes(names: Sequence[str]) -> list[str]:
     """Return a colour for each run: the modes have their own, others take turns."""
     spare = iter(_SPARE_CLASSES * len(names))
     return [RUN_CLASSES.get(name) or next(spare) for name in names]
+
+
+def phase_classes(names: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each name of a phase: three have their own, others take turns."""
+    spare = iter(_SPARE_PHASES * (len(names) + 1))
+    return {name: name if name in _PHASES else next(spare) for name in dict.fromkeys(names)}
 
 
 def text(x: float, y: float, words: str, *classes: str, color: str | None = None) -> str:

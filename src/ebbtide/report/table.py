@@ -103,6 +103,16 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
     return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
 
 
+def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+    """Make the table of phases: how long each took a step, and what memory it held; medians over the steady steps."""
+    rows: list[tuple[str, ...]] = []
+    for name, summary in zip(names, summaries, strict=True):
+        for phase, figures in section(summary, "phases").items():
+            cells = [number(figures.get("seconds_median"), "{:.3f} s"), size(figures.get("peak_bytes"))]
+            rows.append((name, phase, *cells, size(figures.get("rise_bytes"))))
+    return Table(columns=("mode", "phase", "time a step", "highest memory", "rise within it"), rows=tuple(rows))
+
+
 def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
     """Make the table of losses, step by step, all digits; the last column says whether they are equal bit by bit."""
     columns = [list(summary.get("loss") or []) for summary in summaries]

@@ -8,7 +8,7 @@ from typing import Any
 from ebbtide.report import story
 from ebbtide.report.blocks import block_bytes
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import Table, bytes_table, headline, section
+from ebbtide.report.table import Table, bytes_table, headline, phases_table, section
 
 
 def text(run: Run) -> str:
@@ -24,9 +24,15 @@ def text(run: Run) -> str:
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
     if (loaded := story.loading(run)) is not None:
         lines.append(f"loading   {loaded.partition(': ')[2]}")
+    if (rewarded := story.rewards(run)) is not None:
+        lines.append(f"rewards   {rewarded.partition(': ')[2]}")
     for name, words in story.plans(run):
         lines.append(f"plan      {name}: {words}")
     lines += [f"happened  {sentence}" for sentence in story.happened(run)]
+    phases = phases_table([summary], [run.name])
+    if phases.rows:
+        own = Table(columns=phases.columns[1:], rows=tuple(row[1:] for row in phases.rows))
+        lines += ["", *grid(own)]
     stalls = story.stalls_table(run, most=5)
     if stalls.rows:
         lines += ["", *grid(stalls)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from ebbtide.report import style
@@ -11,14 +11,13 @@ from ebbtide.report.run import Run, Span, common_step
 from ebbtide.report.table import size as size_text
 
 _STRIP, _STRIP_GAP = 18.0, 8.0
-_PHASES = ("forward", "backward", "optimizer")
 
 
 def timeline_svg(runs: Sequence[Run]) -> str:
-    """Draw memory over the same step of several runs, aligned where its forward begins.
+    """Draw memory over the same step of several runs, aligned where it begins.
 
-    Under the curves each run has a strip with its forward, backward and optimizer, and its stalls. The last step that
-    all runs finished is shown.
+    Under the curves each run has a strip with the phases of the step and its stalls. The last step that all runs
+    finished is shown.
 
     Args:
         runs: In the order in which they are to be listed.
@@ -43,9 +42,11 @@ def timeline_svg(runs: Sequence[Run]) -> str:
     pieces = [*axes(frame, sizes), *_legend(windows, colors, step)]
     pieces += [curve(frame, points, color) for (_, _, points), color in zip(windows, colors, strict=True)]
     pieces += peaks(frame, [points for _, _, points in windows], colors)
+    named = [phase.name for run, span, _ in windows for phase in run.phases() if phase.step == span.step]
+    phases = style.phase_classes(named)
     for row, ((run, span, _), color) in enumerate(zip(windows, colors, strict=True)):
-        pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * (_STRIP + _STRIP_GAP))
-    pieces += _phase_legend(height - 10)
+        pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * (_STRIP + _STRIP_GAP), phases)
+    pieces += _phase_legend(height - 10, phases)
     return style.svg(WIDTH, height, pieces, label=f"Memory over step {step}: " + ", ".join(run.name for run in runs))
 
 
@@ -65,14 +66,14 @@ def _legend(
     return [*pieces, *legend(labels, colors, 44)]
 
 
-def _strip(frame: Frame, run: Run, step: Span, color: str, y: float) -> list[str]:
+def _strip(frame: Frame, run: Run, step: Span, color: str, y: float, phases: Mapping[str, str]) -> list[str]:
     pieces = [style.text(LEFT - 10, y + 13, run.name, "end", color=color)]
     for span in run.phases():
-        if span.step != step.step or span.name not in _PHASES:
+        if span.step != step.step:
             continue
         x, width = frame.x(span.begin - step.begin), frame.x(span.end - step.begin) - frame.x(span.begin - step.begin)
         title = f"{run.name}: {span.name}, {span.end - span.begin:.3f} s"
-        pieces.append(style.rect(x, y, width, _STRIP, span.name, title=title, radius=2))
+        pieces.append(style.rect(x, y, width, _STRIP, phases[span.name], title=title, radius=2))
         words = f"{span.name} {span.end - span.begin:.2f} s"
         if width > 7 * len(words):
             pieces.append(style.text(x + 6, y + 13, words, "num"))
@@ -86,11 +87,11 @@ def _strip(frame: Frame, run: Run, step: Span, color: str, y: float) -> list[str
     return pieces
 
 
-def _phase_legend(y: float) -> list[str]:
+def _phase_legend(y: float, phases: Mapping[str, str]) -> list[str]:
     pieces: list[str] = []
     x = LEFT
-    for name in (*_PHASES, "stall"):
-        pieces.append(style.rect(x, y - 10, 12, 12, name, radius=2))
+    for name, color in {**phases, "stall": "stall"}.items():
+        pieces.append(style.rect(x, y - 10, 12, 12, color, radius=2))
         pieces.append(f'<g transform="translate({x + 18:.1f} {y:.1f})">{style.text(0, 0, escape(name), "soft")}</g>')
         x += 44 + 6.6 * len(name)
     return pieces

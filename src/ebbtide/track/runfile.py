@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS, Bus
@@ -31,8 +31,6 @@ from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
 
 logger = logging.getLogger("ebbtide.track")
-
-Phase = Literal["forward", "backward", "optimizer"]
 
 
 class RunFile:
@@ -89,8 +87,11 @@ class RunFile:
         write_summary(self.folder)
 
     @contextmanager
-    def phase(self, name: Phase, *, step: int) -> Generator[None, None, None]:
-        """Mark a phase of a step, for loops that do so by hand."""
+    def phase(self, name: str, *, step: int) -> Generator[None, None, None]:
+        """Mark a phase of a step, for loops that do so by hand.
+
+        Memory is compared at the edges of ``forward``; any other name is reported as it is.
+        """
         self._bus.emit("phase", name=name, edge="begin", step=step)
         try:
             yield

@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, read_events
+from ebbtide.track.phases import phase_figures
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 
@@ -49,6 +50,7 @@ def summarise(folder: str | os.PathLike[str]) -> dict[str, Any]:
         **_copies(events),
         "plan": _plan(events),
         "inside": _inside(events, "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"),
+        "phases": phase_figures(events, _best_curve(events, outside, begin)),
         "status": end["status"] if end else "killed",
         "outside": _outside(events, read_events(outside)) if events and outside.exists() else None,
     }
@@ -82,11 +84,13 @@ def _pace(events: Sequence[Event]) -> dict[str, Any]:
     seconds = [step["seconds"] for step in steady if step.get("seconds") is not None]
     tokens = [step["tokens"] for step in steady if step.get("tokens") is not None]
     known = len(seconds) == len(tokens) == len(steady) and sum(seconds) > 0
+    rewards = [step.get("reward") for step in steps]
     return {
         "steps": len(steps),
         "step_seconds_median": median(seconds) if seconds else None,
         "tokens_per_second": sum(tokens) / sum(seconds) if known else None,
         "loss": [step.get("loss") for step in steps],
+        "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
 
 
@@ -135,6 +139,13 @@ def _copies(events: Sequence[Event]) -> dict[str, Any]:
 def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
     plan = _last(events, "plan")
     return {"name": plan.get("name"), "text": plan.get("text")} if plan else None
+
+
+def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tuple[float, int]]:
+    """Return memory over time: of the device; of a CPU as another process saw it, if one did."""
+    field = "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"
+    samples = read_events(outside) if field == "rss_bytes" and events and outside.exists() else _all(events, "memory")
+    return [(e["t"], e[field]) for e in samples if e.get(field) is not None and e["t"] >= events[0]["t"]]
 
 
 def _outside(events: Sequence[Event], samples: Sequence[Event]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,10 +68,22 @@ def _terminal() -> logging.Handler:
 
 @contextmanager
 def quiet_hosts() -> Generator[None, None, None]:
-    """Hide the progress bars of datasets and transformers where nobody watches."""
-    if interactive():
-        yield
-        return
+    """Hide the warnings of hosts about one another, and their progress bars where nobody watches.
+
+    TRL 1.16 and PEFT call transformers' checkpointing by names that transformers 5.2x deprecates.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        if interactive():
+            yield
+            return
+        with _without_bars():
+            yield
+
+
+@contextmanager
+def _without_bars() -> Generator[None, None, None]:
+    """Hide the progress bars of datasets and transformers."""
     import datasets
     from transformers.utils import logging as transformers_logging
 

@@ -56,6 +56,7 @@ class StepRecorder(TrainerCallback):
         self._loss = 0.0
         self._losses: list[torch.Tensor] = []
         self._accuracies: list[float] = []
+        self._noted: dict[str, list[float]] = {}
         self._seconds: list[float] = []
         self._tokens = 0
         self._began = 0.0
@@ -70,6 +71,12 @@ class StepRecorder(TrainerCallback):
             self._accuracies.append(accuracy)
         self._tokens += tokens
         self._memory_bytes = max(self._memory_bytes, _memory_bytes())
+
+    def note(self, **figures: float | None) -> None:
+        """Take further figures of a micro-batch; the step has their mean over its micro-batches, by their names."""
+        for name, value in figures.items():
+            if value is not None:
+                self._noted.setdefault(name, []).append(value)
 
     def micro_loss(self, loss: torch.Tensor) -> None:
         """Take one micro-batch's share of the step's loss."""
@@ -110,6 +117,7 @@ class StepRecorder(TrainerCallback):
         seconds = time.perf_counter() - self._began
         loss = self._loss
         accuracy = sum(self._accuracies) / len(self._accuracies) if self._accuracies else None
+        noted = {name: sum(values) / len(values) for name, values in self._noted.items()}
         BUS.emit(
             "step",
             step=state.global_step,
@@ -118,10 +126,12 @@ class StepRecorder(TrainerCallback):
             tokens=self._all_tokens(),
             learning_rate=self._learning_rate,
             token_accuracy=accuracy,
+            **noted,
         )
         saved_bytes, stall_seconds = self._tell_stats(state.global_step)
         self._seconds.append(seconds)
         self.shown = {
+            **noted,
             "token_acc": accuracy,
             "memory(GiB)": self._memory_bytes / GIB,
             "train_speed(s/it)": sum(self._seconds) / len(self._seconds),
@@ -137,6 +147,7 @@ class StepRecorder(TrainerCallback):
             seconds=seconds,
         )
         self._losses, self._accuracies, self._tokens, self._memory_bytes = [], [], 0, 0
+        self._noted = {}
 
     def _all_tokens(self) -> int:
         """Return the tokens of the step over all processes."""
@@ -191,8 +202,10 @@ class StepRecorder(TrainerCallback):
     def _tell_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Emit and log what an evaluation found."""
         loss, accuracy = logs["eval_loss"], logs.get("eval_mean_token_accuracy")
-        BUS.emit("evaluation", step=state.global_step, loss=loss, token_accuracy=accuracy)
+        reward = {"reward": logs["eval_reward"]} if "eval_reward" in logs else {}
+        BUS.emit("evaluation", step=state.global_step, loss=loss, token_accuracy=accuracy, **reward)
         line = {"eval_loss": loss, "eval_token_acc": accuracy}
+        line |= {f"eval_{name}": value for name, value in reward.items()}
         LOGGER.info("evaluation after step %d %s", state.global_step, json.dumps(line))
 
 

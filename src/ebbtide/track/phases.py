@@ -1,0 +1,68 @@
+"""How long each phase of a step took and what memory it held: arithmetic on events, whatever the phases are called."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from ebbtide.base.runs import Event
+
+Curve = Sequence[tuple[float, int]]
+"""Memory over time: seconds of the run's clock and bytes."""
+
+
+def phase_figures(events: Sequence[Event], curve: Curve) -> dict[str, dict[str, Any]]:
+    """Return the figures of every phase, in the order in which phases first began.
+
+    They are taken from the steps after the first, see [Note: steady steps]; a phase that only the first step has is
+    taken from there.
+
+    Args:
+        events: Of the run file.
+        curve: Memory samples in the order of time.
+
+    Returns:
+        By the phase's name: ``seconds_median`` (of the sums over a step), ``peak_bytes`` (the highest sample in the
+        phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
+    """
+    spans = _spans(events)
+    first = next((step for name, step, _, _ in spans if name == "forward"), None)
+    times = [t for t, _ in curve]
+    figures: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for name, _, _, _ in spans):
+        own = [span for span in spans if span[0] == name]
+        steady = [span for span in own if span[1] != first] or own
+        seconds: dict[Any, float] = {}
+        peaks: list[int] = []
+        rises: list[int] = []
+        for _, step, begin, end in steady:
+            seconds[step] = seconds.get(step, 0.0) + end - begin
+            # The sample of an edge is taken just after it: the one at the end belongs to the phase.
+            within = [size for _, size in curve[bisect_left(times, begin) : bisect_right(times, end) + 1]]
+            if within:
+                peaks.append(max(within))
+                rises.append(max(within) - within[0])
+        figures[name] = {
+            "seconds_median": median(seconds.values()),
+            "peak_bytes": max(peaks, default=None),
+            "rise_bytes": max(rises, default=None),
+        }
+    return figures
+
+
+def _spans(events: Sequence[Event]) -> list[tuple[str, Any, float, float]]:
+    """Return name, step, begin and end of every finished phase, in the order in which they began."""
+    begun: dict[str, Event] = {}
+    found: list[tuple[str, Any, float, float]] = []
+    for event in events:
+        if event["event"] != "phase":
+            continue
+        name = str(event.get("name"))
+        if event.get("edge") == "begin":
+            begun[name] = event
+        elif name in begun:
+            begin = begun.pop(name)
+            found.append((name, begin.get("step"), begin["t"], event["t"]))
+    return sorted(found, key=lambda span: span[2])

@@ -1,0 +1,1 @@
+"""`ebbtide grpo`: group relative policy optimisation of a language model, on TRL."""

@@ -1,0 +1,215 @@
+"""The flags of ``ebbtide grpo``. No torch here: the command line reads this module for ``--help``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ebbtide.base.errors import ConfigError
+from ebbtide_recipes.grpo import verl
+from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
+from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
+from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.skeleton.rules import at_least
+
+ALIASES: Mapping[str, str] = {
+    **{name: field for name, field in LANGUAGE_ALIASES.items() if name != "strategy"},
+    **verl.ALIASES,
+    "reward_func": "reward_funcs",
+    "max_response_length": "max_completion_length",
+    "kl_coef": "beta",
+    "use_remove_padding": "padding_free",
+}
+UNSUPPORTED: Mapping[str, str] = {
+    **LANGUAGE_UNSUPPORTED,
+    **verl.UNSUPPORTED,
+    "generation_batch_size": "--steps_per_generation: a rollout is that many micro-batches",
+    "reward_model_path": "--reward_funcs path.py:function: a function may call a model",
+    "sync_ref_model": "the reference is the model as the run found it",
+    "rlhf_type": "the verb is the type: leave it out",
+    "packing": "--padding_free true leaves the padding out of a batch",
+    "max_length": "--max_prompt_length and --max_completion_length",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig(LanguageConfig):
+    """Train a language model by reinforcement: it writes completions, functions reward them, it learns from the better.
+
+    The algorithm is GRPO (group relative policy optimisation) by TRL. --activation_cpu_offload and
+    --gradient_checkpointing together choose the mode, as in `ebbtide sft`. Passes without gradients (generation,
+    log-probabilities, evaluation) save nothing, and nothing is done about them.
+
+    Attributes:
+        dataset: Prompts: builtin:arithmetic, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
+            the first thousand rows. Several may be given.
+        reward_funcs: What rewards a completion: accuracy, closeness, format, or path.py:function. Several may be given.
+        reward_weights: How much each counts in the sum; one number counts for all.
+        num_generations: Completions of a prompt; they are compared with one another.
+        num_generations_eval: Completions of a prompt in an evaluation.
+        max_prompt_length: Tokens in a prompt. No prompt is cut: see --filter_overlong_prompts.
+        max_completion_length: Tokens in a completion; longer ones end there.
+        filter_overlong_prompts: Leave longer prompts out, and say how many; false: refuse them.
+        temperature: Of sampling.
+        top_p: Sample among the likeliest tokens with this much probability together.
+        top_k: Sample among so many of the likeliest tokens; 0: among all.
+        beta: How much the KL divergence from the reference counts; 0: there is no reference. The reference is the
+            model as the run found it; with adapters, the model without them.
+        use_kl_loss: As verl has it: false leaves the KL divergence out whatever --beta says.
+        num_iterations: Updates from each rollout.
+        steps_per_generation: Micro-batches that one rollout makes; left out, --gradient_accumulation_steps.
+        epsilon: By how much an update may change the probability of a token before it is clipped.
+        epsilon_high: The same upwards; left out, --epsilon.
+        loss_type: How the loss is normalised.
+        scale_rewards: Divide advantages by the standard deviation of the group, of the batch, or by nothing.
+        padding_free: Leave padding out of log-probabilities, forward and backward, as verl's use_remove_padding.
+        use_vllm: Generate with vLLM, if it is installed.
+        vllm_mode: Generate in the training processes (colocate) or by a server.
+        vllm_gpu_memory_utilization: Share of the device's memory that vLLM takes.
+        strategy: As verl has it: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
+        learning_rate: Peak learning rate; left out, 1e-6 for full training and 1e-5 for adapters.
+        per_device_train_batch_size: Completions in a micro-batch.
+        per_device_eval_batch_size: Completions in a batch of the evaluation.
+        output_dir: Folder for the run file, training.log, checkpoints and the trained model.
+    """
+
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_completion_length")
+
+    dataset: tuple[str, ...] = ("builtin:arithmetic",)
+    reward_funcs: tuple[str, ...] = ("accuracy",)
+    reward_weights: tuple[float, ...] = (1.0,)
+    num_generations: int = 8
+    num_generations_eval: int = 1
+    max_prompt_length: int = 512
+    max_completion_length: int = 256
+    filter_overlong_prompts: bool = True
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    beta: float = 0.0
+    use_kl_loss: bool = True
+    num_iterations: int = 1
+    steps_per_generation: int | None = None
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    padding_free: bool = False
+    use_vllm: bool = False
+    vllm_mode: Literal["colocate", "server"] = "colocate"
+    vllm_gpu_memory_utilization: float = 0.3
+    strategy: Literal["fsdp", "fsdp2"] | None = None
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    output_dir: str = "runs/grpo"
+
+    def __post_init__(self) -> None:
+        self._apply_strategy()
+        super().__post_init__()
+        _check_numbers(self)
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate given, or the default of the training type."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1e-5 if self.trains_adapters else 1e-6
+
+    @property
+    def kl_coefficient(self) -> float:
+        """How much the KL divergence from the reference counts."""
+        return self.beta if self.use_kl_loss else 0.0
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that one rollout makes."""
+        return self.steps_per_generation or self.gradient_accumulation_steps
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """One weight a reward function."""
+        return self.reward_weights if len(self.reward_weights) > 1 else self.reward_weights * len(self.reward_funcs)
+
+    def completions(self, processes: int) -> int:
+        """Return the completions of one rollout.
+
+        Args:
+            processes: That train.
+
+        Raises:
+            ConfigError: They are not whole groups of ``num_generations``.
+        """
+        count = self.per_device_train_batch_size * processes * self.micro_batches
+        if count % self.num_generations:
+            sizes = f"{self.per_device_train_batch_size} a device x {processes} processes x {self.micro_batches}"
+            raise ConfigError(
+                f"a rollout has {count} completions ({sizes} micro-batches)",
+                expected=f"a multiple of num_generations, {self.num_generations}",
+                hint="change --num_generations, --per_device_train_batch_size or --steps_per_generation",
+            )
+        per_device = self.per_device_eval_batch_size * processes
+        if self.evaluates and per_device % self.num_generations_eval:
+            raise ConfigError(
+                f"a batch of the evaluation has {per_device} completions",
+                expected=f"a multiple of num_generations_eval, {self.num_generations_eval}",
+                hint="change --num_generations_eval or --per_device_eval_batch_size",
+            )
+        return count
+
+    def without_effect(self) -> list[str]:
+        """Return the flags that were given but do nothing in this mode."""
+        vllm = () if self.use_vllm else ("vllm_mode", "vllm_gpu_memory_utilization")
+        idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
+        return [*super().without_effect(), *(name for name in idle if self.is_given(name))]
+
+    def _apply_strategy(self) -> None:
+        """Fold verl's ``strategy`` into the flags that say the same, so that everything behind it knows one meaning."""
+        if self.strategy is None:
+            return
+        version = 1 if self.strategy == "fsdp" else 2
+        sharded = self.fsdp_strategy in ("none", "full_shard")
+        if not sharded or self.fsdp_version not in (2, version):
+            raise ConfigError(
+                f"strategy is {self.strategy!r} beside fsdp_strategy {self.fsdp_strategy!r} and fsdp_version "
+                f"{self.fsdp_version}",
+                expected=f"one meaning: {self.strategy} is fsdp_strategy 'full_shard' with fsdp_version {version}",
+                hint="leave --strategy out, or the other two",
+            )
+        object.__setattr__(self, "fsdp_strategy", "full_shard")
+        object.__setattr__(self, "fsdp_version", version)
+
+
+def _check_numbers(config: GrpoConfig) -> None:
+    """Refuse numbers that make no run, and values that contradict one another.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
+    for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
+        at_least(name, getattr(config, name), 1, f"leave {name} out for its default")
+    at_least("steps_per_generation", config.steps_per_generation, 1, "leave it out for gradient_accumulation_steps")
+    at_least("top_k", config.top_k, 0, "0 samples among all tokens")
+    for name, low, high in (
+        ("temperature", 0.0, float("inf")),
+        ("top_p", 0.0, 1.0),
+        ("epsilon", 0.0, float("inf")),
+        ("epsilon_high", 0.0, float("inf")),
+        ("vllm_gpu_memory_utilization", 0.0, 1.0),
+    ):
+        value = getattr(config, name)
+        if value is not None and not (low < value <= high and value != float("inf")):
+            expected = "a number above 0" if high > 1 else "above 0, at most 1"
+            raise ConfigError(f"{name} is {value}", expected=expected, hint=f"leave {name} out for its default")
+    if not 0 <= config.beta < float("inf"):
+        raise ConfigError(f"beta is {config.beta}", expected="0 or more", hint="0 leaves the reference out")
+    if len(config.reward_weights) not in (1, len(config.reward_funcs)):
+        raise ConfigError(
+            f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward_funcs)} reward functions",
+            expected="one number a function, or one for all",
+            hint=f"--reward_weights {' '.join('1.0' for _ in config.reward_funcs)}",
+        )

@@ -1,0 +1,129 @@
+"""The prompts of ``grpo``: read by ``rows.py``, put into shape by ``prompts.py``, measured in tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.grpo import prompts
+from ebbtide_recipes.skeleton.rows import Reader
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from ebbtide_recipes.grpo.config import GrpoConfig
+    from ebbtide_recipes.grpo.rewards import Reward
+    from ebbtide_recipes.language.models import Source
+
+LOGGER = logging.getLogger("ebbtide.grpo")
+
+READER = Reader(
+    builtin={"builtin:arithmetic": prompts.arithmetic},
+    example='{"question": "What is 9 + 9?", "answer": "#### 18"}',
+)
+"""Reads the data sets that ``grpo`` knows."""
+
+
+def load(names: Sequence[str], config: GrpoConfig, source: Source, rewards: Sequence[Reward]) -> Dataset:
+    """Read data sets and put their prompts one after the other.
+
+    Args:
+        names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
+        config: Says how long a prompt may be.
+        source: Has the tokenizer that measures them.
+        rewards: Say which columns they need.
+
+    Raises:
+        DataError: A data set cannot be used, or leaves no prompt of the right length.
+        ConfigError: The columns of several data sets differ.
+    """
+    made: list[prompts.Row] = []
+    for name in names:
+        rows = READER.read(name, seed=config.seed, use_hf=config.use_hf)
+        part = prompts.shaped(rows, name, chat=source.chats, system=config.system)
+        for reward in rewards:
+            reward.check_columns([column for column in part[0] if column != "prompt"])
+        if made and made[0].keys() != part[0].keys():
+            raise ConfigError(
+                f"{name} has the columns {', '.join(sorted(part[0]))}, and the data sets before it "
+                f"{', '.join(sorted(made[0]))}",
+                expected="data sets with the same columns",
+                hint="train on one after the other, or bring their columns into line",
+            )
+        made += _short(part, name, config, source.tokenizer)
+    return _as_dataset(made, names)
+
+
+def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
+    """Keep back a share of the prompts for evaluation.
+
+    Raises:
+        ConfigError: Nothing would be left to train on.
+    """
+    kept = max(1, round(len(dataset) * ratio))
+    if kept >= len(dataset):
+        raise ConfigError(
+            f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
+            expected="a share that leaves some",
+            hint="give a smaller share, or --eval_dataset",
+        )
+    parts = dataset.train_test_split(test_size=kept, seed=seed)
+    return parts["train"], parts["test"]
+
+
+def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
+    """Refuse fewer prompts than one rollout has.
+
+    Raises:
+        DataError: There are fewer.
+    """
+    wanted = config.completions(processes) // config.num_generations
+    if len(dataset) < wanted:
+        raise DataError(
+            f"{', '.join(config.dataset)} has {len(dataset)} prompts",
+            expected=f"{wanted} or more: so many make one rollout",
+            hint="more rows, a smaller --per_device_train_batch_size, or a larger --num_generations",
+        )
+
+
+def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
+    """Return the rows whose prompts are short enough; say how many are left out, or refuse them."""
+    kept = prompts.drop_long(rows, lambda row: _tokens(row["prompt"], tokenizer), config.max_prompt_length)
+    long = len(rows) - len(kept)
+    found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"
+    if long and not config.filter_overlong_prompts:
+        raise DataError(
+            found,
+            expected="prompts of at most max_prompt_length tokens",
+            hint="a larger --max_prompt_length, or --filter_overlong_prompts true leaves them out",
+        )
+    if not kept:
+        raise DataError(found, expected="some that are shorter", hint="a larger --max_prompt_length")
+    if long:
+        LOGGER.warning("%s: they are left out; no prompt is cut", found)
+    return kept
+
+
+def _tokens(prompt: Any, tokenizer: Any) -> int:
+    """Return the number of tokens of a prompt, as the trainer will tokenise it."""
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return len(ids["input_ids"])
+
+
+def _as_dataset(rows: list[prompts.Row], names: Sequence[str]) -> Dataset:
+    """Put rows into the form the trainer takes."""
+    import pyarrow
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_list(rows)
+    except (pyarrow.ArrowException, TypeError) as error:
+        raise DataError(
+            f"the rows of {', '.join(names)} do not make one table: {error}",
+            expected="rows whose columns hold the same kind of value throughout",
+            hint="look for a column that is a number in one row and text in another",
+        ) from error

@@ -1,0 +1,144 @@
+"""Prompts: the built-in sums, and rows of files and hubs put into the shape that the trainer takes.
+
+[Note: prompt rows]
+Whatever the columns are called, a row gets a ``prompt``: text, or a chat that ends with the user. It comes from
+``prompt``, from ``messages``, or from ``question``. All other columns stay and are handed to the reward functions.
+verl's ``reward_model`` column yields its ``ground_truth`` as ``answer``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.grpo.rewards import HANDED
+
+Row = dict[str, Any]
+
+ACCEPTED = "`prompt` (text or messages), `messages` or `question`"
+BUILTIN = ("builtin:arithmetic",)
+COUNT = 4096
+"""Rows of the built-in data set."""
+
+_REFUSED = (*HANDED, "environments", "image", "images", "videos", "audios")
+
+
+def arithmetic(seed: int) -> list[Row]:
+    """Return sums and differences of two numbers from 1 to 20, each with its answer, drawn from a seed.
+
+    The prompts are plain text, a handful of tokens: ``7 + 5 =``.
+    """
+    draw = random.Random(seed)
+    rows: list[Row] = []
+    for _ in range(COUNT):
+        first, second = draw.randint(1, 20), draw.randint(1, 20)
+        plus = first < second or draw.random() < 0.5  # no answer is below zero
+        answer = first + second if plus else first - second
+        rows.append({"prompt": f"{first} {'+' if plus else '-'} {second} =", "answer": str(answer)})
+    return rows
+
+
+def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = None) -> list[Row]:
+    """Put rows into shape. See [Note: prompt rows].
+
+    Args:
+        rows: At least one.
+        name: Their data set, for errors.
+        chat: Whether the tokenizer has a chat template.
+        system: System message for chats that have none.
+
+    Raises:
+        DataError: The columns are not known, or a row does not fit.
+    """
+    columns = set(map(str, rows[0]))
+    taken = sorted(columns & set(_REFUSED))
+    if taken:
+        raise DataError(
+            f"data set {name!r} has the column {taken[0]!r}",
+            expected="other names: images, videos and audios are not read here, and the trainer hands over the others",
+            hint=f"rename {taken[0]!r}, or take it out",
+        )
+    source = next((c for c in ("prompt", "messages", "question") if c in columns), None)
+    if source is None:
+        listed = ", ".join(sorted(columns)) or "(none)"
+        close = next((near for c in sorted(columns) if (near := nearest(c, ("prompt", "messages", "question")))), "")
+        raise DataError(
+            f"data set {name!r} has the columns {listed}",
+            expected=ACCEPTED,
+            hint=close or 'such as {"question": "What is 9 + 9?", "answer": "#### 18"}',
+        )
+    made: list[Row] = []
+    for number, row in enumerate(rows, start=1):
+        where = f"row {number} of data set {name!r}"
+        if set(row) != columns:
+            raise DataError(
+                f"{where} has the columns {', '.join(sorted(map(str, row))) or '(none)'}",
+                expected=f"those of the first row: {', '.join(sorted(columns))}",
+                hint="give every row every column; null is a value",
+            )
+        made.append(_shaped(row, source, where, chat=chat, system=system))
+    _check_one_kind(made, name)
+    return made
+
+
+def drop_long(rows: Sequence[Row], length: Callable[[Row], int], limit: int) -> list[Row]:
+    """Return the rows whose prompt has no more than ``limit`` tokens; no prompt is ever cut."""
+    return [row for row in rows if length(row) <= limit]
+
+
+def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None) -> Row:
+    value = row[source]
+    if source == "question" and chat and isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    elif source == "question" and isinstance(value, str):
+        value = f"{value}\n"
+    if not value or not isinstance(value, str | list):
+        raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="mend or remove the row")
+    if isinstance(value, list):
+        value = _chat(cast("list[Any]", value), where, chat=chat, system=system)
+    rest = {str(key): item for key, item in row.items() if key not in (source, "completion")}
+    judged = rest.get("reward_model")
+    if isinstance(judged, dict) and "ground_truth" in judged:
+        rest.setdefault("answer", cast("dict[str, Any]", judged)["ground_truth"])
+    return {"prompt": value, **rest}
+
+
+def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) -> list[dict[str, Any]]:
+    """Return a chat that the model is to answer."""
+    for message in messages:
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise DataError(
+                f"{where} has the message {message!r:.80}",
+                expected="messages with `role` and `content`, both text",
+                hint='such as {"role": "user", "content": "What is 9 + 9?"}',
+            )
+    if not chat:
+        raise DataError(
+            f"{where} is a chat, and the model's tokenizer has no chat template",
+            expected="a tokenizer with a chat template, or prompts that are text",
+            hint="use the model's instruct variant",
+        )
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where} ends with the assistant",
+            expected="a chat that ends with the user: the model writes the answer",
+            hint="take the last message out; a column `answer` may hold what it should say",
+        )
+    if system is not None and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _check_one_kind(rows: Sequence[Row], name: str) -> None:
+    """Refuse text in one row and messages in another."""
+    kind = type(rows[0]["prompt"])
+    for number, row in enumerate(rows, start=1):
+        if type(row["prompt"]) is not kind:
+            raise DataError(
+                f"row {number} of data set {name!r} has a {type(row['prompt']).__name__} as prompt, the first row a "
+                f"{kind.__name__}",
+                expected="text in every row, or messages in every row",
+                hint="split the file in two",
+            )

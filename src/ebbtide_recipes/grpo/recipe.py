@@ -1,0 +1,104 @@
+"""The recipe ``grpo``: prompts, rewards, model and trainer from a config."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError
+from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ebbtide.integrations.pretrained import Found
+    from ebbtide_recipes.grpo.trainer import GrpoTrainer
+
+LOGGER = logging.getLogger("ebbtide.grpo")
+
+
+class Grpo(Recipe[GrpoConfig]):
+    """Reinforcement of a language model by functions that reward its completions."""
+
+    name = "grpo"
+    packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+
+    def check(self, config: GrpoConfig) -> None:
+        """Refuse rewards, adapters, data sets and models that cannot be.
+
+        Raises:
+            EbbtideError: One of them cannot be.
+        """
+        from ebbtide_recipes.grpo import data, rewards
+        from ebbtide_recipes.language import adapters, models
+
+        if config.use_vllm and importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                "use_vllm is true, and vllm is not installed",
+                expected="the package vllm",
+                hint="pip install vllm, on Linux with a GPU; without --use_vllm transformers generates",
+            )
+        rewards.load(config.reward_funcs)
+        adapters.check(config)
+        data.READER.check([*config.dataset, *(config.eval_dataset or ())])
+        models.check(config.model)
+        processes = launch.world_size() if launch.is_rank() else launch.processes(config) or 1
+        config.completions(processes)
+
+    def prepare(self, config: GrpoConfig) -> GrpoTrainer:
+        """Load model and prompts, and make the trainer. What can be refused comes before what takes long.
+
+        Raises:
+            EbbtideError: The model or the data cannot be used.
+        """
+        from accelerate import PartialState
+
+        from ebbtide_recipes.grpo import data, rewards, trainer
+        from ebbtide_recipes.language import adapters, models
+
+        processes = trainer.arguments(config).world_size  # also joins the other ranks
+        launch.check_device(config)
+        with PartialState().main_process_first():  # what is fetched or made is so once
+            source = models.look_up(config)
+        if source.sees:
+            raise ConfigError(
+                f"{config.model} is a vision-language model",
+                expected="a language model",
+                hint="`ebbtide sft` trains vision-language models",
+            )
+        made = adapters.chosen(config, models.outline(config, source)) if config.trains_adapters else None
+        functions = rewards.load(config.reward_funcs)
+        dataset = data.load(config.dataset, config, source, functions)
+        evaluation = None
+        if config.eval_dataset is not None:
+            evaluation = data.load(config.eval_dataset, config, source, functions)
+        elif config.split_dataset_ratio > 0:
+            dataset, evaluation = data.split(dataset, config.split_dataset_ratio, seed=config.seed)
+        data.check_count(dataset, config, processes)
+        LOGGER.info("%s: %d prompts from %s", config.model, len(dataset), ", ".join(config.dataset))
+        weights: Found | None = None
+        if config.memory_efficient_init:
+            model, weights = models.load_empty(config, source)
+        else:
+            model, _ = models.load(config, source)
+        trained: Any = model if made is None else adapters.put_on(model, made, config)
+        return _built(config, trained, source.tokenizer, functions, dataset, evaluation, weights)
+
+
+RECIPE = Grpo()
+
+
+def _built(config: GrpoConfig, model: Any, *parts: Any) -> GrpoTrainer:
+    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
+    from ebbtide_recipes.grpo import trainer
+    from ebbtide_recipes.language import meta
+
+    *others, weights = parts
+    sharded = config.fsdp_strategy != "none"
+    if weights is not None and not sharded:
+        meta.fill(model, weights)
+    built = trainer.build(config, model, *others)
+    if weights is not None and sharded:
+        meta.fill_sharded(built, weights)
+    return built

@@ -1,0 +1,265 @@
+"""Reward functions: the built-in ones, those of a user's file, and the checks of what they return.
+
+[Note: a reward function]
+It is called with one entry a completion: ``prompts``, ``completions``, ``completion_ids`` and every other column of the
+rows, by name; it is handed only those that its signature names, and all of them if it takes ``**kwargs``. It returns
+one number a completion; ``None`` for a completion that it does not judge. A function that takes ``solution_str`` is
+called once a completion, with ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info``, as verl does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.errors import ConfigError, DataError, TrainingError, nearest
+from ebbtide_recipes.grpo.answers import has_tags, number_in, same_answer
+
+ANSWERS = ("answer", "solution", "ground_truth")
+"""Columns that the right answer may stand in, the first that is there."""
+
+HANDED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What the trainer hands to every reward function besides the columns of the rows."""
+
+_HINT = "def reward(completions, answer, **kwargs): return [float(a in c) for c, a in zip(completions, answer)]"
+
+
+def text_of(completion: Any) -> str:
+    """Return a completion's text: of a chat the contents of its messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message.get("content") or "") for message in completion)
+
+
+def accuracy(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``."""
+    wanted = _wanted(columns)
+    return [float(same_answer(text_of(c), str(a))) for c, a in zip(completions, wanted, strict=True)]
+
+
+def closeness(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one."""
+    rewards: list[float] = []
+    for completion, answer in zip(completions, _wanted(columns), strict=True):
+        given, right = number_in(text_of(completion)), number_in(str(answer))
+        rewards.append(0.0 if given is None or right is None else 1 / (1 + abs(given - right)))
+    return rewards
+
+
+def format_(completions: Sequence[Any], **columns: Any) -> list[float]:
+    """Return 1 for a completion that is ``<think>...</think><answer>...</answer>``, else 0."""
+    return [float(has_tags(text_of(completion))) for completion in completions]
+
+
+BUILTIN: Mapping[str, Callable[..., list[float]]] = {"accuracy": accuracy, "closeness": closeness, "format": format_}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward function whose results are checked; called as the trainer calls reward functions.
+
+    Attributes:
+        name: What the log calls it.
+        function: See [Note: a reward function].
+    """
+
+    name: str
+    function: Callable[..., Any]
+
+    @property
+    def __name__(self) -> str:
+        """The name under which the trainer logs it."""
+        return self.name
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Refuse rows that lack a column which the function needs.
+
+        Args:
+            columns: Of the rows.
+
+        Raises:
+            DataError: One is missing.
+        """
+        listed = ", ".join(sorted(columns))
+        if self.function in (accuracy, closeness) and not set(ANSWERS) & set(columns):
+            raise DataError(
+                f"the reward {self.name!r} needs the right answer, and the rows have the columns {listed}",
+                expected=f"one of {', '.join(ANSWERS)}",
+                hint="rename the column, or give another of --reward_funcs",
+            )
+        if _one_by_one(self.function):
+            return
+        for name, parameter in inspect.signature(self.function).parameters.items():
+            named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if named and parameter.default is parameter.empty and name not in (*HANDED, *columns):
+                raise DataError(
+                    f"the reward function {self.name!r} takes {name!r}, and the rows have the columns {listed}",
+                    expected=f"parameters among {', '.join(HANDED[:3])} and the columns",
+                    hint=nearest(name, (*HANDED, *columns)) or f"such as {_HINT}",
+                )
+
+    def __call__(self, *, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """Judge completions.
+
+        Args:
+            prompts: One a completion.
+            completions: Texts, or lists of messages.
+            columns: Lists with one entry a completion, and what the trainer hands over.
+
+        Returns:
+            One number a completion; ``None``: not judged.
+
+        Raises:
+            TrainingError: The function raised, or returned something else than one number a completion.
+        """
+        try:
+            returned = self._call(prompts=prompts, completions=completions, **columns)
+        except Exception as error:
+            empty = sum(not text_of(completion).strip() for completion in completions)
+            also = f" ({empty} of the {len(completions)} completions are empty)" if empty else ""
+            chat = "" if isinstance(completions[0], str) else "a completion of a chat is a list of messages; "
+            raise TrainingError(
+                f"the reward function {self.name!r} raised {type(error).__name__}: {error}{also}",
+                expected="one number a completion, whatever the completion says",
+                hint=f"{chat}call it by hand with a completion, and with an empty one; "
+                "None is the reward of a completion that it does not judge",
+            ) from error
+        values = self._listed(returned, len(completions))
+        return [self._number(value, completion) for value, completion in zip(values, completions, strict=True)]
+
+    def _call(self, **handed: Any) -> Any:
+        """Call the function with as much of ``handed`` as it takes."""
+        if _one_by_one(self.function):
+            return _each(self.function, handed)
+        parameters = inspect.signature(self.function).parameters.values()
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            handed = {parameter.name: handed[parameter.name] for parameter in parameters if parameter.name in handed}
+        returned = self.function(**handed)
+        return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+
+    def _listed(self, returned: Any, count: int) -> list[Any]:
+        """Return what the function returned as a list; tensors come from whatever device they are on."""
+        if hasattr(returned, "tolist"):  # tensors and arrays
+            returned = returned.tolist()
+        if not isinstance(returned, list | tuple):
+            raise TrainingError(
+                f"the reward function {self.name!r} returned {returned!r:.60}",
+                expected=f"a list of {count} numbers",
+                hint=f"such as {_HINT}",
+            )
+        if len(returned) != count:
+            raise TrainingError(
+                f"the reward function {self.name!r} returned {len(returned)} rewards",
+                expected=f"{count}, one a completion",
+                hint="it is called with all completions of a batch at once; zip(completions, answer) pairs them",
+            )
+        return list(returned)
+
+    def _number(self, value: Any, completion: Any) -> float | None:
+        """Return a reward as a number."""
+        if hasattr(value, "item") and getattr(value, "size", None) is not None:  # a tensor or an array of one number
+            value = value.item() if getattr(value, "ndim", 0) == 0 else value
+        if value is None:
+            return None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise TrainingError(
+                f"the reward function {self.name!r} returned {value!r:.60} for the completion "
+                f"{text_of(completion)!r:.60}",
+                expected="a finite number",
+                hint="return 0.0, or None for a completion that it does not judge",
+            )
+        return float(value)
+
+
+def load(names: Sequence[str]) -> list[Reward]:
+    """Return the reward functions that are named.
+
+    Args:
+        names: Keys of ``BUILTIN``, or ``path.py:function``.
+
+    Raises:
+        ConfigError: There is no such function, or one is named twice.
+    """
+    rewards = [_load(name) for name in names]
+    called = [reward.name for reward in rewards]
+    for name in called:
+        if called.count(name) > 1:
+            raise ConfigError(
+                f"reward_funcs names {name!r} twice", expected="each once", hint="--reward_weights makes one count more"
+            )
+    return rewards
+
+
+def _load(name: str) -> Reward:
+    place, colon, function = name.rpartition(":")
+    if not colon or not place.endswith(".py"):
+        if name in BUILTIN:
+            return Reward(name=name, function=BUILTIN[name])
+        raise ConfigError(
+            f"there is no reward function {name!r}",
+            expected=f"some of {', '.join(BUILTIN)}, or path.py:function",
+            hint=nearest(name, BUILTIN) or "a function of a file is named such as rewards.py:reward",
+        )
+    path = Path(place).expanduser()
+    if not path.is_file():
+        there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise ConfigError(
+            f"there is no file {place!r} with a reward function",
+            expected="path.py:function",
+            hint=nearest(path.name, there) or f"looked in {path.parent.resolve()}",
+        )
+    found = vars(_module(path)).get(function)
+    if not callable(found):
+        functions = [key for key, value in vars(_module(path)).items() if inspect.isfunction(value)]
+        raise ConfigError(
+            f"{place} has no function {function!r}",
+            expected=f"one of {', '.join(functions) or 'its functions, and it has none'}",
+            hint=nearest(function, functions) or f"such as {_HINT}",
+        )
+    return Reward(name=f"{path.stem}:{function}", function=found)
+
+
+def _module(path: Path) -> Any:
+    """Import a file by its path; it stays out of ``sys.modules``."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported", expected="a Python file", hint="name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
+            expected="a file that Python imports",
+            hint=f"`python {path}` shows where it fails",
+        ) from error
+    return module
+
+
+def _wanted(columns: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the right answers."""
+    return next(columns[name] for name in ANSWERS if name in columns)
+
+
+def _one_by_one(function: Callable[..., Any]) -> bool:
+    """Whether a function judges one completion a call, as verl's do."""
+    return "solution_str" in inspect.signature(function).parameters
+
+
+def _each(function: Callable[..., Any], handed: Mapping[str, Any]) -> list[Any]:
+    """Call a function of verl's kind for each completion."""
+    count = len(handed["completions"])
+    answers = next((handed[name] for name in ANSWERS if name in handed), [None] * count)
+    sources, extras = handed.get("data_source", [""] * count), handed.get("extra_info", [None] * count)
+    rows = zip(sources, map(text_of, handed["completions"]), answers, extras, strict=True)
+    rewards = [
+        function(data_source=source, solution_str=text, ground_truth=answer, extra_info=extra)
+        for source, text, answer, extra in rows
+    ]
+    return [reward["score"] if isinstance(reward, dict) else reward for reward in rewards]

@@ -1,0 +1,285 @@
+"""TRL's trainer for GRPO: its phases marked, its rollouts in checkpoints, and its rewards recorded.
+
+[Note: the phases of a rollout]
+A step that begins a rollout generates completions (``generation``), rewards them (``reward``), and computes without
+gradients the log-probabilities that the loss compares with: those of the weights that generated, and the reference's
+(``log-probabilities``). All of them come before the first ``forward`` of that step. Offloading stays on throughout:
+without gradients nothing is saved, and the stand-ins call what is behind them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from trl import GRPOConfig as TrlConfig
+from trl import GRPOTrainer as TrlTrainer
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.base.events import BUS
+from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo.rewards import Reward, text_of
+from ebbtide_recipes.skeleton.checkpoints import read_seal
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from peft import PeftModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ebbtide_recipes.grpo.config import GrpoConfig
+
+LOGGER = logging.getLogger("ebbtide.grpo")
+
+REPEAT = 20
+"""A warning about rollouts comes with the first of its kind, and then with every so many."""
+
+
+class GrpoTrainer(RecordedTrainer, TrlTrainer):
+    """TRL's trainer, recorded and with sealed checkpoints. See [Note: the phases of a rollout]."""
+
+    padding_free = False
+    _reward: float | None = None
+    _separates = False
+    _sampler: rollouts.EpochSampler | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._warned: dict[str, int] = {}
+        super().__init__(*args, **kwargs)
+
+    # Rollouts
+
+    def tokens_in(self, inputs: dict[str, Any]) -> int:
+        """Return the number of tokens in a micro-batch, without padding."""
+        return int(inputs["prompt_mask"].sum() + inputs["completion_mask"].sum())
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self.recorder is not None:
+            self.recorder.note(reward=self._reward)
+        return inputs
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        """Make a rollout, and say so if there is nothing to learn from it."""
+        result = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return result
+        figures = self._metrics["train"]
+        self._reward = figures["reward"][-1]
+        if figures["frac_reward_zero_std"][-1] == 1.0:
+            self._warn_now_and_then(
+                "all rewards are equal in every group of a rollout (mean reward %.4g): %s",
+                self._reward,
+                "it gives no gradient"
+                if self.beta == 0.0
+                else "only the KL divergence from the reference gives a gradient",
+            )
+        return result
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        with self._phase("generation"), self._whole_root(), self._together():
+            return super()._generate_single_turn(*args, **kwargs)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Sequence[Any], *args: Any) -> Any:
+        empty = sum(not text_of(completion).strip() for completion in completions)
+        if empty:
+            self._warn_now_and_then("%d of %d completions are empty: the model ended at once", empty, len(completions))
+        with self._phase("reward"):
+            return super()._calculate_rewards(inputs, prompts, completions, *args)
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        compute = self._unpadded if self.padding_free else super()._get_per_token_logps_and_entropies
+        if torch.is_grad_enabled():
+            return compute(model, *args, **kwargs)
+        with self._phase("log-probabilities"):
+            return compute(model, *args, **kwargs)
+
+    def _unpadded(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """Compute log-probabilities and entropies without padding. See [Note: sequences in one row]."""
+        if not self._separates:
+            self._separates = unpadded.separates(model, input_ids.device)
+            if not self._separates:
+                raise ConfigError(
+                    f"padding_free is true, and {type(self.accelerator.unwrap_model(model)).__name__} mixes sequences "
+                    "that stand in one row",
+                    expected="a model whose attention keeps them apart by their positions",
+                    hint="leave --padding_free out",
+                )
+        log_probs: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        size = batch_size or input_ids.size(0)
+        for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
+            with self.accelerator.autocast():
+                output = model(**unpadded.rows_to_one(ids, mask, logits_to_keep), fused_lm_head=True)
+            log_probs.append(unpadded.one_to_rows(output.log_probs, mask, logits_to_keep))
+            if kwargs.get("compute_entropy"):
+                entropies.append(unpadded.one_to_rows(output.entropy, mask, logits_to_keep))
+        return torch.cat(log_probs), torch.cat(entropies) if entropies else None, None
+
+    @contextmanager
+    def _phase(self, name: str) -> Generator[None, None, None]:
+        """Mark a phase of the step that is under way; in an evaluation there is none."""
+        if not self.model.training:
+            yield
+            return
+        step = self.state.global_step + 1
+        BUS.emit("phase", name=name, edge="begin", step=step)
+        yield
+        BUS.emit("phase", name=name, edge="end", step=step)
+
+    @contextmanager
+    def _together(self) -> Generator[None, None, None]:
+        """Let sharded ranks generate until the last is done.
+
+        Each forward gathers weights, so a rank that stopped at its own last token would leave the others waiting for
+        ever. transformers 5.23 sees this for models that it sharded itself, not for those that accelerate did.
+        """
+        if not self.is_fsdp_enabled:
+            yield
+            return
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        model.generate = functools.partial(model.generate, synced_gpus=True)
+        try:
+            yield
+        finally:
+            del model.generate
+
+    @contextmanager
+    def _whole_root(self) -> Generator[None, None, None]:
+        """Gather what FSDP2 shards with the root (embeddings, head) while a part inside the root generates."""
+        root = self.model_wrapped
+        if not isinstance(root, FSDPModule):
+            yield
+            return
+        root.unshard()
+        try:
+            yield
+        finally:
+            root.reshard()
+
+    def _warn_now_and_then(self, text: str, *values: Any) -> None:
+        """Log a warning the first time, and then every ``REPEAT``-th time with how often it was."""
+        times = self._warned[text] = self._warned.get(text, 0) + 1
+        if times == 1 or times % REPEAT == 0:
+            LOGGER.warning(text + (f" (seen {times} times)" if times > 1 else ""), *values)
+
+    # Checkpoints
+
+    def save_more(self, folder: Path) -> None:
+        """Write the rollout that is under way. See [Note: a rollout in a checkpoint]."""
+        every = self.args.steps_per_generation * self.num_iterations
+        progress = rollouts.Progress(
+            micro_batches=self._step,
+            batches=None if self._step % every == 0 else self._buffered_inputs,
+            reward=self._reward,
+            metrics={name: list(values) for name, values in self._metrics["train"].items()},
+        )
+        rollouts.write(progress, folder, self.args.process_index)
+
+    def load_more(self, folder: Path) -> None:
+        """Read the rollout that was under way."""
+        sealed, _ = read_seal(folder)
+        same = sealed is not None and sealed.world_size == self.args.world_size
+        progress = rollouts.read(folder, self.args.process_index, self.accelerator.device, same_ranks=same)
+        if progress is None:
+            return
+        self._step, self._buffered_inputs = progress.micro_batches, progress.batches
+        self._reward = progress.reward
+        self._metrics["train"].update(progress.metrics)
+
+    def _get_train_sampler(self, dataset: Any = None) -> rollouts.EpochSampler:
+        self._sampler = rollouts.EpochSampler(
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return self._sampler
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sampler is not None:
+            self._sampler.epoch = kwargs["epoch"]
+        return super()._run_epoch(*args, **kwargs)
+
+    def _send_telemetry(self) -> None:
+        """Send nothing: a training run tells nobody about itself."""
+
+
+def arguments(config: GrpoConfig) -> TrlConfig:
+    """Return the trainer's arguments.
+
+    Args:
+        config: As ``sharding.resolved`` returned it.
+    """
+    own = {
+        "num_generations": config.num_generations,
+        "num_generations_eval": config.num_generations_eval,
+        "max_completion_length": config.max_completion_length,
+        "temperature": config.temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        # With adapters TRL would put a frozen copy of them beside them; the reference is the model without any.
+        "beta": 0.0 if config.trains_adapters else config.kl_coefficient,
+        "num_iterations": config.num_iterations,
+        "steps_per_generation": config.micro_batches,
+        "epsilon": config.epsilon,
+        "epsilon_high": config.epsilon_high,
+        "loss_type": config.loss_type,
+        "scale_rewards": config.scale_rewards,
+        "reward_weights": list(config.weights),
+        "use_vllm": config.use_vllm,
+        "vllm_mode": config.vllm_mode,
+        "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "ddp_find_unused_parameters": False,
+        "log_completions": False,
+    }
+    return made(TrlConfig, shared_arguments(config) | own)
+
+
+def build(
+    config: GrpoConfig,
+    model: PreTrainedModel | PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    rewards: Sequence[Reward],
+    dataset: Dataset,
+    evaluation: Dataset | None = None,
+) -> GrpoTrainer:
+    """Make the trainer, and the reference if there is one.
+
+    Raises:
+        ConfigError: The trainer refuses the model.
+    """
+    if config.fsdp_strategy != "none":
+        name_present_blocks(model)
+    try:
+        trainer = GrpoTrainer(
+            model=model,
+            reward_funcs=list(rewards),
+            args=arguments(config),
+            train_dataset=dataset,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"TRL's trainer refuses this run: {error}", expected="a run that it takes", hint="change what it names"
+        ) from error
+    trainer.beta = trainer.args.beta = config.kl_coefficient
+    trainer.padding_free = config.padding_free
+    return trainer

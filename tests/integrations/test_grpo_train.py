@@ -1,0 +1,219 @@
+"""``grpo`` in one process: bitwise in every mode, learns, resumes, evaluates, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import ConfigError, DataError, TrainingError
+from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.grpo.recipe import RECIPE
+from ebbtide_recipes.skeleton import run
+from tests.integrations import rewards
+from tests.integrations.conftest import make_tiny_model
+from tests.integrations.ranks import grpo_values
+
+OURS = {"activation_cpu_offload": True}
+MODES: dict[str, dict[str, Any]] = {
+    "auto": OURS,
+    "minimal": {**OURS, "gradient_checkpointing": True},
+    "disk": {**OURS, "policy": "offload", "offload_target": "disk", "verify": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "full": {"beta": 0.04, "num_iterations": 2, "max_steps": 4},
+    "accumulation": {
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 4,
+        "steps_per_generation": 4,
+        "max_completion_length": 48,  # smaller batches need longer sequences for storages worth moving
+    },
+    "lora": {"train_type": "lora", "lora_rank": 2, "beta": 0.04, "num_iterations": 2},
+    "unpadded": {"padding_free": True, "num_iterations": 2},
+    "evaluation": {"split_dataset_ratio": 0.002, "eval_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-llama-grpo"), layers=3)
+
+
+def train(model: Path, folder: Path, /, **changes: Any) -> dict[str, Any]:
+    run.main(RECIPE, GrpoConfig(**{**grpo_values(str(model), str(folder)), **changes}))
+    events = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    steps = [event for event in events if event["event"] == "step"]
+    return {
+        "steps": {event["step"]: (event["loss"], event["reward"], event["tokens"]) for event in steps},
+        "evaluations": [(e["loss"], e["reward"]) for e in events if e["event"] == "evaluation"],
+        "stats": [event for event in events if event["event"] == "stats"],
+        "summary": json.loads((folder / "summary.json").read_text()),
+        "log": (folder / "training.log").read_text(),
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("grpo-plain")
+    return {way: train(model, folder / way, **changes) for way, changes in WAYS.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_losses_and_rewards_are_those_of_plain_training(
+    plain: dict[str, dict[str, Any]], model: Path, tmp_path: Path, way: str, mode: str
+) -> None:
+    ours = train(model, tmp_path, **WAYS[way], **MODES[mode])
+    assert ours["steps"] == plain[way]["steps"]
+    assert ours["evaluations"] == plain[way]["evaluations"]
+    assert len({loss for loss, _, _ in ours["steps"].values()}) == len(ours["steps"])
+    if mode != "checkpointing":
+        stats = ours["stats"][-1]
+        assert stats["memory_saved_bytes"] >= 0.75 * stats["unique_bytes"] > 0
+        assert stats["live_tickets"] == stats["store_bytes"] == 0
+
+
+def test_the_summary_names_the_phases_and_the_rewards(plain: dict[str, dict[str, Any]]) -> None:
+    summary = plain["full"]["summary"]
+    names = ["load", "generation", "reward", "log-probabilities", "forward", "backward", "optimizer"]
+    assert sorted(summary["phases"]) == sorted(names)
+    assert all(figures["peak_bytes"] > 0 for figures in summary["phases"].values())
+    assert summary["reward"] == [reward for _, reward, _ in plain["full"]["steps"].values()]
+
+
+def test_no_pass_without_gradients_is_recorded(model: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, **WAYS["full"], **OURS)
+    events = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    passes = [event for event in events if event["event"] == "pass_end"]
+    assert len(passes) == 4  # one forward with gradients a step; generation and log-probabilities are none
+
+
+def test_two_updates_of_a_rollout_share_its_reward(plain: dict[str, dict[str, Any]]) -> None:
+    rewards_ = [reward for _, reward, _ in plain["full"]["steps"].values()]
+    assert rewards_[0] == rewards_[1] != rewards_[2] == rewards_[3]
+
+
+def test_the_reference_is_the_model_as_it_was(plain: dict[str, dict[str, Any]], model: Path, tmp_path: Path) -> None:
+    without = train(model, tmp_path, **{**WAYS["lora"], "beta": 0.0})
+    first, second, *_ = plain["lora"]["steps"].values()
+    # Before the first update the weights are the reference's: the divergence is zero, and then it is not.
+    assert without["steps"][1][0] == first[0]
+    assert without["steps"][2][0] != second[0]
+
+
+def test_unpadded_log_probabilities_are_the_padded_ones(
+    plain: dict[str, dict[str, Any]], model: Path, tmp_path: Path
+) -> None:
+    padded = train(model, tmp_path, **{**WAYS["unpadded"], "padding_free": False})
+    (loss, reward, tokens), (other, same, as_many) = plain["unpadded"]["steps"][1], padded["steps"][1]
+    assert (reward, tokens) == (same, as_many)
+    assert abs(loss - other) < 1e-5  # two orders of summing up, the one tolerance here
+
+
+def test_a_model_that_mixes_sequences_in_a_row_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    with pytest.raises(ConfigError, match="padding_free is true, and LlamaForCausalLM mixes sequences"):
+        train(model, tmp_path, padding_free=True)
+
+
+# Resuming
+
+
+@pytest.mark.parametrize("way", ["full", "lora"])
+def test_a_run_that_goes_on_in_the_middle_of_a_rollout_repeats_the_run_that_did_not_stop(
+    model: Path, tmp_path: Path, way: str
+) -> None:
+    changes = {**WAYS[way], **OURS, "num_iterations": 4, "save_steps": 3, "max_steps": 7}
+    whole = train(model, tmp_path / "whole", **changes)
+    rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
+    assert rest["steps"] == {step: whole["steps"][step] for step in (4, 5, 6, 7)}
+
+
+def test_a_run_that_goes_on_in_a_later_epoch_draws_that_epochs_order(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) + "\n" for n in range(6)))
+    changes = {"dataset": (str(file),), "num_train_epochs": 3.0, "max_steps": -1, "save_steps": 4}
+    whole = train(model, tmp_path / "whole", **changes)
+    assert len(whole["steps"]) == 9  # six prompts, two a step, three epochs
+    rest = train(model, tmp_path / "rest", **changes, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert rest["steps"] == {step: whole["steps"][step] for step in range(5, 10)}
+
+
+# Bad input
+
+
+def reward_file(folder: Path, function: str) -> str:
+    return f"{Path(rewards.__file__)}:{function}"
+
+
+def test_a_reward_function_that_raises_stops_the_run(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="'rewards:broken' raised ZeroDivisionError"):
+        train(model, tmp_path, reward_funcs=(reward_file(tmp_path, "broken"),))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "error"
+
+
+def test_equal_rewards_are_said_once_and_then_now_and_then(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ebbtide_recipes.grpo import trainer
+
+    monkeypatch.setattr(trainer, "REPEAT", 3)
+    log = train(model, tmp_path, reward_funcs=(reward_file(tmp_path, "nothing"),), max_steps=4)["log"]
+    lines = [line for line in log.splitlines() if "all rewards are equal" in line]
+    assert len(lines) == 2
+    assert "(mean reward 0.5): it gives no gradient" in lines[0]
+    assert lines[1].endswith("(seen 3 times)")
+
+
+def test_long_prompts_are_left_out_and_counted_or_refused(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{n} + 1 =" + " again" * (20 if n % 3 == 0 else 0), "answer": str(n + 1)} for n in range(9)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = f"3 of the 9 prompts of {file} are longer than 32 tokens"
+    log = train(model, tmp_path / "kept", dataset=(str(file),), max_steps=1)["log"]
+    assert f"{said}: they are left out; no prompt is cut" in log
+    with pytest.raises(DataError, match=said):
+        train(model, tmp_path / "refused", dataset=(str(file),), filter_overlong_prompts=False)
+    with pytest.raises(DataError, match="9 of the 9 prompts"):
+        train(model, tmp_path / "none", dataset=(str(file),), max_prompt_length=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"per_device_train_batch_size": 6}, ConfigError, "a rollout has 6 completions .* expected a multiple of"),
+        ({"use_vllm": True}, ConfigError, "use_vllm is true, and vllm is not installed"),
+        ({"reward_funcs": ("acuracy",)}, ConfigError, "there is no reward function 'acuracy'"),
+        ({"dataset": ("builtin:arithmetic#1",)}, DataError, "has 1 prompts; expected 2 or more"),
+        ({"max_prompt_length": 500}, ConfigError, "max_prompt_length is 500 and max_completion_length is 16"),
+    ],
+)
+def test_what_makes_no_run_is_refused(
+    model: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        train(model, tmp_path, **changes)
+    assert not (tmp_path / "run.jsonl").exists()
+
+
+def test_questions_of_gsm8k_are_asked_as_chats(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "gsm.jsonl"
+    rows = [{"question": f"What is {n} + {n}?", "answer": f"It is {n} + {n}.\n#### {2 * n}"} for n in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {"dataset": (str(file),), "reward_funcs": ("accuracy", "format", rewards.NAME)}
+    assert len(train(model, tmp_path / "run", **changes, reward_weights=(1.0, 0.5, 2.0))["steps"]) == 3
+
+
+def test_a_reward_far_from_random_is_learned(model: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    steps = train(model, tmp_path, reward_funcs=(rewards.NAME,), max_steps=24, max_completion_length=8)["steps"]
+    values = [reward for _, reward, _ in steps.values()]
+    assert sum(values[-6:]) > sum(values[:6])

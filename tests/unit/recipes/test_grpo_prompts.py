@@ -1,0 +1,90 @@
+"""Rows of every accepted shape get a prompt; everything else is an error that names what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ebbtide.base.errors import DataError
+from ebbtide_recipes.grpo import prompts
+from ebbtide_recipes.grpo.answers import number_in
+
+USER = {"role": "user", "content": "q"}
+SYSTEM = {"role": "system", "content": "s"}
+ASSISTANT = {"role": "assistant", "content": "a"}
+
+
+def shaped(*rows: dict[str, Any], chat: bool = True, system: str | None = None) -> list[dict[str, Any]]:
+    return prompts.shaped(rows, "rows", chat=chat, system=system)
+
+
+def test_the_built_in_sums_are_right_and_belong_to_the_seed() -> None:
+    rows = prompts.arithmetic(3)
+    assert rows == prompts.arithmetic(3) != prompts.arithmetic(4)
+    assert len(rows) == prompts.COUNT
+    for row in rows:
+        first, sign, second, _ = row["prompt"].split()
+        right = int(first) + int(second) if sign == "+" else int(first) - int(second)
+        assert number_in(row["answer"]) == right >= 0
+
+
+@pytest.mark.parametrize(
+    ("row", "made"),
+    [
+        ({"prompt": "q", "answer": "a"}, {"prompt": "q", "answer": "a"}),
+        ({"prompt": [USER], "level": 3}, {"prompt": [USER], "level": 3}),
+        ({"question": "q", "answer": "#### 1"}, {"prompt": [USER], "answer": "#### 1"}),
+        ({"messages": [SYSTEM, USER], "solution": "a"}, {"prompt": [SYSTEM, USER], "solution": "a"}),
+        ({"prompt": "q", "completion": "gone"}, {"prompt": "q"}),
+        (
+            {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "72"}},
+            {"prompt": [USER], "reward_model": {"style": "rule", "ground_truth": "72"}, "answer": "72"},
+        ),
+    ],
+)
+def test_columns_are_put_into_shape(row: dict[str, Any], made: dict[str, Any]) -> None:
+    assert shaped(row) == [made]
+
+
+def test_without_a_chat_template_a_question_is_plain_text() -> None:
+    assert shaped({"question": "q", "answer": "a"}, chat=False) == [{"prompt": "q\n", "answer": "a"}]
+
+
+def test_a_system_message_is_put_before_chats_that_have_none() -> None:
+    assert shaped({"prompt": [USER]}, {"prompt": [SYSTEM, USER]}, system="t") == [
+        {"prompt": [{"role": "system", "content": "t"}, USER]},
+        {"prompt": [SYSTEM, USER]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"text": "t"}], "has the columns text; expected `prompt`"),
+        ([{"promt": "t"}], "has the columns promt.*\nhint: did you mean 'prompt'"),
+        ([{"prompt": ""}], "row 1 of data set 'rows' has '' as prompt"),
+        ([{"prompt": 3}], "row 1 of data set 'rows' has 3 as prompt"),
+        ([{"prompt": ["x"]}], "row 1 .* has the message 'x'"),
+        ([{"prompt": [{"role": "user", "content": ["x"]}]}], "row 1 .* has the message"),
+        ([{"prompt": [USER, ASSISTANT]}], "row 1 .* ends with the assistant"),
+        ([{"prompt": "q", "images": []}], "has the column 'images'"),
+        ([{"prompt": "q", "completions": 1}], "has the column 'completions'"),
+        ([{"prompt": "q", "a": 1}, {"prompt": "q"}], "row 2 .* has the columns prompt; .*those of the first row: a, p"),
+        ([{"prompt": "q"}, {"prompt": [USER]}], "row 2 .* has a list as prompt, the first row a str"),
+    ],
+)
+def test_rows_that_do_not_fit_are_refused(rows: list[dict[str, Any]], said: str) -> None:
+    with pytest.raises(DataError, match=said) as caught:
+        shaped(*rows)
+    assert caught.value.hint
+
+
+def test_a_chat_needs_a_template() -> None:
+    with pytest.raises(DataError, match="the model's tokenizer has no chat template"):
+        shaped({"prompt": [USER]}, chat=False)
+
+
+def test_long_prompts_are_dropped_whole() -> None:
+    rows = [{"prompt": "a" * length} for length in (3, 4, 5)]
+    assert prompts.drop_long(rows, lambda row: len(row["prompt"]), 4) == rows[:2]

@@ -1,0 +1,190 @@
+"""Every reward function becomes one number a completion; everything else is an error that names the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ebbtide.base.errors import ConfigError, DataError, TrainingError
+from ebbtide_recipes.grpo import answers, rewards
+
+TWO = ["The answer is 18.", ""]
+
+
+def judge(function: Callable[..., Any], completions: list[Any], **columns: list[Any]) -> list[float | None]:
+    reward = rewards.Reward(name="mine", function=function)
+    return reward(prompts=["p"] * len(completions), completions=completions, **columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("12", 12),
+        ("She has 3 eggs, so 1,234.5 in all.", 1234.5),
+        ("#### 18\nWas it 19?", 18),
+        ("<think>7</think><answer>-4</answer> 9", -4),
+        (r"so \boxed{5} of 6", 5),
+        ("7 - 4", 4),
+        ("minus .5: -.5", -0.5),
+        ("none", None),
+        ("", None),
+    ],
+)
+def test_the_number_of_an_answer_is_found(text: str, number: float | None) -> None:
+    assert answers.number_in(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "same"),
+    [
+        ("It makes 18", "She sells 9 eggs.\n#### 18", True),
+        ("It makes 18.0 dollars", "#### 18", True),
+        ("It makes 180", "#### 18", False),
+        ("", "#### 18", False),
+        ("<answer>Paris.</answer>", "paris", True),
+        ("<answer>Rome</answer>", "paris", False),
+    ],
+)
+def test_answers_are_compared_as_numbers_and_else_as_words(text: str, expected: str, same: bool) -> None:
+    assert answers.same_answer(text, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("<think>a</think>\n<answer>b</answer>", True),
+        ("<think></think><answer></answer>", True),
+        ("x<think>a</think><answer>b</answer>", False),
+        ("<answer>b</answer>", False),
+        ("<think>a<think>b</think><answer>b</answer>", False),
+        ("", False),
+    ],
+)
+def test_the_format_is_two_tags_and_nothing_else(text: str, right: bool) -> None:
+    assert answers.has_tags(text) is right
+
+
+def test_the_built_in_functions_judge_texts_and_chats() -> None:
+    loaded = {reward.name: reward for reward in rewards.load(("accuracy", "closeness", "format"))}
+    chats = [[{"role": "assistant", "content": text}] for text in ("18", "20", "")]
+    for completions in (["18", "20", ""], chats):
+        given = {"prompts": ["p"] * 3, "completions": completions, "answer": ["#### 18"] * 3}
+        assert loaded["accuracy"](**given) == [1.0, 0.0, 0.0]
+        assert loaded["closeness"](**given) == [1.0, 1 / 3, 0.0]
+        assert loaded["format"](**given) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("returned", "taken"),
+    [
+        ([1, 0.5], [1.0, 0.5]),
+        ((True, False), [1.0, 0.0]),
+        ([None, 2], [None, 2.0]),
+        (torch.tensor([1.0, 0.25], requires_grad=True), [1.0, 0.25]),
+        ([torch.tensor(1.5), torch.tensor(2, dtype=torch.int64)], [1.5, 2.0]),
+    ],
+)
+def test_what_may_be_returned(returned: Any, taken: list[float | None]) -> None:
+    assert judge(lambda completions: returned, TWO) == taken
+
+
+def test_a_function_gets_what_its_signature_names() -> None:
+    assert judge(lambda answer: [float(a) for a in answer], TWO, answer=["1", "2"]) == [1.0, 2.0]
+    assert judge(lambda **all_: [float(len(all_))] * 2, TWO, answer=["1", "2"]) == [3.0, 3.0]
+
+
+def test_a_coroutine_is_awaited() -> None:
+    async def later(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(completion)) for completion in completions]
+
+    assert judge(later, TWO) == [17.0, 0.0]
+
+
+def test_a_function_of_verls_kind_is_called_once_a_completion() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Any:
+        return {"score": float(ground_truth in solution_str)}
+
+    assert judge(compute_score, TWO, answer=["18", "18"]) == [1.0, 0.0]
+
+
+def raises(completions: list[str]) -> list[float]:
+    return [float(completion.split()[0] == "The") for completion in completions]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (
+            raises,
+            "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected one number a completion",
+        ),
+        (lambda completions: [1.0], "'mine' returned 1 rewards; expected 2, one a completion"),
+        (lambda completions: None, "'mine' returned None; expected a list of 2 numbers"),
+        (lambda completions: 1.0, "'mine' returned 1.0; expected a list of 2 numbers"),
+        (lambda completions: torch.tensor(1.0), "'mine' returned 1.0; expected a list of 2 numbers"),
+        (
+            lambda completions: [1.0, float("nan")],
+            "'mine' returned nan for the completion ''; expected a finite number",
+        ),
+        (lambda completions: [float("-inf"), 1.0], "'mine' returned -inf for the completion 'The answer is 18.'"),
+        (lambda completions: ["1", "2"], "'mine' returned '1' for the completion"),
+        (lambda completions: torch.ones(2, 1), r"'mine' returned \[1.0\] for the completion"),
+        (lambda completions: torch.tensor([1.0, float("nan")]), "'mine' returned nan"),
+    ],
+)
+def test_what_is_no_reward_is_refused(function: Callable[..., Any], said: str) -> None:
+    with pytest.raises(TrainingError, match=said) as caught:
+        judge(function, TWO)
+    assert caught.value.hint
+
+
+def test_a_tensor_on_another_device_is_moved() -> None:
+    class Elsewhere:
+        """Stands for a tensor that lies on an accelerator: it can be listed, not iterated over."""
+
+        def tolist(self) -> list[float]:
+            return [1.0, 2.0]
+
+    assert judge(lambda completions: Elsewhere(), TWO) == [1.0, 2.0]
+
+
+def test_functions_are_loaded_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def reward(completions, **kwargs):\n    return [float(len(c)) for c in completions]\n")
+    (loaded,) = rewards.load((f"{file}:reward",))
+    assert loaded.name == loaded.__name__ == "mine:reward"
+    assert loaded(prompts=["p"], completions=["abc"]) == [3.0]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("acuracy",), "there is no reward function 'acuracy'; .*\nhint: did you mean 'accuracy'"),
+        (("accuracy", "accuracy"), "names 'accuracy' twice"),
+        (("{}/mind.py:reward",), "there is no file '.*mind.py'.*\nhint: did you mean 'mine.py'"),
+        (("{}/mine.py:rewrd",), "has no function 'rewrd'; expected one of reward\nhint: did you mean 'reward'"),
+        (("{}/mine.py:LIMIT",), "has no function 'LIMIT'"),
+        (("{}/broken.py:reward",), "broken.py cannot be imported: ZeroDivisionError"),
+        (("mine.py",), "there is no reward function 'mine.py'; .*path.py:function"),
+    ],
+)
+def test_functions_that_are_not_there_are_refused(tmp_path: Path, names: tuple[str, ...], said: str) -> None:
+    (tmp_path / "mine.py").write_text("LIMIT = 3\ndef reward(completions): return [0.0 for c in completions]\n")
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    with pytest.raises(ConfigError, match=said) as caught:
+        rewards.load(tuple(name.format(tmp_path) for name in names))
+    assert caught.value.hint
+
+
+def test_rows_without_what_a_function_needs_are_refused() -> None:
+    (accuracy,) = rewards.load(("accuracy",))
+    accuracy.check_columns(["prompt", "solution"])
+    with pytest.raises(DataError, match="'accuracy' needs the right answer.* columns prompt; expected one of answer"):
+        accuracy.check_columns(["prompt"])
+    mine = rewards.Reward(name="mine", function=lambda completions, awnser, weight=1.0: [])
+    with pytest.raises(DataError, match="takes 'awnser'.*\nhint: did you mean 'answer'"):
+        mine.check_columns(["prompt", "answer"])
