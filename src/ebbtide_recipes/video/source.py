@@ -162,7 +162,7 @@ class Source:
         absent |= {name: None for name in ("transformer_2",) if name in self.index}
         if "safety_checker" in inspect.signature(kind.__init__).parameters:
             absent["safety_checker"] = torch.nn.Identity()  # left out, Cosmos loads a guard for prompts
-        pipeline = kind.from_pretrained(self.folder, torch_dtype=dtype, **absent)
+        pipeline = kind.from_pretrained(self.folder, dtype=dtype, **absent)
         for name in self._text_parts():
             part = getattr(pipeline, name)
             if isinstance(part, torch.nn.Module):
@@ -182,7 +182,7 @@ class Source:
                 hint="`pip install -U diffusers` may know it",
             )
         try:
-            return kind.from_pretrained(self.folder, subfolder=part, torch_dtype=dtype)
+            return kind.from_pretrained(self.folder, subfolder=part, dtype=dtype)
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"{self.folder / part} cannot be loaded: {str(error)[:300]}",
