@@ -30,7 +30,8 @@ name is an error that names the nearest one.
 def page() -> str:
     """Return the page."""
     hints = typing.get_type_hints(SftConfig)
-    told = {p.arg_name: p.description or "" for p in docstring_parser.parse(SftConfig.__doc__ or "").params}
+    docs = [docstring_parser.parse(kind.__doc__ or "") for kind in reversed(SftConfig.__mro__)]
+    told = {p.arg_name: p.description or "" for doc in docs for p in doc.params}
     rows: list[str] = []
     for field in dataclasses.fields(SftConfig):
         takes = in_words(hints[field.name]).replace("a tuple of text", "one or more names")

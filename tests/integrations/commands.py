@@ -88,7 +88,8 @@ def serve() -> None:
     """Answer commands, one a line."""
     import torch
 
-    from ebbtide_recipes.sft import adapters, callback, checkpoints, data, meta, models, trainer  # noqa: F401
+    from ebbtide_recipes.language import adapters, meta, models  # noqa: F401
+    from ebbtide_recipes.sft import data, trainer  # noqa: F401
 
     torch.set_num_threads(1)
     for line in sys.stdin:

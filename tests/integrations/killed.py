@@ -26,9 +26,11 @@ from typing import Any
 import torch
 
 from ebbtide.base.events import BUS
-from ebbtide_recipes.sft import adapters, callback, checkpoints, data, models, trainer  # noqa: F401 - before forks
+from ebbtide_recipes.language import adapters, models  # noqa: F401 - before forks
+from ebbtide_recipes.sft import data, trainer  # noqa: F401 - before forks
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.skeleton import checkpoints
 from tests.integrations.ranks import fresh_world
 
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")

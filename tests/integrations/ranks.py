@@ -44,8 +44,9 @@ def recipe(
     With ``digest`` also a digest of each weight and of the optimizer's state, both whole.
     """
     from ebbtide.wrap.strategy import found_strategy
-    from ebbtide_recipes.sft import main
     from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.sft.recipe import RECIPE
+    from ebbtide_recipes.skeleton import run
 
     values = {
         "model": model,
@@ -61,10 +62,8 @@ def recipe(
     sharded = changes.get("fsdp_strategy", "none") != "none"
     with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=ranks_a_node):
         warnings.simplefilter("ignore")  # of the hosts; tests of one process have them as errors
-        config = main.check(SftConfig(**{**values, **changes}))
-        main._claimed(config)
-        trainer = main._prepared(config)
-        main._train(config, trainer, Path(folder))
+        config = run.check(RECIPE, SftConfig(**{**values, **changes}))
+        trainer = run.carry_out(RECIPE, config, run.claim(config))
         wrapped = found_strategy(trainer.model_wrapped)
         state = _digests(trainer) if digest else None
         shards = {

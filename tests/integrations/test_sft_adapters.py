@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.recipe import main
 
 pytestmark = [
     # PEFT, of its own doings.

@@ -109,7 +109,7 @@ BAD = {
 def test_bad_input_is_refused_before_anything_is_loaded_or_written(
     settings: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    from ebbtide_recipes.sft import models
+    from ebbtide_recipes.language import models
 
     if "/proc" in BAD[name][0] and not os.path.ismount("/proc"):
         pytest.skip("no proc here")
@@ -140,7 +140,7 @@ def test_weights_are_not_loaded_for_what_the_config_of_the_model_can_refuse(
     flags: list[str],
     said: str,
 ) -> None:
-    from ebbtide_recipes.sft import models
+    from ebbtide_recipes.language import models
 
     rows = settings.parent / "rows.jsonl"
     rows.write_text('{"text": "t"}\n{"other": "t"}\n')

@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.recipe import main
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.families import make_llava, make_moe, make_pictures, make_qwen_vl
 
@@ -86,7 +86,7 @@ def test_qlora_trains_adapters_on_weights_in_four_bits(text_model: Path, tmp_pat
 
 def test_qlora_loads_the_weights_in_four_bits(text_model: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    from ebbtide_recipes.sft import models
+    from ebbtide_recipes.language import models
 
     model, _ = models.load(SftConfig(model=str(text_model), train_type="qlora", max_length=64))
     kinds = [type(module) for name, module in model.named_modules() if name.endswith("_proj")]
@@ -126,7 +126,7 @@ def test_a_vision_language_model_learns_from_images_and_goes_on(
 def test_blocks_that_a_model_names_and_has_not_are_left_out_for_fsdp(text_model: Path, tmp_path: Path) -> None:
     from transformers import LlavaForConditionalGeneration
 
-    from ebbtide_recipes.sft.trainer import name_present_blocks
+    from ebbtide_recipes.skeleton.trainer import name_present_blocks
 
     model = LlavaForConditionalGeneration.from_pretrained(make_llava(tmp_path / "llava", text_model))
     before = set(model._no_split_modules)
@@ -172,7 +172,7 @@ def test_qwen_vl_sees_through_its_own_processor(
 def test_bad_images_are_refused_before_the_weights_are_loaded(
     text_model: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: dict, said: str
 ) -> None:
-    from ebbtide_recipes.sft import models
+    from ebbtide_recipes.language import models
 
     monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the weights were loaded"))
     first = json.loads(pictures.read_text().splitlines()[0])

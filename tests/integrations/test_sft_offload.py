@@ -12,7 +12,7 @@ import ebbtide
 from ebbtide.base.errors import BudgetError, EbbtideError
 from ebbtide.integrations import transformers
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.recipe import main
 from tests.integrations.conftest import make_tiny_model
 
 
@@ -134,7 +134,7 @@ def test_a_place_that_cannot_serve_is_refused_before_the_first_step(
 def test_flags_without_effect_are_warned_of_once(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, verify=True, max_steps=1)
     log = (tmp_path / "training.log").read_text()
-    assert log.count("WARNING ebbtide.sft: --verify has no effect here: the mode is plain") == 1
+    assert log.count("WARNING ebbtide.recipes: --verify has no effect here: the mode is plain") == 1
 
 
 def test_a_budget_that_holds_everything_keeps_everything(model: Path, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_another_number_of_ranks_goes_on_and_says_so(
     results: dict[str, CaseResult], model: Path, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from ebbtide_recipes.sft.config import SftConfig
-    from ebbtide_recipes.sft.main import main
+    from ebbtide_recipes.sft.recipe import main
 
     results["ddp"].values()
     checkpoint = folder / "ddp" / "checkpoint-2"
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_goes_on_and_says_so(
         model=str(model), dataset=("builtin:pydoc#60",), max_steps=4, max_length=256, packing=True, save=False,
         learning_rate=1e-2, resume_from_checkpoint=str(checkpoint), output_dir=str(tmp_path / "out"),
     )  # fmt: skip
-    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         main(config)
     assert f"{checkpoint} was written by 2 processes and is resumed by 1" in caplog.text
     events = [json.loads(line) for line in (tmp_path / "out" / "run.jsonl").read_text().splitlines()]

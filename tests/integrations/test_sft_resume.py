@@ -15,8 +15,8 @@ import torch
 
 from ebbtide.base.errors import DataError, DiskFullError, TrainingError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
-from ebbtide_recipes.sft.trainer import RecipeTrainer
+from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.sft.trainer import SftTrainer
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict[int, float]:
@@ -84,7 +84,7 @@ def test_an_overwritten_run_leaves_no_checkpoint_to_go_on_from(tiny_model: Path,
 def test_a_half_written_checkpoint_is_refused_before_anything_is_loaded(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ebbtide_recipes.sft import models
+    from ebbtide_recipes.language import models
 
     train(tiny_model, tmp_path, save_steps=2)
     half = tmp_path / "checkpoint-4"
@@ -116,13 +116,13 @@ def test_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    real = RecipeTrainer.compute_loss
+    real = SftTrainer.compute_loss
 
-    def spoiled(self: RecipeTrainer, *args: Any, **kwargs: Any) -> Any:
+    def spoiled(self: SftTrainer, *args: Any, **kwargs: Any) -> Any:
         loss = real(self, *args, **kwargs)
         return loss * float("nan") if self.state.global_step + 1 == step else loss
 
-    monkeypatch.setattr(RecipeTrainer, "compute_loss", spoiled)
+    monkeypatch.setattr(SftTrainer, "compute_loss", spoiled)
 
 
 def test_a_loss_that_is_no_number_stops_the_run(

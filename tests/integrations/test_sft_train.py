@@ -11,7 +11,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.main import main
+from ebbtide_recipes.sft.recipe import main
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
@@ -63,16 +63,16 @@ def test_checkpointed_lora_computes_the_same_losses(tiny_model: Path, tmp_path: 
 
 def test_a_run_that_fails_says_so(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from ebbtide.base.errors import DiskFullError
-    from ebbtide_recipes.sft.trainer import RecipeTrainer
+    from ebbtide_recipes.sft.trainer import SftTrainer
 
-    real = RecipeTrainer.training_step
+    real = SftTrainer.training_step
 
-    def second_fails(self: RecipeTrainer, *args: object, **kwargs: object) -> object:
+    def second_fails(self: SftTrainer, *args: object, **kwargs: object) -> object:
         if self.state.global_step == 1:
             raise DiskFullError("the disk is full")
         return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(RecipeTrainer, "training_step", second_fails)
+    monkeypatch.setattr(SftTrainer, "training_step", second_fails)
     with pytest.raises(DiskFullError):
         train(tiny_model, tmp_path, save=True)
     end = json.loads((tmp_path / "run.jsonl").read_text().splitlines()[-1])
@@ -170,7 +170,8 @@ def test_the_loss_is_on_the_completion_alone(tiny_model: Path, tmp_path: Path) -
     rows.write_text(json.dumps({"prompt": "x" * 30, "completion": " It returns"}) + "\n")
     from transformers import AutoTokenizer
 
-    from ebbtide_recipes.sft import data, models, trainer
+    from ebbtide_recipes.language import models
+    from ebbtide_recipes.sft import data, trainer
 
     config = SftConfig(model=str(tiny_model), dataset=(str(rows),), max_length=64, output_dir=str(tmp_path / "out"))
     model, tokenizer = models.load(config)

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TextIO
 
@@ -41,14 +42,20 @@ class Verb:
     Args:
         function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
         does: What it does, in one line.
+        takes_name: Whether the function takes the verb too, before the arguments.
     """
 
     function: str
     does: str
+    takes_name: bool = False
+
+
+def _recipe(does: str) -> Verb:
+    return Verb(function="ebbtide.cli.recipe:run", does=does, takes_name=True)
 
 
 VERBS: dict[str, Verb] = {
-    "sft": Verb(function="ebbtide.cli.sft:run", does="supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
+    "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),
@@ -102,7 +109,8 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
             hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` says what each does",
         )
     module, _, attribute = verb.function.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    function = getattr(importlib.import_module(module), attribute)
+    return partial(function, name) if verb.takes_name else function
 
 
 def _overview(stream: TextIO) -> None:

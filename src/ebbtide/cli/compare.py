@@ -9,7 +9,6 @@ way for all modes, with the engine in them or without. All children get the same
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import os
 import platform
@@ -24,6 +23,7 @@ from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended, run_child
 from ebbtide.cli.merge import latest_whole_round, merge, spread_of
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.recipe import RECIPES, check, read
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 from ebbtide.report import Run, html, load_run
 from ebbtide.report.table import headline, measured, number, size
@@ -43,7 +43,7 @@ OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
 """What compare sets for each child."""
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
-RECIPES = ("sft",)
+DEFAULT_RECIPE = "sft"
 DEFAULT_STEPS = 4
 """Steps of each child when the arguments name neither steps, nor epochs, nor a file."""
 
@@ -274,10 +274,9 @@ def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], o
     Returns:
         The names that a file sets and that compare sets for each child.
     """
-    verb = importlib.import_module(f"ebbtide.cli.{recipe}")
-    config = verb.read(arguments, others=("modes", "rounds", "out"))
+    config = read(recipe, arguments, others=("modes", "rounds", "out"))
     for mode in modes:
-        verb.check(verb.read([*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
+        check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return [name for name in OWN_FLAGS if getattr(config, name) != defaults[name]]
 
@@ -349,7 +348,7 @@ def run(argv: Sequence[str]) -> int:
 def _recipe(rest: list[str]) -> str:
     """Take the recipe's name off the front; without one it is the first recipe."""
     if not rest or rest[0].startswith("-"):
-        return RECIPES[0]
+        return DEFAULT_RECIPE
     if rest[0] in RECIPES:
         return rest.pop(0)
     path = Path(rest[0])
@@ -357,6 +356,6 @@ def _recipe(rest: list[str]) -> str:
         raise ConfigError(
             f"there is no recipe {rest[0]!r}",
             expected=f"one of {', '.join(RECIPES)}, or a YAML file",
-            hint=nearest(rest[0], RECIPES) or f"such as `ebbtide compare {RECIPES[0]} --max_steps {DEFAULT_STEPS}`",
+            hint=nearest(rest[0], RECIPES) or f"such as `ebbtide compare {DEFAULT_RECIPE} --max_steps {DEFAULT_STEPS}`",
         )
-    return RECIPES[0]
+    return DEFAULT_RECIPE

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.extras import require
 from ebbtide.wrap import find_blocks
-from ebbtide_recipes.sft import adapters, models, smollm2
+from ebbtide_recipes.language import adapters, models, smollm2
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

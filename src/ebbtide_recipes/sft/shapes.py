@@ -10,11 +10,9 @@ chat template, because that is what a model tuned for chat expects to see; colum
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from ebbtide.base.errors import DataError, nearest
-
-Row = dict[str, Any]
+from ebbtide_recipes.skeleton.rows import Row
 
 ACCEPTED = "`messages`, `conversations`, `prompt`+`completion`, `question`+`answer`, `instruction`+`output` or `text`"
 KNOWN = ("messages", "conversations", "prompt", "completion", "question", "answer", "instruction", "output", "text")

@@ -1,131 +1,29 @@
-"""TRL's trainer, with its arguments set so that every mode computes the same numbers, and its phases marked."""
+"""TRL's trainer for supervised fine-tuning, with its arguments set so that every mode computes the same numbers."""
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import os
-import warnings
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from transformers import PreTrainedModel
 from trl import SFTConfig as TrlConfig
-from trl import SFTTrainer
+from trl import SFTTrainer as TrlTrainer
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.events import BUS
-from ebbtide_recipes.sft import checkpoints, launch, sharding
-from ebbtide_recipes.sft.callback import StepRecorder
+from ebbtide.base.errors import DataError
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
 
-LOGGER = logging.getLogger("ebbtide.sft")
 
-_TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
-"""Packages of trackers that are not called as transformers calls the tracker."""
+class SftTrainer(RecordedTrainer, TrlTrainer):
+    """TRL's trainer, recorded and with sealed checkpoints."""
 
-
-class RecipeTrainer(SFTTrainer):
-    """TRL's trainer with phases and losses told to a recorder; see [Note: phases] in ``callback.py``.
-
-    Its checkpoints are whole or are none: see [Note: a checkpoint's seal] in ``checkpoints.py``.
-    """
-
-    recorder: StepRecorder | None = None
-    config: SftConfig | None = None
-
-    def record_with(self, recorder: StepRecorder) -> None:
-        """Tell this recorder what happens from now on."""
-        self.recorder = recorder
-        self.add_callback(recorder)
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does; in training between the edges of the phase ``forward``."""
-        if not model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        step = self.state.global_step + 1
-        tokens = int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
-        BUS.emit("phase", name="forward", edge="begin", step=step)
-        result = super().compute_loss(model, inputs, *args, **kwargs)
-        if self.recorder is not None:
-            accuracies = self._metrics["train"].get("mean_token_accuracy") or [None]
-            self.recorder.micro_batch(accuracy=accuracies[-1], tokens=tokens)
-        BUS.emit("phase", name="forward", edge="end", step=step)
-        BUS.emit("phase", name="backward", edge="begin", step=step)
-        return result
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward; backward's end is here."""
-        loss = super().training_step(*args, **kwargs)
-        BUS.emit("phase", name="backward", edge="end", step=self.state.global_step + 1)
-        if self.recorder is not None:
-            self.recorder.micro_loss(loss)
-        return loss
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what the recorder knows, so that trackers see it too."""
-        if self.recorder is not None and "loss" in logs:
-            logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
-        super().log(logs, start_time)
-
-    def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a tensor over all processes."""
-        return self.accelerator.reduce(value, reduction="mean")
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as transformers does, then seal what was saved; a failed save leaves the older checkpoints alone.
-
-        Raises:
-            DiskFullError: There was no room.
-        """
-        if self.config is None:
-            super()._save_checkpoint(model, trial)
-            return
-        output = Path(self._get_output_dir(trial))
-        folder = output / f"checkpoint-{self.state.global_step}"
-        main = self.args.should_save
-        if main and folder.exists():  # what a killed run left half-written
-            checkpoints.remove(folder)
-        self.accelerator.wait_for_everyone()
-        try:
-            super()._save_checkpoint(model, trial)
-        except Exception as error:
-            if main:
-                checkpoints.remove(folder)
-            raise checkpoints.not_saved(error, folder, output) from error
-        self.accelerator.wait_for_everyone()
-        if main:
-            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
-            checkpoints.prune(output, self.config.save_total_limit)
-            LOGGER.info("saved %s", folder)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an epoch, unless the checkpoint it goes on from had done all steps: transformers would do one more."""
-        if self.state.global_step >= self.state.max_steps:
-            LOGGER.info("all %d steps were done before: nothing is left to train", self.state.max_steps)
-            self.control.should_training_stop = True
-            return None
-        return super()._run_epoch(*args, **kwargs)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load a checkpoint's weights as ``from_pretrained`` does.
-
-        Of models whose files name weights otherwise than their modules do (fused experts, vision-language models)
-        transformers would here pass over what it does not find, and go on from the weights the run began with.
-        """
-        if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
-        self.model.load_state_dict(saved.state_dict())
+    def accuracy(self) -> float | None:
+        """Return the share of tokens that the last micro-batch predicted right."""
+        return (self._metrics["train"].get("mean_token_accuracy") or [None])[-1]
 
     def _send_telemetry(self) -> None:
         """Send nothing: a training run tells nobody about itself."""
@@ -134,114 +32,23 @@ class RecipeTrainer(SFTTrainer):
 def arguments(config: SftConfig, *, sees: bool = False) -> TrlConfig:
     """Return the trainer's arguments.
 
-    Every argument that could make two modes differ, write files or phone home is set here rather than left to a
-    default: TRL's defaults switch on checkpointing and bfloat16 autocast.
-
     Args:
         config: As ``sharding.resolved`` returned it.
         sees: Whether the model takes images.
     """
-    _check_trackers(config.report_to)
-    accelerated = torch.accelerator.is_available()
-    with warnings.catch_warnings():
-        # Of FSDP1, which was asked for by its number.
-        warnings.filterwarnings("ignore", message="FSDP1", category=FutureWarning)
-        made = TrlConfig(
-            output_dir=config.output_dir,
-            **_sizes(config),
-            **_optimisation(config),
-            **_checkpointing(on=config.mode == "checkpointing"),
-            **sharding.trainer_settings(config),
-            **_hybrid(config),
-            activation_offloading=False,
-            bf16=config.bf16,
-            fp16=config.fp16,
-            use_cpu=not accelerated,
-            # A vision-language model may be given rows without an image; others use all they have in every batch.
-            ddp_find_unused_parameters=sees,
-            dataloader_pin_memory=accelerated,
-            dataloader_num_workers=config.dataloader_num_workers,
-            dataset_num_proc=config.dataset_num_proc,
-            logging_steps=config.logging_steps,
-            logging_first_step=True,
-            logging_nan_inf_filter=False,
-            save_strategy="no" if config.save_steps is None else "steps",
-            save_steps=config.save_steps or 500,
-            eval_strategy="no" if config.eval_steps is None or not config.evaluates else "steps",
-            eval_steps=config.eval_steps,
-            report_to=list(config.report_to),
-            run_name=config.run_name,
-            disable_tqdm=True,
-            seed=config.seed,
-        )
-    if made.n_gpu > 1:
-        # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
-        made._n_gpu = 1
-    return made
-
-
-def _sizes(config: SftConfig) -> dict[str, Any]:
-    """Return what says how many rows and tokens go through the model."""
-    return {
-        "per_device_train_batch_size": config.per_device_train_batch_size,
-        "per_device_eval_batch_size": config.per_device_eval_batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps,
-        "num_train_epochs": config.num_train_epochs,
-        "max_steps": config.max_steps,
+    own = {
         "max_length": config.max_length,
         "packing": config.packing,
         "completion_only_loss": config.completion_only_loss,
         # The other strategies leave sequences shorter and concatenate batches, which needs flash attention.
         "packing_strategy": "wrapped",
         "padding_free": False,
+        "activation_offloading": False,
+        "dataset_num_proc": config.dataset_num_proc,
+        # A vision-language model may be given rows without an image; others use all they have in every batch.
+        "ddp_find_unused_parameters": sees,
     }
-
-
-def _optimisation(config: SftConfig) -> dict[str, Any]:
-    """Return what says how weights are changed."""
-    return {
-        "learning_rate": config.peak_learning_rate,
-        "lr_scheduler_type": config.lr_scheduler_type,
-        "warmup_steps": config.warmup_ratio,  # below 1 it is a share
-        "weight_decay": config.weight_decay,
-        "max_grad_norm": config.max_grad_norm,
-    }
-
-
-def _hybrid(config: SftConfig) -> dict[str, Any]:
-    """Return the mesh of FSDP2's hybrid sharding: shards within a node, copies across nodes."""
-    if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
-        return {}
-    from accelerate.parallelism_config import ParallelismConfig
-
-    world = launch.world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)}
-
-
-def _check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that transformers does not know, or that are not installed."""
-    from transformers import integrations
-
-    known = {"none", "all", *integrations.INTEGRATION_TO_CALLBACK}
-    usable = {"none", "all", *integrations.get_available_reporting_integrations()}
-    for name in names:
-        if name not in known:
-            hint = nearest(name, known) or "none reports to no tracker"
-            raise ConfigError(f"report_to names {name!r}", expected=f"some of {', '.join(sorted(known))}", hint=hint)
-        if name not in usable:
-            raise ConfigError(
-                f"report_to names {name!r}",
-                expected="a tracker that is installed",
-                hint=f"pip install {_TRACKERS.get(name, name)}, or leave it out",
-            )
-
-
-def _checkpointing(*, on: bool) -> dict[str, Any]:
-    """Return the trainer's own checkpointing arguments, under the names that the installed transformers has."""
-    names = {field.name for field in dataclasses.fields(TrlConfig)}
-    word = "activation" if "activation_checkpointing" in names else "gradient"
-    return {f"{word}_checkpointing": on, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
+    return made(TrlConfig, shared_arguments(config) | own)
 
 
 def build(
@@ -250,25 +57,23 @@ def build(
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     dataset: Dataset,
     evaluation: Dataset | None = None,
-) -> RecipeTrainer:
+) -> SftTrainer:
     """Make the trainer; tokenise and pack the data.
 
     Raises:
         DataError: The data has no full sequence (with packing), or no token to learn from.
     """
-    from transformers import PrinterCallback, ProcessorMixin
+    from transformers import ProcessorMixin
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
-    trainer = RecipeTrainer(
+    trainer = SftTrainer(
         model=model,
         args=arguments(config, sees=isinstance(processor, ProcessorMixin)),
         train_dataset=dataset,
         eval_dataset=evaluation,
         processing_class=processor,
     )
-    trainer.config = config
-    trainer.remove_callback(PrinterCallback)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
         trainer.train_dataset = trainer.train_dataset.filter(lambda row: len(row["input_ids"]) == config.max_length)
@@ -280,27 +85,3 @@ def build(
             hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
         )
     return trainer
-
-
-def name_present_blocks(model: PreTrainedModel) -> None:
-    """Leave out, of the classes that a model names as its blocks, those that it has no module of.
-
-    accelerate shards by these names and stops at one that it does not find; a vision-language model names blocks of
-    both halves of CLIP, of which it has one.
-    """
-    there = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
-
-
-def save(trainer: RecipeTrainer, folder: Path) -> None:
-    """Write the trained weights (of adapters: those alone) and the tokenizer; sharded weights are gathered first.
-
-    Raises:
-        DiskFullError: There was no room.
-    """
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-    try:
-        trainer.save_model(str(folder))
-    except Exception as error:
-        raise checkpoints.not_saved(error, folder, folder) from error

@@ -12,8 +12,8 @@ from peft import BOFTConfig, LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.sft import adapters
-from ebbtide_recipes.sft.adapter_kinds import KINDS, kind_of
+from ebbtide_recipes.language import adapters
+from ebbtide_recipes.language.adapter_kinds import KINDS, kind_of
 from ebbtide_recipes.sft.config import SftConfig
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError
-from ebbtide_recipes.sft import checkpoints
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton import checkpoints
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -28,7 +28,7 @@ def find(output: Path, asked: object = "latest", **changes: object) -> Path | No
 
 
 def test_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         assert find(tmp_path) is None
     assert "holds no whole checkpoint: the run begins at the first step" in caplog.text
     make(tmp_path, 2)
@@ -89,7 +89,7 @@ def test_another_kind_of_adapters_is_refused(tmp_path: Path) -> None:
 def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make(tmp_path, 4)
     config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest")
-    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         assert checkpoints.find(config, world_size=2) is not None
         assert caplog.text == ""
         assert checkpoints.find(config, world_size=1) is not None

@@ -15,8 +15,8 @@ from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
 from ebbtide_recipes.sft import config as config_module
 from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
-from ebbtide_recipes.sft.main import _offloading
-from ebbtide_recipes.sft.sharding import resolved
+from ebbtide_recipes.skeleton.run import _offloading
+from ebbtide_recipes.skeleton.sharding import resolved
 
 PROMISED = (
     "model", "dataset", "train_type", "fsdp_strategy", "fsdp_version", "activation_cpu_offload",
@@ -82,10 +82,11 @@ def test_the_table_of_deepspeed_beside_fsdp_as_they_are_typed(argv: list[str], s
 def test_every_flag_is_there_and_read_by_the_recipe() -> None:
     fields = [field.name for field in dataclasses.fields(SftConfig)]
     assert set(PROMISED) <= set(fields)
-    own = Path(config_module.__file__)
-    checks = (own.name, "rules.py")  # these look whether a value makes sense, and do nothing with it
-    recipe = "".join(path.read_text() for path in own.parent.glob("*.py") if path.name not in checks)
-    properties = own.read_text().partition("def mode(")[2]
+    rooms = Path(config_module.__file__).parents[1]
+    modules = [path for room in ("skeleton", "language", "sft") for path in sorted((rooms / room).glob("*.py"))]
+    # Checks look whether a value makes sense, and do nothing with it.
+    recipe = "".join(path.read_text() for path in modules if path.name not in ("config.py", "rules.py"))
+    properties = "".join(path.read_text().partition("@property")[2] for path in modules if path.name == "config.py")
     unread = [n for n in fields if not re.search(rf"config\.{n}\b", recipe) and f"self.{n}" not in properties]
     assert unread == []
 

@@ -9,6 +9,8 @@ import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import data
+from ebbtide_recipes.skeleton import rows as rows_module
+from ebbtide_recipes.skeleton.rows import SUFFIXES
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -31,7 +33,7 @@ def load(*names: str, chat: bool = True) -> list[dict]:
     return data.load(names, data.Reading(chat=chat, seed=0)).to_list()
 
 
-@pytest.mark.parametrize("suffix", data.SUFFIXES)
+@pytest.mark.parametrize("suffix", SUFFIXES)
 def test_every_file_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> None:
     rows = [{"text": f"row {number}"} for number in range(5)]
     name = write(tmp_path / f"rows{suffix}", rows)
@@ -138,11 +140,11 @@ def test_a_suffix_spelt_wrong_is_a_file_and_no_hub_name(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "d.jsonl", [{"text": "t"}])
     with pytest.raises(DataError, match="'d.jsnl' is not there; expected a .jsonl.*\nhint: did you mean 'd.jsonl'"):
-        data.check(["d.jsnl"])
+        data.READER.check(["d.jsnl"])
     with pytest.raises(DataError, match="'d.csv' is not there; .*\nhint: did you mean 'd.jsonl'"):
-        data.check(["d.csv"])
+        data.READER.check(["d.csv"])
     for name in ("owner/name", "owner/name-1.5", "name.en", "owner/name#5", "d.jsonl"):
-        data.check([name])
+        data.READER.check([name])
 
 
 def test_a_file_with_other_letters_than_utf8_is_refused(tmp_path: Path) -> None:
@@ -185,16 +187,16 @@ def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.parametrize("name", ["#5", " #5"])
 def test_a_count_without_a_name_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="ends in #5; expected a name"):
-        data.check([name])
+        data.READER.check([name])
 
 
 def test_what_is_checked_first_is_neither_read_nor_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_read_file", lambda *args: pytest.fail("was read"))
-    monkeypatch.setattr(data, "_read_hub", lambda *args: pytest.fail("was fetched"))
-    data.check([write(tmp_path / "a.jsonl", [{"text": "t"}]), "builtin:pydoc#5", "owner/name"])
+    monkeypatch.setattr(rows_module, "_read_file", lambda *args: pytest.fail("was read"))
+    monkeypatch.setattr(rows_module.Reader, "_read_hub", lambda *args: pytest.fail("was fetched"))
+    data.READER.check([write(tmp_path / "a.jsonl", [{"text": "t"}]), "builtin:pydoc#5", "owner/name"])
     for name in ("builtin:pydocs", str(tmp_path), str(tmp_path / "b.jsonl"), "./nothing", "~/no/such/file"):
         with pytest.raises(DataError, match="\nhint: "):
-            data.check([name])
+            data.READER.check([name])
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.cli.arguments import read_arguments
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.sharding import resolved
+from ebbtide_recipes.skeleton.sharding import resolved
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.sh"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.sft import launch
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton import launch
 
 RANK = {"RANK": "1", "WORLD_SIZE": "2"}
 
@@ -74,11 +74,11 @@ def test_who_is_the_main_process() -> None:
 
 
 def test_torchrun_is_told_of_the_other_nodes() -> None:
-    alone = launch.torchrun(["--max_steps", "3"], 2, {})
+    alone = launch.torchrun("sft", ["--max_steps", "3"], 2, {})
     assert alone[:3] == [sys.executable, "-m", "torch.distributed.run"]
     assert alone[3:] == ["--nproc_per_node", "2", "--standalone", "-m", "ebbtide.cli", "sft", "--max_steps", "3"]
     nodes = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "first", "MASTER_PORT": "29501"}
-    many = " ".join(launch.torchrun([], 8, nodes))
+    many = " ".join(launch.torchrun("sft", [], 8, nodes))
     assert "--nnodes 2 --node_rank 1 --master_addr first --master_port 29501" in many
     assert "--standalone" not in many
 
@@ -100,6 +100,6 @@ def test_an_interrupt_ends_the_ranks_before_it_goes_on(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launch.start([], 2)
+        launch.start("sft", [], 2)
     assert children[0].poll() is not None
     children[0].stdin.close()

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.sft import adapters, meta
+from ebbtide_recipes.language import adapters, meta
 from ebbtide_recipes.sft.config import SftConfig
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide_recipes.sft import adapters, models, smollm2
+from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from ebbtide.base import extras
 from ebbtide.base.errors import EbbtideError
-from ebbtide_recipes.sft import main
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.sft.recipe import RECIPE, main
 
 
 @pytest.fixture
@@ -22,23 +22,23 @@ def config(tmp_path: Path) -> Iterator[SftConfig]:
     extras.check_version.cache_clear()
 
 
-@pytest.mark.parametrize("package", main.PACKAGES)
+@pytest.mark.parametrize("package", RECIPE.packages)
 def test_a_package_that_is_too_old_is_refused(
     config: SftConfig, monkeypatch: pytest.MonkeyPatch, package: str, tmp_path: Path
 ) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.1" if name == package else real(name))
     with pytest.raises(EbbtideError, match=rf"^{package} 0\.0\.1 is installed; expected [\d.]+ or newer"):
-        main.main(config)
+        main(config)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("package", main.PACKAGES)
+@pytest.mark.parametrize("package", RECIPE.packages)
 def test_a_package_that_is_absent_is_refused(
     config: SftConfig, monkeypatch: pytest.MonkeyPatch, package: str, tmp_path: Path
 ) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else real(name, *more))
     with pytest.raises(EbbtideError, match=rf"(?s)^{package} is not installed.*hint: pip install 'ebbtide\[recipes\]'"):
-        main.main(config)
+        main(config)
     assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,12 @@ from ebbtide.base.errors import BudgetError, ConfigError, DataError
 from ebbtide.config import Auto, Minimal
 from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.table import load_plan
+from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import model, page
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.result import Result
 from ebbtide_recipes.plan.ways import Limits, Way, best, limits, ways
-from ebbtide_recipes.sft import adapters, models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
 
 GIB = 1024**3

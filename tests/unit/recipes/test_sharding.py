@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.sharding import resolved, trainer_settings
+from ebbtide_recipes.skeleton.sharding import resolved, trainer_settings
 
 NESTED = {
     "_description": "as ms-swift writes it",
@@ -47,7 +47,7 @@ def test_accelerates_word_for_loading_is_ours_but_for_four_bits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str
 ) -> None:
     file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True})
-    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         config = resolved(SftConfig(fsdp=file, train_type=train_type))
     assert config.memory_efficient_init is (train_type == "lora")
     assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is (train_type == "qlora")
@@ -136,7 +136,7 @@ def test_words_that_ask_for_nothing_leave_everything_as_it_is(words: str) -> Non
 
 def test_settings_of_fsdp1_are_dropped_from_fsdp2_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = written(tmp_path, {"use_orig_params": True, "sync_module_states": False})
-    with caplog.at_level(logging.WARNING, logger="ebbtide.sft"):
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         settings = trainer_settings(resolved(SftConfig(fsdp_config=file)))["fsdp_config"]
     assert not {"use_orig_params", "sync_module_states"} & set(settings)
     assert caplog.messages == ["use_orig_params has no effect with FSDP2: it is a setting of FSDP1"]

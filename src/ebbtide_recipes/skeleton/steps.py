@@ -21,14 +21,14 @@ from transformers import TrainerCallback
 
 from ebbtide.base.errors import TrainingError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.sft.progress import GIB, StepBar
+from ebbtide_recipes.skeleton.progress import GIB, StepBar
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
     from ebbtide.integrations.transformers import OffloadCallback
 
-LOGGER = logging.getLogger("ebbtide.sft")
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 
 class StepRecorder(TrainerCallback):

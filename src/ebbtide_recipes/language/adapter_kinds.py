@@ -13,7 +13,7 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.language.config import LanguageConfig
 
 KINDS = (
     "beft", "boft", "c3a", "delora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora",
@@ -72,7 +72,7 @@ def _kind(text: str, what: str) -> str:
     return text.upper()
 
 
-def kind_of(config: SftConfig) -> str | None:
+def kind_of(config: LanguageConfig) -> str | None:
     """Return PEFT's name for the kind of adapters that a config trains; ``None``: none.
 
     Raises:

@@ -10,14 +10,16 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError, nearest
-from ebbtide_recipes.sft import hubs, smollm2
+from ebbtide_recipes.language import smollm2
+from ebbtide_recipes.skeleton import hubs
+from ebbtide_recipes.skeleton.precision import dtype_name
 
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide.integrations.pretrained import Found
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.language.config import LanguageConfig
 
 
 BUILTIN = ("builtin:smollm2",)
@@ -90,15 +92,6 @@ def _near(name: str) -> str:
     return nearest(Path(name).name, (*BUILTIN, *local), count=1)
 
 
-def dtype_name(choice: str) -> str:
-    """Return the type weights are loaded in: ``auto`` is float32 on a CPU, bfloat16 on an accelerator."""
-    import torch
-
-    if choice != "auto":
-        return choice
-    return "bfloat16" if torch.accelerator.is_available() else "float32"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """What is known of a model before its weights are loaded.
@@ -143,7 +136,7 @@ def vision_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def look_up(config: SftConfig) -> Source:
+def look_up(config: LanguageConfig) -> Source:
     """Find the model, and read what is quick to read: its config and its tokenizer.
 
     Raises:
@@ -161,7 +154,7 @@ def look_up(config: SftConfig) -> Source:
         return Source(place=place, config=found, processor=reader.from_pretrained(place))
 
 
-def outline(config: SftConfig, source: Source) -> PreTrainedModel:
+def outline(config: LanguageConfig, source: Source) -> PreTrainedModel:
     """Return the model without its weights: modules and shapes on the meta device.
 
     Raises:
@@ -170,7 +163,7 @@ def outline(config: SftConfig, source: Source) -> PreTrainedModel:
     return outline_of(config, source.config)
 
 
-def outline_of(config: SftConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
+def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: str | None = None) -> PreTrainedModel:
     """Return the model that a config describes, without weights: modules and shapes on the meta device.
 
     Args:
@@ -190,7 +183,7 @@ def outline_of(config: SftConfig, model_config: PreTrainedConfig, dtype: str | N
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
-def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
+def load(config: LanguageConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
     """Load the model, and its tokenizer or processor.
 
     Args:
@@ -205,7 +198,7 @@ def load(config: SftConfig, source: Source | None = None) -> tuple[PreTrainedMod
     return _from_pretrained(config, source), source.processor
 
 
-def load_empty(config: SftConfig, source: Source) -> tuple[PreTrainedModel, Found]:
+def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel, Found]:
     """Make the model on meta, and find where its weights are.
 
     Args:
@@ -230,11 +223,11 @@ def load_empty(config: SftConfig, source: Source) -> tuple[PreTrainedModel, Foun
     return model, found
 
 
-def _from_pretrained(config: SftConfig, source: Source) -> PreTrainedModel:
+def _from_pretrained(config: LanguageConfig, source: Source) -> PreTrainedModel:
     """Return the model as transformers makes it, less what is not trained of it."""
     options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":
-        from ebbtide_recipes.sft.adapters import four_bits
+        from ebbtide_recipes.language.adapters import four_bits
 
         options |= four_bits(config, options["dtype"])
     with told(config):
@@ -252,7 +245,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if is_vision_language(model_config) else AutoModelForCausalLM
 
 
-def _check_unquantised(config: SftConfig, model_config: Any) -> None:
+def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
     """Refuse weights that are quantised already: they cannot be trained, and not quantised again.
 
     Raises:
@@ -273,7 +266,7 @@ def _check_unquantised(config: SftConfig, model_config: Any) -> None:
 
 
 @contextmanager
-def told(config: SftConfig) -> Generator[None, None, None]:
+def told(config: LanguageConfig) -> Generator[None, None, None]:
     """Turn what transformers raises about a model into an error that says what was looked for."""
     from safetensors import SafetensorError
 
@@ -310,12 +303,15 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
-def check_length(config: SftConfig, model_config: Any) -> None:
+def check_length(config: LanguageConfig, model_config: Any) -> None:
     """Refuse sequences longer than the model has positions for."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and config.max_length > limit:
+    lengths = {name: getattr(config, name) for name in config.length_flags}
+    if limit is not None and sum(lengths.values()) > limit:
+        one = len(lengths) == 1
         raise ConfigError(
-            f"max_length is {config.max_length}",
-            expected=f"at most {limit}, the positions {config.model} has",
-            hint=f"use --max_length {limit}, or a model with a longer context",
+            " and ".join(f"{name} is {length}" for name, length in lengths.items()),
+            expected=f"at most {limit}{'' if one else ' together'}, the positions {config.model} has",
+            hint=(f"use --{next(iter(lengths))} {limit}" if one else "lower them")
+            + ", or use a model with a longer context",
         )

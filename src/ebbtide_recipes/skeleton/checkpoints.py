@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError, nearest
-from ebbtide_recipes.sft.adapter_kinds import kind_of
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.skeleton.config import RecipeConfig
 
-LOGGER = logging.getLogger("ebbtide.sft")
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true")
@@ -57,16 +56,16 @@ class Sealed:
     adapters: str | None = None
 
 
-def sharding_of(config: SftConfig) -> str:
+def sharding_of(config: RecipeConfig) -> str:
     """Return how the config's weights lie in a checkpoint's files."""
     return "none" if config.fsdp_strategy == "none" else f"fsdp{config.fsdp_version}"
 
 
-def seal(folder: Path, config: SftConfig, *, step: int, world_size: int) -> None:
+def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int) -> None:
     """Write the seal of a checkpoint whose files are all written. See [Note: a checkpoint's seal]."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
-    facts["adapters"] = kind_of(config)
+    facts["adapters"] = config.adapter_kind
     draft = folder / f"{SEAL}.part"
     draft.write_text(json.dumps({"schema": 1, **facts, "files": files}, indent=1) + "\n")
     draft.replace(folder / SEAL)
@@ -103,7 +102,7 @@ def whole(folder: Path) -> list[Sealed]:
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
-def find(config: SftConfig, *, world_size: int | None = None) -> Path | None:
+def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
     """Return the checkpoint to go on from; ``None``: begin at the first step.
 
     Args:
@@ -190,11 +189,11 @@ def _asked_for(folder: Path) -> Sealed:
     return sealed
 
 
-def _check_kind(sealed: Sealed, config: SftConfig) -> None:
+def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
     """Refuse a checkpoint whose files hold something else than this run would load."""
     for name, theirs, ours, hint in (
         ("train_type", sealed.train_type, config.train_type, f"--train_type {sealed.train_type}"),
-        ("adapters", sealed.adapters, kind_of(config), f"--adapter_config {str(sealed.adapters).lower()}"),
+        ("adapters", sealed.adapters, config.adapter_kind, f"--adapter_config {str(sealed.adapters).lower()}"),
         ("sharding", sealed.sharding, sharding_of(config), _sharding_hint(sealed.sharding)),
     ):
         if theirs is not None and theirs != ours:

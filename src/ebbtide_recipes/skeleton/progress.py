@@ -6,7 +6,7 @@ import functools
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ebbtide_recipes.sft.logging import interactive
+from ebbtide_recipes.skeleton.logging import interactive
 
 if TYPE_CHECKING:
     from rich.console import Console

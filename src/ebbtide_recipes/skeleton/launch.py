@@ -17,7 +17,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.cli.children import family
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.skeleton.config import RecipeConfig
 
 _MULTI_NODE = {"NNODES": "--nnodes", "NODE_RANK": "--node_rank", "MASTER_ADDR": "--master_addr"}
 _PORT = "MASTER_PORT"
@@ -38,7 +38,7 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment["WORLD_SIZE"]) if is_rank(environment) else 1
 
 
-def processes(config: SftConfig, environment: Mapping[str, str] = os.environ) -> int | None:
+def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ) -> int | None:
     """Return how many processes torchrun is to start on this node; ``None``: this process trains by itself.
 
     Args:
@@ -65,7 +65,7 @@ def processes(config: SftConfig, environment: Mapping[str, str] = os.environ) ->
     return None if alone else wanted
 
 
-def check_device(config: SftConfig) -> None:
+def check_device(config: RecipeConfig) -> None:
     """Refuse FSDP where accelerate would run DDP and say nothing: on a machine without an accelerator.
 
     A rank asks accelerate itself; a process that is about to start ranks looks for a device.
@@ -90,11 +90,12 @@ def check_device(config: SftConfig) -> None:
     )
 
 
-def torchrun(argv: Sequence[str], count: int, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Return the command that starts ``count`` ranks of ``ebbtide sft``.
+def torchrun(verb: str, argv: Sequence[str], count: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return the command that starts ``count`` ranks of a recipe.
 
     Args:
-        argv: The arguments after ``sft``.
+        verb: The recipe's name on the command line.
+        argv: The arguments after it.
         count: Processes on this node.
         environment: Names the other nodes: ``NNODES``, ``NODE_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``.
     """
@@ -106,11 +107,11 @@ def torchrun(argv: Sequence[str], count: int, environment: Mapping[str, str] = o
         command += ["--master_port", environment[_PORT].strip()]
     elif not environment.get("NNODES", "").strip():
         command.append("--standalone")  # any free port: two runs on one machine do not meet
-    return [*command, "-m", "ebbtide.cli", "sft", *argv]
+    return [*command, "-m", "ebbtide.cli", verb, *argv]
 
 
-def start(argv: Sequence[str], count: int) -> int:
-    """Run ``ebbtide sft`` under torchrun and wait for it.
+def start(verb: str, argv: Sequence[str], count: int) -> int:
+    """Run a recipe under torchrun and wait for it.
 
     Returns:
         0, or 1 if a rank failed; the ranks have said why.
@@ -122,7 +123,7 @@ def start(argv: Sequence[str], count: int) -> int:
     # torchrun sets 1 and says so at length where nothing is set.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     # A session of its own: an interrupt reaches the ranks through here alone.
-    with family(torchrun(argv, count), env=environment) as child:
+    with family(torchrun(verb, argv, count), env=environment) as child:
         return 1 if child.wait() else 0
 
 

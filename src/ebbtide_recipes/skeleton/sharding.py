@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbtide.base.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.sft.config import SftConfig, Strategy
+    from ebbtide_recipes.skeleton.config import RecipeConfig, Strategy
 
-LOGGER = logging.getLogger("ebbtide.sft")
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard")
 _WORDS = (*STRATEGIES, "auto_wrap", "offload", "fsdp2", "fsdp1", "true")
@@ -75,7 +75,7 @@ class Sharding:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def resolved(config: SftConfig) -> SftConfig:
+def resolved(config: RecipeConfig) -> RecipeConfig:
     """Return the config with what its FSDP file says in its flags; itself if it names no file.
 
     Raises:
@@ -104,7 +104,7 @@ def resolved(config: SftConfig) -> SftConfig:
     return config
 
 
-def trainer_settings(config: SftConfig) -> dict[str, Any]:
+def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
     """Return transformers' arguments for FSDP; empty without FSDP.
 
     Args:
@@ -133,7 +133,7 @@ def trainer_settings(config: SftConfig) -> dict[str, Any]:
     return {"fsdp": True, "fsdp_config": settings}
 
 
-def read(config: SftConfig) -> Sharding | None:
+def read(config: RecipeConfig) -> Sharding | None:
     """Return what ``--fsdp_config`` or ``--fsdp`` says; ``None`` if neither is given, or it says no.
 
     Raises:
@@ -253,7 +253,7 @@ def _switch(values: Mapping[str, Any], name: str, path: Path) -> bool | None:
     return None if not word else word == "true"
 
 
-def _check_deepspeed(config: SftConfig) -> None:
+def _check_deepspeed(config: RecipeConfig) -> None:
     """Refuse ``--deepspeed`` where nothing else says how to shard."""
     if config.deepspeed is not None and config.fsdp_strategy == "none":
         if config.deepspeed.strip().lower() in ("", "none", "false"):

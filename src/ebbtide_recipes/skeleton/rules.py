@@ -1,14 +1,15 @@
-"""Which values of ``SftConfig`` make no run, and what to do about each. No torch here."""
+"""Which values of ``RecipeConfig`` make no run, and what to do about each. No torch here."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.skeleton.config import RecipeConfig
 
 COUNTS: Mapping[str, str] = {
     "per_device_train_batch_size": "1 takes the least memory",
@@ -21,7 +22,6 @@ COUNTS: Mapping[str, str] = {
     "save_total_limit": "leave it out to keep all checkpoints",
     "eval_steps": "leave it out to evaluate at the end alone",
     "logging_steps": "1 logs every step; --log_level warning logs none",
-    "dataset_num_proc": "leave it out for one process",
 }
 """Numbers that are 1 or more, each with what to do about a smaller one."""
 
@@ -38,38 +38,31 @@ _SHARES: Mapping[str, str] = {
 }
 """Numbers from 0 to below 1."""
 
-_TEXTS = (
-    "model", "output_dir", "disk_path", "system", "fsdp_config", "fsdp", "resume_from_checkpoint", "run_name",
-    "adapter_config", "adapters",
-)  # fmt: skip
 
-
-def check_texts(config: SftConfig) -> None:
+def check_texts(config: RecipeConfig) -> None:
     """Refuse empty text.
 
     Raises:
         ConfigError: A name is empty.
     """
-    texts = {name: (getattr(config, name),) for name in _TEXTS}
-    for name in ("dataset", "target_modules", "report_to"):
-        texts[name] = getattr(config, name) or ("",)
-    if config.eval_dataset is not None:
-        texts["eval_dataset"] = config.eval_dataset or ("",)
-    for name, values in texts.items():
-        if any(value is not None and not value.strip() for value in values):
-            raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
+    for field in dataclasses.fields(config):
+        value: object = getattr(config, field.name)
+        texts = (value,) if isinstance(value, str) else value
+        if isinstance(texts, tuple) and not all(not isinstance(t, str) or t.strip() for t in texts or ("",)):
+            raise ConfigError(
+                f"{field.name} is empty", expected="a name", hint=f"leave {field.name} out for its default"
+            )
 
 
-def check_numbers(config: SftConfig) -> None:
+def check_numbers(config: RecipeConfig) -> None:
     """Refuse numbers that make no run.
 
     Raises:
         ConfigError: A number is too small, too large, or none.
     """
     for name, hint in COUNTS.items():
-        _at_least(name, getattr(config, name), 1, hint)
-    _at_least("max_length", config.max_length, 2, "1024 is the default; a token is learned from the one before it")
-    _at_least("dataloader_num_workers", config.dataloader_num_workers, 0, "0: the training process prepares batches")
+        at_least(name, getattr(config, name), 1, hint)
+    at_least("dataloader_num_workers", config.dataloader_num_workers, 0, "0: the training process prepares batches")
     if config.max_steps != -1 and config.max_steps < 1:
         raise ConfigError(
             f"max_steps is {config.max_steps}",
@@ -95,7 +88,7 @@ def check_numbers(config: SftConfig) -> None:
         )
 
 
-def check_together(config: SftConfig) -> None:
+def check_together(config: RecipeConfig) -> None:
     """Refuse values that contradict one another.
 
     Raises:
@@ -113,7 +106,6 @@ def check_together(config: SftConfig) -> None:
             expected="the policy auto, which alone weighs memory against time",
             hint="leave --policy out, or --max_slowdown and --memory_budget",
         )
-    _check_adapters(config)
     if config.bf16 and config.fp16:
         raise ConfigError("bf16 and fp16 are both true", expected="one of the two", hint="bf16 needs no loss scaling")
     if config.fp16 and config.torch_dtype == "bfloat16":
@@ -136,36 +128,7 @@ def check_together(config: SftConfig) -> None:
         )
 
 
-def _check_adapters(config: SftConfig) -> None:
-    """Refuse adapters that are asked for in two ways, or where there are none; and empty models that cannot be."""
-    if config.train_type == "adapter" and config.adapter_config is None and config.adapters is None:
-        raise ConfigError(
-            "train_type is 'adapter', and nothing says of which kind",
-            expected="--adapter_config with a kind or a file, or --adapters with a folder to go on with",
-            hint="--adapter_config boft, vera or ia3; --train_type lora is the usual kind",
-        )
-    if config.adapter_config is not None and (config.train_type != "adapter" or config.adapters is not None):
-        beside = "adapters" if config.adapters is not None else f"train_type {config.train_type}"
-        raise ConfigError(
-            f"adapter_config is given beside {beside}",
-            expected="it beside train_type adapter alone",
-            hint="leave --adapter_config out" if config.adapters is not None else "--train_type adapter",
-        )
-    if config.adapters is not None and not config.trains_adapters:
-        raise ConfigError(
-            "adapters is given beside train_type full",
-            expected="a train_type that trains adapters",
-            hint="--train_type lora, qlora or adapter goes on with them",
-        )
-    if config.memory_efficient_init and config.train_type == "qlora" and config.fsdp_strategy != "none":
-        raise ConfigError(
-            "memory_efficient_init is true beside train_type qlora and FSDP",
-            expected="weights that are cut as they are read: 4-bit weights are made of whole tensors",
-            hint="leave --memory_efficient_init out, or --fsdp_strategy none, or --train_type lora",
-        )
-
-
-def _at_least(name: str, value: int | None, least: int, hint: str) -> None:
+def at_least(name: str, value: int | None, least: int, hint: str) -> None:
     """Refuse a number below the least that makes sense."""
     if value is not None and value < least:
         raise ConfigError(f"{name} is {value}", expected=f"{least} or more", hint=hint)

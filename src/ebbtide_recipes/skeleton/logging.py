@@ -60,7 +60,7 @@ def _terminal() -> logging.Handler:
     from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
-    from ebbtide_recipes.sft.progress import console
+    from ebbtide_recipes.skeleton.progress import console
 
     return RichHandler(console=console(), show_path=False, show_time=False, highlighter=NullHighlighter())
 

@@ -1,4 +1,4 @@
-"""The recipe: data, model and trainer from a config; a run folder and a trained model from training."""
+"""One run of a recipe: refuse what cannot work, claim the output folder, train, record, save."""
 
 from __future__ import annotations
 
@@ -6,41 +6,43 @@ import dataclasses
 import logging
 import os
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
+from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
-from ebbtide.base.runs import EVENTS_FILE
-from ebbtide_recipes.sft import launch, sharding
-from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.sft.logging import LOG_FILE, logging_to, quiet_hosts
+from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
+from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
+from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_hosts
 
 if TYPE_CHECKING:
-    from ebbtide.integrations.pretrained import Found
     from ebbtide.integrations.transformers import OffloadCallback
-    from ebbtide_recipes.sft.models import Source
-    from ebbtide_recipes.sft.trainer import RecipeTrainer
+    from ebbtide_recipes.skeleton.config import RecipeConfig
+    from ebbtide_recipes.skeleton.recipe import Recipe
+    from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 
-LOGGER = logging.getLogger("ebbtide.sft")
+ConfigT = TypeVar("ConfigT", bound="RecipeConfig")
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+LOGGER = logging.getLogger("ebbtide.recipes")
 
 
-def main(config: SftConfig) -> None:
-    """Fine-tune a model, in this process: alone, or as one of torchrun's ranks.
+def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
+    """Train, in this process: alone, or as one of torchrun's ranks.
 
     Args:
-        config: What to train, on what, and how.
+        recipe: What is trained, and how.
+        config: The recipe's config.
 
     Raises:
         EbbtideError: The config, the data, the model or the machine cannot serve the run.
         KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
     """
-    config = check(config)
-    for package in PACKAGES:
-        require(package, extra="recipes", use="the sft recipe")
-    folder = _claimed(config)
+    config = check(recipe, config)
+    for package in recipe.packages:
+        require(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
+    folder = claim(config)
     rank = int(os.environ["RANK"]) if launch.is_rank() else 0
     resuming = config.resume_from_checkpoint is not None
     with logging_to(folder, config.log_level, append=resuming, rank=rank), quiet_hosts():
@@ -50,41 +52,63 @@ def main(config: SftConfig) -> None:
             )
         if config.deepspeed is not None and config.fsdp_strategy != "none":
             LOGGER.warning("--deepspeed %s has no effect here: FSDP is what shards", config.deepspeed)
-        _train(config, _prepared(config), folder)
+        carry_out(recipe, config, folder)
 
 
-def check(config: SftConfig) -> SftConfig:
+def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> RecordedTrainer:
+    """Prepare, train and save, and record it; what ``main`` does once inputs are checked and the log is open.
+
+    Args:
+        recipe: What is trained, and how.
+        config: As ``check`` returned it.
+        folder: As ``claim`` returned it.
+
+    Returns:
+        The trainer, done.
+    """
+    prepared = False
+    try:
+        with _record(recipe, config, folder):
+            trainer = _prepared(recipe, config)
+            prepared = True
+            _train(recipe, config, trainer, folder)
+            return trainer
+    finally:
+        if not prepared and launch.is_main():
+            # A run that never began holds nothing to keep, and does not stand in the way of the next.
+            for name in (EVENTS_FILE, SUMMARY_FILE):
+                (folder / name).unlink(missing_ok=True)
+
+
+def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     """Refuse what can be seen to fail before anything is loaded, fetched or written.
 
     Args:
-        config: What to train, on what, and how.
+        recipe: What is trained, and how.
+        config: The recipe's config.
 
     Returns:
-        The config with what its FSDP file says in its flags.
+        The config with the settings of its FSDP file in its flags.
 
     Raises:
         EbbtideError: The environment, the names in the config or this machine cannot serve the run.
     """
     config = sharding.resolved(config)
-    for package in PACKAGES:
-        check_installed(package, extra="recipes", use="the sft recipe")
-    from ebbtide_recipes.sft import adapters, checkpoints, data, hubs, models
-
+    for package in recipe.packages:
+        check_installed(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
     launch.processes(config)
     launch.check_device(config)
     _check_store(config)
     _check_precision(config)
     hubs.check(config)
-    adapters.check(config)
-    data.check([*config.dataset, *(config.eval_dataset or ())])
-    models.check(config.model)
+    recipe.check(config)
     if launch.is_main():
         checkpoints.find(config)
         _check_output(config)
     return config
 
 
-def _check_precision(config: SftConfig) -> None:
+def _check_precision(config: RecipeConfig) -> None:
     """Refuse float16 where nothing can scale losses."""
     import torch
 
@@ -96,7 +120,7 @@ def _check_precision(config: SftConfig) -> None:
         )
 
 
-def _check_store(config: SftConfig) -> None:
+def _check_store(config: RecipeConfig) -> None:
     """Refuse a place for offloaded bytes that is not there; also where it has no use, for it will have one later."""
     import torch
 
@@ -121,7 +145,7 @@ def _check_store(config: SftConfig) -> None:
             ) from error
 
 
-def _check_output(config: SftConfig) -> None:
+def _check_output(config: RecipeConfig) -> None:
     """Refuse an output folder that holds an earlier run, unless the run goes on with it."""
     folder = Path(config.output_dir).expanduser()
     resuming = config.resume_from_checkpoint is not None
@@ -134,7 +158,7 @@ def _check_output(config: SftConfig) -> None:
         )
 
 
-def _claimed(config: SftConfig) -> Path:
+def claim(config: RecipeConfig) -> Path:
     """Make the output folder and a log in it; put the record of a run that is resumed aside."""
     folder = Path(config.output_dir).expanduser()
     try:
@@ -151,13 +175,11 @@ def _claimed(config: SftConfig) -> Path:
     return folder
 
 
-def _put_aside(config: SftConfig, folder: Path) -> None:
+def _put_aside(config: RecipeConfig, folder: Path) -> None:
     """Keep the record of the run so far as ``run-1.jsonl``, ``run-2.jsonl``, ...; drop what an overwritten run left.
 
     Without this, ``latest`` would take a checkpoint of a run that was overwritten.
     """
-    from ebbtide_recipes.sft import checkpoints
-
     events = folder / EVENTS_FILE
     if config.resume_from_checkpoint is not None:
         if events.exists():
@@ -168,80 +190,28 @@ def _put_aside(config: SftConfig, folder: Path) -> None:
             checkpoints.remove(path) if path.is_dir() else path.unlink()
 
 
-def _prepared(config: SftConfig) -> RecipeTrainer:
-    """Load model and data, and make the trainer. What can be refused comes before what takes long."""
-    from accelerate import PartialState
+def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer:
+    """Load model and data, and make the trainer, between the edges of the phase ``load``."""
+    from transformers import PrinterCallback
 
-    from ebbtide_recipes.sft import adapters, data, models, trainer
-
-    trainer.arguments(config)  # also joins the other ranks
-    launch.check_device(config)
-    with PartialState().main_process_first():  # what is fetched or made is so once
-        source = models.look_up(config)
-    made = None
-    if config.trains_adapters:
-        outline = models.outline(config, source)
-        frozen = models.vision_parts(outline, source.config) if source.sees and config.freeze_vit else []
-        made = adapters.chosen(config, outline, without=frozen)
-    reading = _reading(config, source)
-    dataset = data.load(config.dataset, reading)
-    evaluation = None if config.eval_dataset is None else data.load(config.eval_dataset, reading)
-    if config.split_dataset_ratio > 0:
-        dataset, evaluation = data.split(dataset, config.split_dataset_ratio, seed=config.seed)
-    if source.sees and config.packing and "images" in dataset.column_names:
-        raise ConfigError(
-            "packing is true, and the rows have images", expected="one row a sequence", hint="leave --packing out"
-        )
-    weights: Found | None = None
-    if config.memory_efficient_init:
-        model, weights = models.load_empty(config, source)
-    else:
-        model, _ = models.load(config, source)
-    LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
-    trained: Any = model if made is None else adapters.put_on(model, made, config)
-    return _built(config, trained, source, dataset, evaluation, weights)
+    BUS.emit("phase", name="load", edge="begin", step=0)
+    trainer = recipe.prepare(config)
+    trainer.config = config
+    trainer.remove_callback(PrinterCallback)
+    BUS.emit("phase", name="load", edge="end", step=0)
+    return trainer
 
 
-def _built(
-    config: SftConfig, model: Any, source: Source, dataset: Any, evaluation: Any, weights: Found | None
-) -> RecipeTrainer:
-    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
-    from ebbtide_recipes.sft import meta, trainer
-
-    sharded = config.fsdp_strategy != "none"
-    if weights is not None and not sharded:
-        meta.fill(model, weights)
-    built = trainer.build(config, model, source.processor, dataset, evaluation)
-    if weights is not None and sharded:
-        meta.fill_sharded(built, weights)
-    return built
-
-
-def _reading(config: SftConfig, source: Source) -> Any:
-    """Return how rows are to be read for this model."""
-    from ebbtide_recipes.sft.data import Reading
-
-    return Reading(
-        chat=source.chats,
-        seed=config.seed,
-        system=config.system,
-        answers_alone=bool(config.completion_only_loss),
-        vision=source.sees,
-        use_hf=config.use_hf,
-    )
-
-
-def _train(config: SftConfig, trainer: RecipeTrainer, folder: Path) -> None:
-    """Train, record, save, and say what came of it."""
-    from ebbtide_recipes.sft import checkpoints
-    from ebbtide_recipes.sft.callback import StepRecorder
-    from ebbtide_recipes.sft.progress import StepBar
-    from ebbtide_recipes.sft.trainer import save
+def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, folder: Path) -> None:
+    """Train and save."""
+    from ebbtide_recipes.skeleton.progress import StepBar
+    from ebbtide_recipes.skeleton.steps import StepRecorder
+    from ebbtide_recipes.skeleton.trainer import save
 
     found = checkpoints.find(config, world_size=trainer.args.world_size)
     offload = _offloading(config)
     try:
-        with _record(config, folder), StepBar(shown=launch.is_main()) as bar:
+        with StepBar(shown=launch.is_main()) as bar:
             if offload is not None:
                 offload.follow(trainer)
             trainer.record_with(
@@ -265,24 +235,24 @@ def _train(config: SftConfig, trainer: RecipeTrainer, folder: Path) -> None:
             offload.close()
     if config.save:
         save(trainer, folder)
+    recipe.finish(config, trainer, folder)
     steps = trainer.state.global_step
     LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
 
 
-def _record(config: SftConfig, folder: Path) -> Any:
-    """Return what writes the run file; nothing on ranks above 0."""
-    from contextlib import nullcontext
-
+def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractContextManager[object]:
+    """Return a context that writes the run file; nothing on ranks above 0."""
     from ebbtide.track.runfile import RunFile
-    from ebbtide_recipes.sft.models import dtype_name
+    from ebbtide_recipes.skeleton.precision import dtype_name
 
     if not launch.is_main():
         return nullcontext()
-    fields = {"model": config.model, "mode": config.mode, "recipe": "sft", "dtype": dtype_name(config.torch_dtype)}
+    dtype = dtype_name(config.torch_dtype)
+    fields = {"model": config.model, "mode": config.mode, "recipe": recipe.name, "dtype": dtype}
     return RunFile(folder, overwrite=config.overwrite_output_dir, config=dataclasses.asdict(config), **fields)
 
 
-def _offloading(config: SftConfig) -> OffloadCallback | None:
+def _offloading(config: RecipeConfig) -> OffloadCallback | None:
     """Return what turns ebbtide on when training begins, as the flags say."""
     if config.mode != "ebbtide":
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import require
-from ebbtide_recipes.sft.adapter_kinds import FILE, config_of, kind_of, said_by, said_by_folder
+from ebbtide_recipes.language.adapter_kinds import FILE, config_of, kind_of, said_by, said_by_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
 
-    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.language.config import LanguageConfig
 
 
-def check(config: SftConfig) -> None:
+def check(config: LanguageConfig) -> None:
     """Refuse what can be seen to fail before the model is looked for.
 
     Raises:
@@ -34,7 +34,7 @@ def check(config: SftConfig) -> None:
     kind_of(config)
 
 
-def four_bits(config: SftConfig, dtype: str) -> dict[str, Any]:
+def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
     """Return what makes ``from_pretrained`` quantise the weights as it loads them.
 
     Args:
@@ -58,7 +58,7 @@ def four_bits(config: SftConfig, dtype: str) -> dict[str, Any]:
     return {"quantization_config": made, "device_map": {"": torch.device(device.type, index) if index else device}}
 
 
-def chosen(config: SftConfig, model: PreTrainedModel, *, without: Sequence[str] = ()) -> PeftConfig:
+def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[str] = ()) -> PeftConfig:
     """Return the adapters that the config asks for.
 
     Args:
@@ -88,7 +88,7 @@ def chosen(config: SftConfig, model: PreTrainedModel, *, without: Sequence[str] 
     return made
 
 
-def put_on(model: PreTrainedModel, made: PeftConfig, config: SftConfig) -> PeftModel:
+def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> PeftModel:
     """Put adapters on a model: new ones, or those of a folder with their values.
 
     Args:
@@ -104,7 +104,7 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: SftConfig) -> PeftM
     from safetensors import SafetensorError
     from transformers import set_seed
 
-    from ebbtide_recipes.sft.meta import standing_in
+    from ebbtide_recipes.language.meta import standing_in
 
     set_seed(config.seed)
     with standing_in(model):
@@ -123,7 +123,7 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: SftConfig) -> PeftM
             ) from error
 
 
-def _targets(config: SftConfig, model: PreTrainedModel) -> str | list[str]:
+def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
     """Return the modules that get adapters, all of which are in the model."""
     targets = list(config.target_modules)
     known = {part for name, _ in model.named_modules() for part in (name, name.rpartition(".")[2])} - {""}
@@ -143,7 +143,7 @@ def _targets(config: SftConfig, model: PreTrainedModel) -> str | list[str]:
     return "all-linear" if targets == ["all-linear"] else targets
 
 
-def _named(config: SftConfig, model: PreTrainedModel) -> tuple[str, str]:
+def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
     """Say what adapters were asked for, and what they could be put on."""
     if config.train_type == "adapter":
         return f"adapters of {config.adapter_config} do not fit the model", "settings that its modules can have"

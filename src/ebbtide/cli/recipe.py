@@ -1,0 +1,77 @@
+"""The verbs that train: read flags into a recipe's config, then hand over to the recipe.
+
+A recipe is a package ``ebbtide_recipes.NAME`` with a config class in ``config.py`` and ``RECIPE`` in ``recipe.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ebbtide.cli.arguments import read_arguments
+
+RECIPES: Mapping[str, str] = {"sft": "SftConfig"}
+"""Each recipe's name and the name of its config class."""
+
+_SKELETON = "ebbtide_recipes.skeleton"
+
+
+def run(name: str, argv: Sequence[str]) -> int:
+    """Train as the arguments say; start torchrun where they mean several processes.
+
+    Args:
+        name: The recipe.
+        argv: The arguments after its name.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        EbbtideError: Anything in the arguments, the model or the data that cannot be used; anything that failed.
+    """
+    config = read(name, argv)
+    if config is None:
+        return 0
+    skeleton = importlib.import_module(f"{_SKELETON}.run")
+    launch = importlib.import_module(f"{_SKELETON}.launch")
+    recipe = _recipe(name)
+    if not launch.is_rank():
+        config = skeleton.check(recipe, config)
+        count = launch.processes(config)
+        if count is not None:
+            return launch.start(name, list(argv), count)
+    skeleton.main(recipe, config)
+    return 0
+
+
+def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
+    """Return the recipe's config as the arguments say; ``None`` when help was asked for and printed.
+
+    Args:
+        name: The recipe.
+        argv: The arguments after its name.
+        others: As ``read_arguments`` takes them.
+
+    Raises:
+        EbbtideError: Something in the arguments cannot be used.
+    """
+    kind = getattr(importlib.import_module(f"ebbtide_recipes.{name}.config"), RECIPES[name])
+    return read_arguments(kind, argv, prog=f"ebbtide {name}", others=others)
+
+
+def check(name: str, config: Any) -> None:
+    """Refuse what training would refuse before it loads, fetches or writes anything.
+
+    Args:
+        name: The recipe.
+        config: As ``read`` returns it.
+
+    Raises:
+        EbbtideError: Something in the config cannot be used here.
+    """
+    importlib.import_module(f"{_SKELETON}.run").check(_recipe(name), config)
+
+
+def _recipe(name: str) -> Any:
+    return importlib.import_module(f"ebbtide_recipes.{name}.recipe").RECIPE

@@ -1,0 +1,1 @@
+"""Language models for the recipes that train them: flags, loading, adapters."""

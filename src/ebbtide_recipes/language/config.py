@@ -1,0 +1,110 @@
+"""The flags of recipes that train language models. No torch here: the command line reads this for ``--help``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ebbtide.base.errors import ConfigError
+from ebbtide_recipes.language.adapter_kinds import kind_of
+from ebbtide_recipes.skeleton.config import ALIASES as SHARED_ALIASES
+from ebbtide_recipes.skeleton.config import UNSUPPORTED as SHARED_UNSUPPORTED
+from ebbtide_recipes.skeleton.config import RecipeConfig
+
+UNSUPPORTED: Mapping[str, str] = {
+    **SHARED_UNSUPPORTED,
+    "quant_bits": "--train_type qlora loads the weights in 4 bits",
+    "quant_method": "--train_type qlora uses bitsandbytes",
+}
+"""Flags that users of other trainers of language models know, and that this release refuses."""
+
+ALIASES: Mapping[str, str] = {
+    **SHARED_ALIASES,
+    "actor_rollout_ref.model.enable_activation_offload": "activation_cpu_offload",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "actor_rollout_ref.model.path": "model",
+    "model.enable_activation_offload": "activation_cpu_offload",
+    "model.enable_gradient_checkpointing": "gradient_checkpointing",
+    "model.path": "model",
+}
+"""What users of ms-swift and verl call some of these."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageConfig(RecipeConfig):
+    """The flags of recipes that train language models.
+
+    Attributes:
+        model: Model to train: a local path, a hub name, or builtin:smollm2 (SmolLM2-135M-Instruct).
+        train_type: Train all weights (full), low-rank adapters (lora), low-rank adapters on 4-bit weights (qlora), or
+            adapters of another kind (adapter): --adapter_config says which.
+        adapter_config: For the training type adapter: a kind of PEFT's, such as boft, vera or ia3, or a JSON file in
+            the form of PEFT's adapter_config.json.
+        adapters: Folder of adapters that were trained before, to go on with them.
+        attn_impl: Attention implementation.
+        freeze_vit: Leave the vision part of a vision-language model as it is.
+        system: System message put before every chat that has none.
+    """
+
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    length_flags: ClassVar[tuple[str, ...]] = ("max_length",)
+    """Flags whose sum is the number of tokens in the longest sequence."""
+
+    model: str = "builtin:smollm2"
+    train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
+    adapter_config: str | None = None
+    adapters: str | None = None
+    attn_impl: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
+    freeze_vit: bool = True
+    system: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_adapters()
+
+    @property
+    def adapter_kind(self) -> str | None:
+        """PEFT's name for the kind of adapters that are trained; ``None``: none.
+
+        Raises:
+            EbbtideError: A file or folder says something that cannot be used.
+        """
+        return kind_of(self)
+
+    def without_effect(self) -> list[str]:
+        """Return the flags that were given but do nothing in this mode."""
+        idle = super().without_effect()
+        if self.trains_adapters and self.adapters is not None:
+            made = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
+            idle += [name for name in made if name not in idle and self.is_given(name)]
+        return idle
+
+    def _check_adapters(self) -> None:
+        """Refuse adapters that are asked for in two ways, or where there are none; and empty models that cannot be."""
+        if self.train_type == "adapter" and self.adapter_config is None and self.adapters is None:
+            raise ConfigError(
+                "train_type is 'adapter', and nothing says of which kind",
+                expected="--adapter_config with a kind or a file, or --adapters with a folder to go on with",
+                hint="--adapter_config boft, vera or ia3; --train_type lora is the usual kind",
+            )
+        if self.adapter_config is not None and (self.train_type != "adapter" or self.adapters is not None):
+            beside = "adapters" if self.adapters is not None else f"train_type {self.train_type}"
+            raise ConfigError(
+                f"adapter_config is given beside {beside}",
+                expected="it beside train_type adapter alone",
+                hint="leave --adapter_config out" if self.adapters is not None else "--train_type adapter",
+            )
+        if self.adapters is not None and not self.trains_adapters:
+            raise ConfigError(
+                "adapters is given beside train_type full",
+                expected="a train_type that trains adapters",
+                hint="--train_type lora, qlora or adapter goes on with them",
+            )
+        if self.memory_efficient_init and self.train_type == "qlora" and self.fsdp_strategy != "none":
+            raise ConfigError(
+                "memory_efficient_init is true beside train_type qlora and FSDP",
+                expected="weights that are cut as they are read: 4-bit weights are made of whole tensors",
+                hint="leave --memory_efficient_init out, or --fsdp_strategy none, or --train_type lora",
+            )

@@ -1,0 +1,127 @@
+"""The recipe ``sft``: data, model and trainer from a config."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError
+from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton import launch, run
+from ebbtide_recipes.skeleton.recipe import Recipe
+
+if TYPE_CHECKING:
+    from ebbtide.integrations.pretrained import Found
+    from ebbtide_recipes.language.models import Source
+    from ebbtide_recipes.sft.trainer import SftTrainer
+
+LOGGER = logging.getLogger("ebbtide.sft")
+
+
+class Sft(Recipe[SftConfig]):
+    """Supervised fine-tuning of a language or vision-language model."""
+
+    name = "sft"
+    packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
+
+    def check(self, config: SftConfig) -> None:
+        """Refuse adapters, data sets and models that cannot be.
+
+        Raises:
+            EbbtideError: One of them cannot be.
+        """
+        from ebbtide_recipes.language import adapters, models
+        from ebbtide_recipes.sft import data
+
+        adapters.check(config)
+        data.READER.check([*config.dataset, *(config.eval_dataset or ())])
+        models.check(config.model)
+
+    def prepare(self, config: SftConfig) -> SftTrainer:
+        """Load model and data, and make the trainer.
+
+        Raises:
+            EbbtideError: The model or the data cannot be used.
+        """
+        return _prepared(config)
+
+
+RECIPE = Sft()
+
+
+def main(config: SftConfig) -> None:
+    """Fine-tune a model, in this process: alone, or as one of torchrun's ranks.
+
+    Args:
+        config: What to train, on what, and how.
+
+    Raises:
+        EbbtideError: The config, the data, the model or the machine cannot serve the run.
+        KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
+    """
+    run.main(RECIPE, config)
+
+
+def _prepared(config: SftConfig) -> SftTrainer:
+    """Load model and data, and make the trainer. What can be refused comes before what takes long."""
+    from accelerate import PartialState
+
+    from ebbtide_recipes.language import adapters, models
+    from ebbtide_recipes.sft import data, trainer
+
+    trainer.arguments(config)  # also joins the other ranks
+    launch.check_device(config)
+    with PartialState().main_process_first():  # what is fetched or made is so once
+        source = models.look_up(config)
+    made = None
+    if config.trains_adapters:
+        outline = models.outline(config, source)
+        frozen = models.vision_parts(outline, source.config) if source.sees and config.freeze_vit else []
+        made = adapters.chosen(config, outline, without=frozen)
+    reading = _reading(config, source)
+    dataset = data.load(config.dataset, reading)
+    evaluation = None if config.eval_dataset is None else data.load(config.eval_dataset, reading)
+    if config.split_dataset_ratio > 0:
+        dataset, evaluation = data.split(dataset, config.split_dataset_ratio, seed=config.seed)
+    if source.sees and config.packing and "images" in dataset.column_names:
+        raise ConfigError(
+            "packing is true, and the rows have images", expected="one row a sequence", hint="leave --packing out"
+        )
+    weights: Found | None = None
+    if config.memory_efficient_init:
+        model, weights = models.load_empty(config, source)
+    else:
+        model, _ = models.load(config, source)
+    LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
+    trained: Any = model if made is None else adapters.put_on(model, made, config)
+    return _built(config, trained, source, dataset, evaluation, weights)
+
+
+def _built(
+    config: SftConfig, model: Any, source: Source, dataset: Any, evaluation: Any, weights: Found | None
+) -> SftTrainer:
+    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
+    from ebbtide_recipes.language import meta
+    from ebbtide_recipes.sft import trainer
+
+    sharded = config.fsdp_strategy != "none"
+    if weights is not None and not sharded:
+        meta.fill(model, weights)
+    built = trainer.build(config, model, source.processor, dataset, evaluation)
+    if weights is not None and sharded:
+        meta.fill_sharded(built, weights)
+    return built
+
+
+def _reading(config: SftConfig, source: Source) -> Any:
+    """Return how rows are to be read for this model."""
+    from ebbtide_recipes.sft.data import Reading
+
+    return Reading(
+        chat=source.chats,
+        seed=config.seed,
+        system=config.system,
+        answers_alone=bool(config.completion_only_loss),
+        vision=source.sees,
+        use_hf=config.use_hf,
+    )

@@ -1,0 +1,1 @@
+"""What every recipe shares: flags, launch, sharding, checkpoints, resume, steps, log and run file."""

@@ -1,0 +1,225 @@
+"""The flags that every recipe has. No torch here: the command line reads this module for ``--help``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ebbtide.base.checks import check_fields
+from ebbtide.config import Auto, Policy, policy_named
+from ebbtide_recipes.skeleton import rules
+
+Mode = Literal["plain", "checkpointing", "ebbtide"]
+Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "native_fsdp", "accelerate"]
+
+UNSUPPORTED: Mapping[str, str] = {
+    "activation_offloading": "the flag is --activation_cpu_offload here",
+    "device_map": "a recipe trains one whole model, or one FSDP shard, a device: leave the flag out",
+    "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+    "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
+    "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
+    "external_plugins": "nothing is to be plugged in: --activation_cpu_offload true",
+}
+"""Flags that users of other trainers know, and that no recipe of this release takes."""
+
+ALIASES: Mapping[str, str] = {
+    "tuner_type": "train_type",
+    "val_dataset": "eval_dataset",
+    "strategy": "fsdp_strategy",
+    "enable_activation_offload": "activation_cpu_offload",
+    "enable_gradient_checkpointing": "gradient_checkpointing",
+}
+"""What users of other trainers call some of these; a dotted name is a key inside a section of a YAML file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """The flags that every recipe has; a recipe's own config adds to them.
+
+    Attributes:
+        model: Model to train: a local path or a hub name.
+        use_hf: Look names up on Hugging Face; false: on ModelScope, if its package is installed.
+        dataset: Data sets to train on; NAME#1000 takes the first thousand rows. Several may be given.
+        eval_dataset: Data set to evaluate on, named as --dataset is.
+        split_dataset_ratio: Share of the rows that is kept back for evaluation; 0.01 is 1 %.
+        train_type: What is trained: all weights (full), or adapters beside them.
+        activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
+        gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: the memory of
+            checkpointing, by ebbtide.
+        policy: What ebbtide does with saved tensors; left out, the two flags above decide.
+        max_slowdown: For the policy auto: how much slower a step may be; 0.05 is 5 %.
+        memory_budget: For the policy auto: the peak to stay below, such as 40GiB.
+        offload_target: Where offloaded bytes wait; auto is host memory with an accelerator, disk without.
+        disk_path: Directory for offloaded bytes on disk; left out, the system's temporary directory.
+        verify: Compare every restored and recomputed tensor with what was saved. Slow.
+        fsdp_strategy: What FSDP shards over the processes: nothing (then several processes are DDP), weights,
+            gradients and optimizer (full_shard), all but the weights between forward and backward (shard_grad_op), or
+            full_shard within a node and copies across nodes (hybrid_shard); native_fsdp and accelerate, as twinkle
+            says, are full_shard.
+        fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
+        fsdp_config: JSON file with FSDP's settings, as transformers and ms-swift write it.
+        fsdp: As ms-swift and transformers write it: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
+        memory_efficient_init: Build the model empty and read each process's part of the weights straight into place;
+            no process holds the whole model unless it trains the whole model.
+        nproc_per_node: Processes to start on this node; left out, NPROC_PER_NODE, or one a visible device.
+        deepspeed: Taken, and said to have no effect, beside FSDP; refused alone.
+        per_device_train_batch_size: Sequences in a micro-batch.
+        per_device_eval_batch_size: Sequences in a batch of the evaluation.
+        gradient_accumulation_steps: Micro-batches in a step.
+        num_train_epochs: Passes over the data, unless --max_steps is given.
+        max_steps: Steps to train; -1 leaves it to --num_train_epochs.
+        learning_rate: Peak learning rate; left out, 1e-5 for full training and 1e-4 for adapters.
+        lr_scheduler_type: How the learning rate falls.
+        warmup_ratio: Share of the steps in which the learning rate rises; 0.05 is 5 %.
+        weight_decay: Weight decay of AdamW.
+        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
+        nan_loss: What a loss that is no finite number does: stop the run, or skip the step.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
+        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
+        fp16: The same in float16, with loss scaling; needs an accelerator.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Scale of the adapters.
+        lora_dropout: Dropout before the adapters.
+        target_modules: Module names that get adapters; all-linear takes every linear module but the head.
+        output_dir: Folder for the run file, training.log, checkpoints and the trained model.
+        overwrite_output_dir: Replace an earlier run in the output folder.
+        save: Save the trained model into the output folder.
+        save_steps: Steps between two checkpoints; left out, none are written.
+        save_total_limit: Checkpoints to keep; older ones are removed once a newer one is whole.
+        resume_from_checkpoint: A checkpoint folder to go on from, or latest: the newest whole one in the output folder.
+        eval_steps: Steps between two evaluations; left out, one at the end where there are rows to evaluate on.
+        logging_steps: Steps between two log lines.
+        log_level: debug shows the engine's lines, and tracebacks.
+        report_to: Trackers to report to, as transformers names them; none for no tracker.
+        run_name: Name of the run for trackers.
+        dataloader_num_workers: Processes that prepare batches; 0: the training process does.
+        seed: Seed of data order and of new weights.
+    """
+
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+
+    model: str
+    use_hf: bool = True
+    dataset: tuple[str, ...]
+    eval_dataset: tuple[str, ...] | None = None
+    split_dataset_ratio: float = 0.0
+    train_type: Literal["full", "lora", "qlora", "adapter"] = "full"
+    activation_cpu_offload: bool = False
+    gradient_checkpointing: bool = False
+    policy: Literal["auto", "offload", "inputs", "minimal", "keep"] | None = None
+    max_slowdown: float | None = None
+    memory_budget: str | None = None
+    offload_target: Literal["auto", "host", "disk"] = "auto"
+    disk_path: str | None = None
+    verify: bool = False
+    fsdp_strategy: Strategy = "none"
+    fsdp_version: int = 2
+    fsdp_config: str | None = None
+    fsdp: str | None = None
+    memory_efficient_init: bool = False
+    nproc_per_node: int | None = None
+    deepspeed: str | None = None
+    per_device_train_batch_size: int = 1
+    per_device_eval_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    num_train_epochs: float = 1.0
+    max_steps: int = -1
+    learning_rate: float | None = None
+    lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    warmup_ratio: float = 0.0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    nan_loss: Literal["stop", "skip"] = "stop"
+    torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    bf16: bool = False
+    fp16: bool = False
+    lora_rank: int = 8
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    target_modules: tuple[str, ...] = ("all-linear",)
+    output_dir: str
+    overwrite_output_dir: bool = False
+    save: bool = True
+    save_steps: int | None = None
+    save_total_limit: int | None = None
+    resume_from_checkpoint: str | None = None
+    eval_steps: int | None = None
+    logging_steps: int = 5
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    report_to: tuple[str, ...] = ("none",)
+    run_name: str | None = None
+    dataloader_num_workers: int = 0
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        rules.check_texts(self)
+        rules.check_numbers(self)
+        self.chosen_policy()
+        rules.check_together(self)
+
+    @property
+    def mode(self) -> Mode:
+        """What the two flags together mean."""
+        if self.activation_cpu_offload:
+            return "ebbtide"
+        return "checkpointing" if self.gradient_checkpointing else "plain"
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return self.train_type != "full"
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.eval_dataset is not None or self.split_dataset_ratio > 0
+
+    @property
+    def peak_learning_rate(self) -> float:
+        """The learning rate given, or the default of the training type."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return 1e-4 if self.trains_adapters else 1e-5
+
+    @property
+    def adapter_kind(self) -> str | None:
+        """PEFT's name for the kind of adapters that are trained; ``None``: none."""
+        return "LORA" if self.trains_adapters else None
+
+    def chosen_policy(self) -> Policy:
+        """Return the policy that the flags name.
+
+        Raises:
+            ConfigError: The policy cannot be had with these values.
+        """
+        if self.policy not in (None, "auto"):
+            return policy_named(str(self.policy))
+        if self.max_slowdown is None:
+            return Auto(memory_budget=self.memory_budget)
+        return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
+
+    def without_effect(self) -> list[str]:
+        """Return the flags that were given but do nothing in this mode."""
+        ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify")
+        rank = ("lora_rank", "lora_alpha", "lora_dropout")
+        idle = ours if self.mode != "ebbtide" else ()
+        if self.train_type not in ("lora", "qlora"):
+            idle = (*idle, *rank)
+        if not self.trains_adapters:
+            idle = (*idle, "target_modules")
+        if self.mode == "ebbtide" and self.gradient_checkpointing:
+            idle = (*idle, "max_slowdown", "memory_budget")
+        if not self.evaluates:
+            idle = (*idle, "eval_steps", "per_device_eval_batch_size")
+        if self.save_steps is None:
+            idle = (*idle, "save_total_limit")
+        return [name for name in idle if self.is_given(name)]
+
+    def is_given(self, name: str) -> bool:
+        """Whether a flag has another value than its default."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        return getattr(self, name) != defaults[name]

@@ -1,0 +1,51 @@
+"""What a recipe is to the skeleton."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
+
+from ebbtide_recipes.skeleton.config import RecipeConfig
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.skeleton.trainer import RecordedTrainer
+
+ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
+
+
+class Recipe(ABC, Generic[ConfigT]):
+    """One way of training. ``run.main(recipe, config)`` calls these in order: ``check``, ``prepare``, ``finish``.
+
+    Everything else (flags that all recipes share, torchrun, FSDP's settings, the output folder, log and run file,
+    offloading, checkpoints and resuming) is the skeleton's.
+
+    Attributes:
+        name: The verb of the command line.
+        packages: What must be installed.
+        extra: The extra of ebbtide that installs them.
+    """
+
+    name: ClassVar[str]
+    packages: ClassVar[Sequence[str]]
+    extra: ClassVar[str] = "recipes"
+
+    @abstractmethod
+    def check(self, config: ConfigT) -> None:
+        """Refuse what can be seen to fail before anything is loaded, fetched or written.
+
+        Raises:
+            EbbtideError: Such a thing.
+        """
+
+    @abstractmethod
+    def prepare(self, config: ConfigT) -> RecordedTrainer:
+        """Load model and data, and make the trainer. What can be refused comes before what takes long.
+
+        Raises:
+            EbbtideError: The model or the data cannot be used.
+        """
+
+    def finish(self, config: ConfigT, trainer: RecordedTrainer, folder: Path) -> None:
+        """Write what the recipe leaves beside the trained model; by default nothing."""

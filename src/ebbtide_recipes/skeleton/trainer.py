@@ -1,0 +1,270 @@
+"""What the trainers of all recipes do beside training: mark phases, record steps, seal checkpoints, resume exactly."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.base.events import BUS
+from ebbtide_recipes.skeleton import checkpoints, launch, sharding
+from ebbtide_recipes.skeleton.steps import StepRecorder
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.skeleton.config import RecipeConfig
+
+ArgumentsT = TypeVar("ArgumentsT", bound=TrainingArguments)
+
+LOGGER = logging.getLogger("ebbtide.recipes")
+
+_TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
+"""Packages of trackers that are not called as transformers calls the tracker."""
+
+
+class RecordedTrainer(Trainer):
+    """Mark phases, record steps and seal checkpoints around transformers' trainer.
+
+    A recipe derives its trainer from this class and, where there is one, from TRL's:
+    ``class SftTrainer(RecordedTrainer, SFTTrainer)``. It overrides ``tokens_in`` and ``accuracy`` where it knows them.
+    See [Note: phases] in ``steps.py`` and [Note: a checkpoint's seal] in ``checkpoints.py``.
+    """
+
+    recorder: StepRecorder | None = None
+    config: RecipeConfig | None = None
+
+    def record_with(self, recorder: StepRecorder) -> None:
+        """Report each step to this recorder from now on."""
+        self.recorder = recorder
+        self.add_callback(recorder)
+
+    def tokens_in(self, inputs: dict[str, Any]) -> int:
+        """Return the number of tokens in a micro-batch, without padding."""
+        return int(inputs["attention_mask"].sum()) if "attention_mask" in inputs else inputs["input_ids"].numel()
+
+    def accuracy(self) -> float | None:
+        """Return the token accuracy of the micro-batch whose loss was computed last; ``None``: not known."""
+        return None
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss; in training between the edges of the phase ``forward``."""
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        step = self.state.global_step + 1
+        tokens = self.tokens_in(inputs)
+        BUS.emit("phase", name="forward", edge="begin", step=step)
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.recorder is not None:
+            self.recorder.micro_batch(accuracy=self.accuracy(), tokens=tokens)
+        BUS.emit("phase", name="forward", edge="end", step=step)
+        BUS.emit("phase", name="backward", edge="begin", step=step)
+        return result
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward; backward's end is here."""
+        loss = super().training_step(*args, **kwargs)
+        BUS.emit("phase", name="backward", edge="end", step=self.state.global_step + 1)
+        if self.recorder is not None:
+            self.recorder.micro_loss(loss)
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add what the recorder knows, so that trackers see it too."""
+        if self.recorder is not None and "loss" in logs:
+            logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
+        super().log(logs, start_time)
+
+    def mean_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a tensor over all processes."""
+        return self.accelerator.reduce(value, reduction="mean")
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save as transformers does, then seal what was saved; a failed save leaves the older checkpoints alone.
+
+        Raises:
+            DiskFullError: There was no room.
+        """
+        if self.config is None:
+            super()._save_checkpoint(model, trial)
+            return
+        output = Path(self._get_output_dir(trial))
+        folder = output / f"checkpoint-{self.state.global_step}"
+        main = self.args.should_save
+        if main and folder.exists():  # what a killed run left half-written
+            checkpoints.remove(folder)
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+            self.save_more(folder)
+        except Exception as error:
+            if main:
+                checkpoints.remove(folder)
+            raise checkpoints.not_saved(error, folder, output) from error
+        self.accelerator.wait_for_everyone()
+        if main:
+            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
+            checkpoints.prune(output, self.config.save_total_limit)
+            LOGGER.info("saved %s", folder)
+
+    def save_more(self, folder: Path) -> None:
+        """Write, on every rank, what else a checkpoint needs for an exact resume; its seal comes after."""
+
+    def load_more(self, folder: Path) -> None:
+        """Read what ``save_more`` wrote; optimizer and schedule are already loaded."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_more(Path(checkpoint))
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        """Run an epoch, unless the checkpoint it goes on from had done all steps: transformers would do one more."""
+        if self.state.global_step >= self.state.max_steps:
+            LOGGER.info("all %d steps were done before: nothing is left to train", self.state.max_steps)
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint's weights as ``from_pretrained`` does.
+
+        Of models whose files name weights otherwise than their modules do (fused experts, vision-language models)
+        transformers would here pass over what it does not find, and go on from the weights the run began with.
+        """
+        if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        saved = type(self.model).from_pretrained(resume_from_checkpoint, dtype=self.model.dtype)
+        self.model.load_state_dict(saved.state_dict())
+
+
+def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
+    """Return the arguments of transformers' trainer that every recipe sets.
+
+    Every argument that could make two modes differ, write files or phone home is set here rather than left to a
+    default: TRL's defaults switch on checkpointing and bfloat16 autocast.
+
+    Args:
+        config: As ``sharding.resolved`` returned it.
+
+    Raises:
+        ConfigError: A tracker is unknown or not installed.
+    """
+    _check_trackers(config.report_to)
+    accelerated = torch.accelerator.is_available()
+    return {
+        "output_dir": config.output_dir,
+        "per_device_train_batch_size": config.per_device_train_batch_size,
+        "per_device_eval_batch_size": config.per_device_eval_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+        "num_train_epochs": config.num_train_epochs,
+        "max_steps": config.max_steps,
+        "learning_rate": config.peak_learning_rate,
+        "lr_scheduler_type": config.lr_scheduler_type,
+        "warmup_steps": config.warmup_ratio,  # below 1 it is a share
+        "weight_decay": config.weight_decay,
+        "max_grad_norm": config.max_grad_norm,
+        **_checkpointing(on=config.mode == "checkpointing"),
+        **sharding.trainer_settings(config),
+        **_hybrid(config),
+        "bf16": config.bf16,
+        "fp16": config.fp16,
+        "use_cpu": not accelerated,
+        "dataloader_pin_memory": accelerated,
+        "dataloader_num_workers": config.dataloader_num_workers,
+        "logging_steps": config.logging_steps,
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no" if config.save_steps is None else "steps",
+        "save_steps": config.save_steps or 500,
+        "eval_strategy": "no" if config.eval_steps is None or not config.evaluates else "steps",
+        "eval_steps": config.eval_steps,
+        "report_to": list(config.report_to),
+        "run_name": config.run_name,
+        "disable_tqdm": True,
+        "seed": config.seed,
+    }
+
+
+def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
+    """Make a trainer's arguments, for one device a process.
+
+    Args:
+        kind: The class of arguments that the recipe's trainer takes.
+        options: Its arguments; ``shared_arguments`` and the recipe's own.
+    """
+    with warnings.catch_warnings():
+        # Of FSDP1, which was asked for by its number.
+        warnings.filterwarnings("ignore", message="FSDP1", category=FutureWarning)
+        arguments = kind(**options)
+    if arguments.n_gpu > 1:
+        # One process trains on one device; the trainer would otherwise wrap the model in DataParallel.
+        arguments._n_gpu = 1
+    return arguments
+
+
+def _hybrid(config: RecipeConfig) -> dict[str, Any]:
+    """Return the mesh of FSDP2's hybrid sharding: shards within a node, copies across nodes."""
+    if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
+        return {}
+    from accelerate.parallelism_config import ParallelismConfig
+
+    world = launch.world_size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=world // local, dp_shard_size=local)}
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    """Refuse trackers that transformers does not know, or that are not installed."""
+    from transformers import integrations
+
+    known = {"none", "all", *integrations.INTEGRATION_TO_CALLBACK}
+    usable = {"none", "all", *integrations.get_available_reporting_integrations()}
+    for name in names:
+        if name not in known:
+            hint = nearest(name, known) or "none reports to no tracker"
+            raise ConfigError(f"report_to names {name!r}", expected=f"some of {', '.join(sorted(known))}", hint=hint)
+        if name not in usable:
+            raise ConfigError(
+                f"report_to names {name!r}",
+                expected="a tracker that is installed",
+                hint=f"pip install {_TRACKERS.get(name, name)}, or leave it out",
+            )
+
+
+def _checkpointing(*, on: bool) -> dict[str, Any]:
+    """Return the trainer's own checkpointing arguments, under the names that the installed transformers has."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    word = "activation" if "activation_checkpointing" in names else "gradient"
+    return {f"{word}_checkpointing": on, f"{word}_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def name_present_blocks(model: PreTrainedModel) -> None:
+    """Leave out, of the classes that a model names as its blocks, those that it has no module of.
+
+    accelerate shards by these names and stops at one that it does not find; a vision-language model names blocks of
+    both halves of CLIP, of which it has one.
+    """
+    there = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
+
+
+def save(trainer: RecordedTrainer, folder: Path) -> None:
+    """Write the trained weights (of adapters: those alone) and the tokenizer; sharded weights are gathered first.
+
+    Raises:
+        DiskFullError: There was no room.
+    """
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    try:
+        trainer.save_model(str(folder))
+    except Exception as error:
+        raise checkpoints.not_saved(error, folder, folder) from error
