@@ -75,6 +75,11 @@ class BuiltinSource(Source):
         """One frame, and four pixels along a side, make one latent."""
         return 1, SIDE
 
+    @property
+    def default_size(self) -> tuple[int, int, int]:
+        """Nine frames of 32 x 32 pixels."""
+        return 9, 32, 32
+
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return a new transformer; its weights depend on the seed alone."""
         from diffusers import WanTransformer3DModel

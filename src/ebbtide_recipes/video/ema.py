@@ -22,11 +22,10 @@ class Average(TrainerCallback):
     Args:
         module: What is trained, as it is before it is sharded.
         decay: Share of the average that a step keeps.
-        start: Checkpoint to go on from.
     """
 
-    def __init__(self, module: torch.nn.Module, *, decay: float, start: Path | None = None) -> None:
-        self._module, self._decay, self._start = module, decay, start
+    def __init__(self, module: torch.nn.Module, *, decay: float) -> None:
+        self._module, self._decay = module, decay
         self._average: Any = None
 
     @property
@@ -37,12 +36,14 @@ class Average(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the weights there are, or with those of the checkpoint."""
+        """Begin with the weights there are, unless a checkpoint was loaded before."""
+        self._begin()
+
+    def _begin(self) -> None:
         from diffusers.training_utils import EMAModel
 
-        self._average = EMAModel(self._parameters(), decay=self._decay)
-        if self._start is not None:
-            self._load(self._start / _file(args.process_index))
+        if self._average is None:
+            self._average = EMAModel(self._parameters(), decay=self._decay)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Take the weights of this step in."""
@@ -72,9 +73,16 @@ class Average(TrainerCallback):
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
 
-    def _load(self, path: Path) -> None:
+    def load(self, folder: Path, rank: int) -> None:
+        """Read this process's part of the average from a checkpoint.
+
+        Raises:
+            DataError: It is not there, or not of these weights.
+        """
         from safetensors import SafetensorError, safe_open
 
+        path = folder / _file(rank)
+        self._begin()
         try:
             with safe_open(path, framework="pt") as opened, torch.no_grad():
                 self._average.optimization_step = int(opened.metadata()["steps"])

@@ -46,6 +46,8 @@ class Family:
     text_places: ClassVar[tuple[int, ...]] = (0,)
     """Where they stand in what it returns."""
     text_length: ClassVar[int] = 512
+    size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
+    """Frames, height and width that its pipeline makes by default."""
     velocity: ClassVar[bool] = True
     """Whether the target is flow matching's velocity; else the v-prediction of a diffusion scheduler."""
 
@@ -132,6 +134,7 @@ class HunyuanVideo(Family):
     text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
     text_places = (0, 1, 2)
     text_length = 256
+    size = (129, 720, 1280)
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
@@ -166,6 +169,7 @@ class Ltx(HunyuanVideo):
     text = ("prompt_embeds", "prompt_attention_mask")
     text_places = (0, 1)
     text_length = 128
+    size = (161, 512, 704)
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
@@ -210,6 +214,7 @@ class CogVideoX(HunyuanVideo):
     text = ("prompt_embeds",)
     text_places = (0,)
     text_length = 226
+    size = (49, 480, 720)
     velocity = False
 
     def predict(
@@ -244,6 +249,7 @@ class Cosmos(Family):
     name = "cosmos"
     transformer = "CosmosTransformer3DModel"
     pipelines = ("Cosmos2_5_PredictBasePipeline",)
+    size = (93, 704, 1280)
 
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition

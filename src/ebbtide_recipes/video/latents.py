@@ -100,7 +100,7 @@ def is_made(folder: Path) -> bool:
 
 def matches(folder: Path, source: Source, making: Making) -> bool:
     """Whether a folder's latents are those that these settings would make."""
-    return is_made(folder) and _manifest(folder)["request"] == _request(source, making)
+    return is_made(folder) and _without_name(_manifest(folder)["request"]) == _without_name(_request(source, making))
 
 
 def check(folder: Path, source: Source) -> None:
@@ -200,11 +200,13 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     draft.replace(folder / MANIFEST)
 
 
-def clear(folder: Path) -> None:
+def clear(folder: Path, source: Source, making: Making) -> None:
     """Remove latents that were made with other settings; nothing else in the folder."""
     (folder / MANIFEST).unlink(missing_ok=True)
+    request = _hash(json.dumps(_request(source, making), sort_keys=True))
     for path in (*folder.glob("clip-*.safetensors"), *folder.glob("text-*.safetensors")):
-        path.unlink()
+        if not _done(path, request):
+            path.unlink()
 
 
 def add_captions(
@@ -250,6 +252,11 @@ def _request(source: Source, making: Making) -> dict[str, Any]:
         "text_length": making.text_length or source.family.text_length,
         "seed": making.seed,
     }
+
+
+def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out where the pipeline lay: its parts are told apart by their identities."""
+    return {key: value for key, value in request.items() if key != "model"}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

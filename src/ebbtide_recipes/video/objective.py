@@ -44,8 +44,6 @@ class Draws:
         """Draw ``count`` noise levels between 0 and 1, as float32."""
         from diffusers.training_utils import compute_density_for_timestep_sampling
 
-        if device.type != "cpu":  # diffusers draws on the CPU or on this device; the trainer keeps both states
-            device = torch.device(device)
         drawn = compute_density_for_timestep_sampling(
             self.scheme, count, self.logit_mean, self.logit_std, self.mode_scale, device=device
         )
@@ -77,18 +75,21 @@ class Denoiser(nn.Module):
         super().__init__()
         self.transformer = transformer
         self.family, self.condition, self.draws, self.scheduler = family, condition, draws, scheduler
-        self._empty = empty or {}
+        self.empty: Text = dict(empty or {})
         self._no_split_modules = [
             name
             for name in getattr(transformer, "_no_split_modules", None) or ()
             if any(type(module).__name__ == name for module in transformer.modules())
         ]
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Let diffusers checkpoint the blocks of the transformers that are trained."""
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Let diffusers checkpoint the blocks of the transformers that are trained; it is non-reentrant by itself."""
         for part in self.children():
             if any(parameter.requires_grad for parameter in part.parameters()):
                 part.enable_gradient_checkpointing()
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+    """What transformers before 5.20 calls it."""
 
     def predict(self, part: nn.Module, latents: torch.Tensor, timestep: torch.Tensor, text: Text) -> torch.Tensor:
         """Return a transformer's prediction in float32."""
@@ -103,7 +104,7 @@ class Denoiser(nn.Module):
         some = next(iter(text.values()))
         without = torch.rand(len(some), device=some.device) < self.draws.caption_dropout
         return {
-            name: torch.where(without.view(-1, *[1] * (value.dim() - 1)), self._empty[name].to(value), value)
+            name: torch.where(without.view(-1, *[1] * (value.dim() - 1)), self.empty[name].to(value), value)
             for name, value in text.items()
         }
 

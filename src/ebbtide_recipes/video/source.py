@@ -77,6 +77,11 @@ class Source:
         """Channels of the latents."""
         return self.family.channels(self.transformer_config or {})
 
+    @property
+    def default_size(self) -> tuple[int, int, int]:
+        """Frames, height and width where no flag says them."""
+        return self.family.size
+
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
         """Load the transformer."""
         return self._load("transformer", dtype)
@@ -229,7 +234,7 @@ def open_source(name: str, *, seed: int) -> Source:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return Source(folder)
-    if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if is_local(name):
         parent = folder.parent
         others = [path.name for path in parent.iterdir()] if parent.is_dir() else []
         raise DataError(
@@ -238,6 +243,21 @@ def open_source(name: str, *, seed: int) -> Source:
             hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
         )
     return Source(_fetched(name))
+
+
+def is_local(name: str) -> bool:
+    """Whether a pipeline can be opened without a network."""
+    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).is_dir() or name.count("/") != 1
+
+
+def quiet_bars() -> None:
+    """Hide the progress bars of diffusers and transformers where nobody watches."""
+    from diffusers.utils import logging as diffusers_logging
+
+    from ebbtide_recipes.skeleton.logging import interactive
+
+    if not interactive():
+        diffusers_logging.disable_progress_bar()
 
 
 def _fetched(name: str) -> Path:
