@@ -42,9 +42,6 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
         )
     if config.fsdp_strategy == "none":
         cast_training_params(transformer, dtype=torch.float32)
-    else:  # FSDP gathers the parameters of a block in one piece, so they are of one type
-        for parameter in transformer.parameters():
-            parameter.data = parameter.data.to(transformer.dtype)
     trained = sum(p.numel() for p in transformer.parameters() if p.requires_grad)
     LOGGER.info("adapters on %d modules: %d weights are trained", len(targets), trained)
 

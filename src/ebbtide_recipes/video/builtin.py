@@ -60,7 +60,7 @@ class BuiltinSource(Source):
         self.transformer_config = {
             **_SIZES[name],
             "_class_name": "WanTransformer3DModel",
-            "patch_size": (1, 2, 2),
+            "patch_size": (1, 1, 1),  # narrower than the transformer: the noise has to pass through it
             "in_channels": CHANNELS,
             "out_channels": CHANNELS,
             "text_dim": WIDTH,
@@ -88,7 +88,9 @@ class BuiltinSource(Source):
             torch.manual_seed(self._seed)
             fields = {key: value for key, value in self.transformer_config.items() if not key.startswith("_")}
             made = WanTransformer3DModel(**fields)
-        return made.to(dtype)
+        for parameter in made.parameters():
+            parameter.data = parameter.data.to(dtype)
+        return made
 
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
         """Return what rearranges pixels."""

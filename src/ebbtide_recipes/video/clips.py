@@ -173,32 +173,38 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
 
     try:
         with av.open(str(path)) as container:
+            kinds = sorted({stream.type for stream in container.streams})
+            if not kinds:
+                raise _broken(path, "nothing in it is whole")
             if not container.streams.video:
-                kinds = ", ".join(sorted({stream.type for stream in container.streams})) or "nothing"
-                raise DataError(f"{path} has no video: it holds {kinds}", expected="frames", hint="take it out of the data")
+                raise DataError(
+                    f"{path} has no video: it holds {', '.join(kinds)}",
+                    expected="frames",
+                    hint="take it out of the data",
+                )
             stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
             taken = 0
             for frame in container.decode(stream):
-                image = None
-                while True:
-                    due = rate is None or frame.time is None or frame.time + 1e-6 >= taken / rate
-                    if not due:
-                        break
-                    image = torch.from_numpy(frame.to_ndarray(format="rgb24")) if image is None else image
+                image = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+                if rate is None or frame.time is None:
+                    yield image
+                    continue
+                while taken / rate < _until(frame, stream) - 1e-6:
                     taken += 1
                     yield image
-                    if rate is None or frame.time is None or _until(frame, stream) + 1e-6 < taken / rate:
-                        break
     except av.error.FFmpegError as error:
-        raise DataError(
-            f"video {path} cannot be decoded: {error.strerror or error}",
-            expected="a whole .mp4, .webm or other video that FFmpeg reads",
-            hint="play it to see where it ends; take it out of the data or fetch it anew",
-        ) from error
+        raise _broken(path, str(error.strerror or error)) from error
+
+
+def _broken(path: Path, found: str) -> DataError:
+    return DataError(
+        f"video {path} cannot be decoded: {found}",
+        expected="a whole .mp4, .webm or other video that FFmpeg reads",
+        hint="play it to see where it ends; take it out of the data or fetch it anew",
+    )
 
 
 def _until(frame: Any, stream: Any) -> float:
-    """Return the time until which a frame is shown, less one frame's worth where nothing says it."""
+    """Return the time until which a frame is shown."""
     shown = float(frame.duration * frame.time_base) if frame.duration else 1.0 / float(stream.average_rate or 25)
     return float(frame.time) + shown

@@ -91,9 +91,9 @@ class Denoiser(nn.Module):
     gradient_checkpointing_enable = activation_checkpointing_enable
     """What transformers before 5.20 calls it."""
 
-    def predict(self, part: nn.Module, latents: torch.Tensor, timestep: torch.Tensor, text: Text) -> torch.Tensor:
+    def predict(self, part: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text) -> torch.Tensor:
         """Return a transformer's prediction in float32."""
-        dtype = next(p.dtype for p in part.parameters() if p.is_floating_point())
+        dtype = part.dtype
         cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
         return self.family.predict(part, latents.to(dtype), timestep, cast, self.condition).float()
 

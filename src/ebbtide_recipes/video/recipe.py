@@ -187,10 +187,19 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
             from ebbtide_recipes.video import adapters
 
             adapters.put_on(transformer, config)
-        return FineTuning(transformer, **shared)
+        return _uniform(FineTuning(transformer, **shared), config, dtype)
     teacher = _other(config, config.teacher or config.model, source, "teacher")
     critic = _other(config, config.critic or config.teacher or config.model, source, "critic")
-    return Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
+    whole = Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
+    return _uniform(whole, config, dtype)
+
+
+def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
+    """Bring all weights to one type where FSDP gathers the parameters of a block in one piece."""
+    if config.fsdp_strategy != "none":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return module
 
 
 def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
