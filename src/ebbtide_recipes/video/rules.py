@@ -81,6 +81,12 @@ def check(config: VideoConfig) -> None:
     for name, hint in _FIXED.items():
         if getattr(config, name):
             raise ConfigError(f"{name} is {getattr(config, name)!r}", expected="it left out in this recipe", hint=hint)
+    if config.ema_decay is not None and config.fsdp_strategy != "none" and config.fsdp_version == 1:
+        raise ConfigError(
+            "ema_decay is given with fsdp_version 1",
+            expected="FSDP2, whose shards are averaged where they lie",
+            hint="leave --fsdp_version out",
+        )
     _check_distillation(config)
 
 

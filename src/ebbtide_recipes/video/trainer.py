@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,18 +146,12 @@ class VideoTrainer(RecordedTrainer):
                 return model(latents, text, timestep=timestep)["prediction"].float()
 
         model.eval()
+        options = (self.module.empty, self.showing.sampling, self.args.device)
         BUS.emit("phase", name="sample", edge="begin", step=None)
         try:
-            with torch.no_grad(), self._averaged():
+            with torch.no_grad(), self._averaged(), _resharded(model):
                 made = [
-                    samples.sample(
-                        predict,
-                        self.module.scheduler,
-                        prompt,
-                        self.module.empty,
-                        self.showing.sampling,
-                        self.args.device,
-                    )
+                    samples.sample(predict, self.module.scheduler, prompt, *options)
                     for prompt in self.showing.prompts
                 ]
         finally:
@@ -197,9 +192,7 @@ class VideoTrainer(RecordedTrainer):
         if self.average is not None:
             self.average.load(folder, self.args.process_index)
 
-    def _averaged(self) -> Any:
-        from contextlib import nullcontext
-
+    def _averaged(self) -> AbstractContextManager[None]:
         return nullcontext() if self.average is None else self.average.in_place()
 
 
@@ -271,6 +264,21 @@ def build(
     trainer = VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
     trainer.config = config
     return trainer
+
+
+@contextmanager
+def _resharded(model: torch.nn.Module) -> Iterator[None]:
+    """Shard again, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
+
+    The outermost module keeps its weights for the backward that training would run: a later change of its shards would
+    not be seen by the next forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    yield
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def _bytes(tensors: Any) -> int:
