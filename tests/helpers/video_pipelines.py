@@ -87,12 +87,24 @@ def _hunyuan_video() -> dict[str, Any]:
     from transformers import CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel
 
     llama = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=TEXT, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, pad_token_id=0,
+        vocab_size=VOCABULARY,
+        hidden_size=TEXT,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        pad_token_id=0,
     )
     clip = CLIPTextConfig(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=77, eos_token_id=1, pad_token_id=0, bos_token_id=2,
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=2,
     )
     return {
         "transformer": HunyuanVideoTransformer3DModel(
@@ -116,10 +128,16 @@ def _ltx() -> dict[str, Any]:
     from diffusers import AutoencoderKLLTXVideo, FlowMatchEulerDiscreteScheduler, LTXVideoTransformer3DModel
 
     vae = AutoencoderKLLTXVideo(
-        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1), patch_size=1,
-        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
-        encoder_causal=True, decoder_causal=False,
+        latent_channels=8,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        patch_size=1,
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+        encoder_causal=True,
+        decoder_causal=False,
     )
     vae.latents_mean += 0.1
     vae.latents_std *= 1.5
@@ -131,7 +149,9 @@ def _ltx() -> dict[str, Any]:
         "vae": vae,
         "text_encoder": _t5("T5EncoderModel"),
         "tokenizer": _tokenizer(),
-        "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift_terminal=0.1, max_shift=2.05, base_shift=0.95),
+        "scheduler": FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, shift_terminal=0.1, max_shift=2.05, base_shift=0.95
+        ),
     }  # fmt: skip
 
 

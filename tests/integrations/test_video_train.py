@@ -1,4 +1,4 @@
-"""``video`` on tiny pipelines: losses of plain training, exact resume, latents, samples, adapters, averages, refusals."""
+"""``video`` on tiny pipelines: losses of plain training, resume, latents, samples, adapters, averages, refusals."""
 
 from __future__ import annotations
 
@@ -187,7 +187,9 @@ def test_latents_are_used_without_vae_and_text_encoder(pipeline: Path, tmp_path:
 
     options = {"latents_dir": str(tmp_path / "latents"), **SMALL, "model": str(pipeline)}
     whole = train(tmp_path / "a", **options)
-    bare = shutil.copytree(pipeline, tmp_path / "bare", ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer"))
+    bare = shutil.copytree(
+        pipeline, tmp_path / "bare", ignore=shutil.ignore_patterns("vae", "text_encoder", "tokenizer")
+    )
     options["model"] = str(bare)
     assert train(tmp_path / "b", **options, samples=1, sampler_steps=2, max_steps=5) == whole
     shown = [event for event in events(tmp_path / "b") if event["event"] == "sample"]

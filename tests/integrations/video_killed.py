@@ -1,6 +1,6 @@
 """Trains a video transformer while it is killed with SIGKILL at drawn instants; see ``killed.py``.
 
-    python -m tests.integrations.video_killed builtin:tiny-wan FOLDER --seed 20 [--kills 10] [--steps 30]
+python -m tests.integrations.video_killed builtin:tiny-wan FOLDER --seed 20 [--kills 10] [--steps 30]
 """
 
 from __future__ import annotations

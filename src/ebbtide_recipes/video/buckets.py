@@ -1,9 +1,9 @@
 """Buckets: clips of like length and shape, so that a batch is one tensor.
 
 [Note: buckets]
-All buckets have about the area that ``--height`` and ``--width`` name. A clip goes to the one whose sides are nearest to
-its own in proportion, with as many of its frames as make whole latents, at most ``--num_frames``. Every batch is of one
-bucket; a bucket whose clips do not fill its last batch begins with its first clips anew.
+All buckets have about the area that ``--height`` and ``--width`` name. A clip goes to the one whose sides are nearest
+to its own in proportion, with as many of its frames as make whole latents, at most ``--num_frames``. Every batch is of
+one bucket; a bucket whose clips do not fill its last batch begins with its first clips anew.
 """
 
 from __future__ import annotations

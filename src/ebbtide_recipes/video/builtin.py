@@ -2,7 +2,8 @@
 
 [Note: pixels as latents]
 Their VAE rearranges each block of 4 x 4 pixels into the channels of one latent, and back: nothing is learned and
-nothing is lost, so that a sample can be looked at. Their text encoder gives each word a fixed vector drawn from its name.
+nothing is lost, so that a sample can be looked at. Their text encoder gives each word a fixed vector that is drawn from
+the word itself.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 [Note: three transformers]
 The student makes clean latents of noisy ones in one call. The critic learns, by flow matching, the velocity of what the
-student makes; the teacher knows that of the data. Where the two disagree at a fresh noise level, the student's output is
-pushed from the critic's estimate towards the teacher's (DMD2, Yin et al. 2024, arXiv:2405.14867, without its
+student makes; the teacher knows that of the data. Where the two disagree at a fresh noise level, the student's output
+is pushed from the critic's estimate towards the teacher's (DMD2, Yin et al. 2024, arXiv:2405.14867, without its
 adversarial loss and with noisy data in place of backward simulation).
 
-The critic learns in every step, the student in every ``student_interval``-th. The two losses meet in no parameter, so one
-backward of their sum, or one backward each, gives the same gradients; in a critic's step the student runs without
+The critic learns in every step, the student in every ``student_interval``-th. The two losses meet in no parameter, so
+one backward of their sum, or one backward each, gives the same gradients; in a critic's step the student runs without
 gradients and its ``grad`` stays ``None``, so that the optimizer leaves its weights and moments alone. The teacher never
 needs gradients: nothing of it is saved for backward, and nothing of it is offloaded.
 """

@@ -54,7 +54,7 @@ class Family:
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
     ) -> torch.Tensor:
-        """Return the transformer's prediction, ``[B, C, F, H, W]``. See [Note: one prediction for training and sampling]."""
+        """Return the transformer's prediction, ``[B, C, F, H, W]``; see the note at the head of this file."""
         return transformer(
             hidden_states=latents,
             timestep=timestep,

@@ -1,4 +1,4 @@
-"""The flags of FastVideo's trainers: what each is called here, and which of them this release refuses. No torch here."""
+"""The flags of FastVideo's trainers: what each is called here, and which this release refuses. No torch here."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ ALIASES: Mapping[str, str] = {
 UNSUPPORTED: Mapping[str, str] = {
     **{name: hint for name, hint in SHARED_UNSUPPORTED.items() if name not in _OWN_FIELDS},
     "lora_training": "--train_type lora",
-    "mixed_precision": "--bf16 true computes in bfloat16 on float32 weights; --torch_dtype bfloat16 trains such weights",
+    "mixed_precision": "--bf16 true computes in bfloat16 on float32 weights; --torch_dtype bfloat16 holds those",
     "dit_precision": "--torch_dtype float32 or bfloat16",
     "vae_precision": "the VAE runs in --torch_dtype",
     "num_latent_t": "--num_frames counts frames: for Wan 4 * (num_latent_t - 1) + 1",
     "lr_warmup_steps": "--warmup_ratio is the share of the steps in which the learning rate rises",
-    "weight_only_checkpointing_steps": "--save_steps writes whole checkpoints; the trained transformer is saved at the end",
+    "weight_only_checkpointing_steps": "--save_steps writes whole checkpoints; the end of a run saves the transformer",
     "use_ema": "--ema_decay 0.999 keeps a moving average",
     "log_validation": "samples are made unless --samples is 0",
     "validation_dataset_file": "--sample_prompts takes captions",

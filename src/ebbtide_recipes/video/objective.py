@@ -141,8 +141,7 @@ class FineTuning(Denoiser):
     def _diffusion(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
         """Return the loss of the v-prediction, at timesteps of the scheduler.
 
-        Weighting the error of the clean latents by 1 / (1 - alphas_cumprod), as diffusers' CogVideoX script does, is the
-        same.
+        diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
         """
         last = self.scheduler.config.num_train_timesteps
         timesteps = torch.randint(0, last, (len(latents),), device=latents.device)

@@ -43,7 +43,7 @@ class Source:
         if self.transformer_config is None:
             raise DataError(
                 f"{folder} has no transformer/config.json",
-                expected="a pipeline in diffusers' layout: transformer/, vae/, text_encoder/, scheduler/, model_index.json",
+                expected="diffusers' layout: transformer/, vae/, text_encoder/, scheduler/, model_index.json",
                 hint=_layout_hint(folder),
             )
         name = str(self.transformer_config.get("_class_name"))
@@ -116,7 +116,9 @@ class Source:
         name = json.loads(path.read_text(encoding="utf-8")).get("_class_name", "")
         kind = getattr(diffusers, name, None)
         if kind is None:
-            raise DataError(f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it")
+            raise DataError(
+                f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it"
+            )
         return kind.from_pretrained(path.parent)
 
     def encode(
@@ -160,7 +162,7 @@ class Source:
                 raise DataError(
                     f"{self.name} has no {name}/",
                     expected="the text encoder and the tokenizer that embed captions",
-                    hint="fetch the whole pipeline, or give latents and embeddings that were made before: --latents_dir",
+                    hint="fetch the whole pipeline, or give what was made before: --latents_dir",
                 )
         kind = getattr(diffusers, self.family.pipelines[0])
         absent: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}

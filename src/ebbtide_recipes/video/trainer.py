@@ -151,8 +151,7 @@ class VideoTrainer(RecordedTrainer):
         try:
             with torch.no_grad(), self._averaged(), _resharded(model):
                 made = [
-                    samples.sample(predict, self.module.scheduler, prompt, *options)
-                    for prompt in self.showing.prompts
+                    samples.sample(predict, self.module.scheduler, prompt, *options) for prompt in self.showing.prompts
                 ]
         finally:
             BUS.emit("phase", name="sample", edge="end", step=None)
@@ -205,7 +204,7 @@ class _Begin(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The trainer seeds all processes alike: they would draw the same noise. A resumed run loads its own state later.
+        # The trainer seeds all processes alike: they would draw the same noise. A resumed run loads its state later.
         torch.manual_seed(args.seed + args.process_index)
         if state.global_step == 0:
             self._trainer.show()

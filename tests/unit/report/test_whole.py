@@ -10,7 +10,9 @@ from ebbtide.track import write_summary
 from tests.unit.report.runs import MIB, write_run
 from tests.unit.track.events import begin, event, write_events
 
-PNG = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 
 
 def written(folder: Path, samples: int = 2) -> Path:
