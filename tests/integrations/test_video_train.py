@@ -143,6 +143,19 @@ def test_a_pipeline_is_trained_sampled_and_saved_as_diffusers_loads_it(pipeline:
     assert [event["step"] for event in events(tmp_path) if event["event"] == "sample"] == [0, 2, 3]
 
 
+@slow
+@pytest.mark.parametrize("family", ["hunyuan_video", "ltx", "cogvideox"])
+def test_other_families_lose_what_they_lose_without_offloading(family: str, tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path / "pipeline", family)
+    size = {"num_frames": 9, "height": 32, "width": 32, "text_length": 24, "max_steps": 3}
+    options = {"model": str(folder), **size, "latents_dir": str(tmp_path / "latents")}
+    whole = train(tmp_path / "plain", **options, samples=1, sampler_steps=2)
+    assert len(set(whole)) == 3
+    assert train(tmp_path / "auto", **options, **OURS) == whole
+    assert train(tmp_path / "minimal", **options, **MODES["minimal"], samples=0) == whole
+    assert (tmp_path / "plain" / "samples" / "step-000003.png").is_file()
+
+
 def test_samples_do_not_change_what_is_trained(plain: list[float], tmp_path: Path) -> None:
     assert train(tmp_path, samples=1, sample_steps=1, sampler_steps=2) == plain
 
