@@ -14,7 +14,7 @@ needs gradients: nothing of it is saved for backward, and nothing of it is offlo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,7 +113,7 @@ class Distillation(Denoiser):
 
 
 @contextmanager
-def _evaluated(part: nn.Module) -> Iterator[None]:
+def _evaluated(part: nn.Module) -> Generator[None, None, None]:
     """Switch dropout off for a while."""
     training = part.training
     part.eval()

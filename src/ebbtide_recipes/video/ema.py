@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +58,7 @@ class Average(TrainerCallback):
         save_file(tensors, folder / _file(rank), metadata={"steps": str(self._average.optimization_step)})
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self) -> Generator[None, None, None]:
         """Put the average in the place of the weights for a while."""
         if self._average is None:
             yield

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -211,7 +211,7 @@ class Source:
 
 
 @contextmanager
-def phase(name: str) -> Iterator[None]:
+def phase(name: str) -> Generator[None, None, None]:
     """Mark a phase of the run, in which parts of the pipeline are loaded; free what they leave."""
     from diffusers.training_utils import free_memory
 

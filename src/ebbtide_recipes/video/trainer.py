@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,7 +266,7 @@ def build(
 
 
 @contextmanager
-def _resharded(model: torch.nn.Module) -> Iterator[None]:
+def _resharded(model: torch.nn.Module) -> Generator[None, None, None]:
     """Shard again, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
 
     The outermost module keeps its weights for the backward that training would run: a later change of its shards would
