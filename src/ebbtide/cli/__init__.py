@@ -56,7 +56,7 @@ def _recipe(does: str) -> Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
-    "video": _recipe("flow-matching fine-tuning and distillation of a video transformer (full, LoRA)"),
+    "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),

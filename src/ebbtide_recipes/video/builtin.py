@@ -25,7 +25,7 @@ CHANNELS = 3 * SIDE * SIDE
 WORDS, WIDTH = 16, 32
 
 _SIZES: Mapping[str, Mapping[str, int]] = {
-    "builtin:tiny-wan": {"num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128, "num_layers": 2},
+    "builtin:tiny-wan": {"num_attention_heads": 2, "attention_head_dim": 32, "ffn_dim": 256, "num_layers": 3},
     "builtin:small-wan": {"num_attention_heads": 8, "attention_head_dim": 32, "ffn_dim": 1024, "num_layers": 8},
 }
 NAMES = tuple(_SIZES)
