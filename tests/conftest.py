@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -40,6 +41,17 @@ def seed(request: pytest.FixtureRequest) -> int:
         sys.modules["numpy"].random.seed(value)
     request.node.add_report_section("setup", "seed", f"EBBTIDE_TEST_SEED={SEED} (this test: {value})")
     return value
+
+
+@pytest.fixture(scope="module", autouse=True)
+def light_collections() -> None:
+    """Take objects that earlier modules left alive out of the collector's sight.
+
+    A process that has imported torch, transformers and thousands of tests holds a million objects, and each of the
+    collections that tests ask for would walk over all of them: seconds on a busy machine.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

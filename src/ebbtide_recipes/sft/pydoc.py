@@ -6,6 +6,7 @@ The sources are parsed, never imported: nothing runs, and the same Python always
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import random
 import sysconfig
@@ -39,11 +40,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
         DataError: This Python comes without the sources of its standard library.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
-    answers: dict[str, str] = {}
-    for module, path in _sources(library):
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-        for name, answer in _documented(tree, module):
-            answers.setdefault(f"What does `{name}` do?", answer)
+    answers = _answers(library)
     if not answers:
         raise DataError(
             f"no Python sources in {library}",
@@ -53,6 +50,17 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
     pairs = [{"question": question, "answer": answers[question]} for question in sorted(answers)]
     random.Random(seed).shuffle(pairs)
     return pairs
+
+
+@functools.cache
+def _answers(library: Path) -> dict[str, str]:
+    """Return question → answer. Parsing takes seconds, and the library does not change while a process lives."""
+    answers: dict[str, str] = {}
+    for module, path in _sources(library):
+        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        for name, answer in _documented(tree, module):
+            answers.setdefault(f"What does `{name}` do?", answer)
+    return answers
 
 
 def _sources(library: Path) -> Iterator[tuple[str, Path]]:
