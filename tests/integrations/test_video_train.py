@@ -12,7 +12,7 @@ import torch
 
 from ebbtide.base.errors import DataError, EbbtideError
 from ebbtide_recipes.skeleton import run
-from ebbtide_recipes.video import latents
+from ebbtide_recipes.video import clips, latents, shapes
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.recipe import RECIPE
 from tests.helpers import video_pipelines
@@ -141,6 +141,24 @@ def test_a_pipeline_is_trained_sampled_and_saved_as_diffusers_loads_it(pipeline:
     parts = next(event for event in events(tmp_path) if event["event"] == "parts")
     assert parts["optimizer_bytes"] > parts["weights"]["transformer"] == parts["gradient_bytes"] > 0
     assert [event["step"] for event in events(tmp_path) if event["event"] == "sample"] == [0, 2, 3]
+
+
+@slow
+@pytest.mark.parametrize("kind", ["drawn", "file"])
+def test_a_few_clips_are_learned_by_heart(kind: str, tmp_path: Path) -> None:
+    dataset = "builtin:moving-shapes#2"
+    if kind == "file":
+        (tmp_path / "clips").mkdir()
+        drawn = shapes.draw(shapes.clips(3, 1)[0], 12, 48, 64)
+        clips.write(tmp_path / "clips" / "one.mp4", drawn, rate=12)
+        (tmp_path / "clips" / "one.txt").write_text("a shape that moves")
+        dataset = str(tmp_path / "clips")
+    options = {"dataset": (dataset,), "max_steps": 150, "learning_rate": 3e-3, "warmup_ratio": 0.1, **OURS}
+    losses = train(tmp_path / "run", **options, height=16, width=16, samples=1, sampler_steps=4)
+    print(sum(losses[:10]) / 10, sum(losses[-10:]) / 10)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    sheets = [(tmp_path / "run" / "samples" / f"step-{step:06d}.png").read_bytes() for step in (0, 150)]
+    assert sheets[0] != sheets[1]
 
 
 @slow
