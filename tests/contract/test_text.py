@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import tomllib
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import SUITES as GPU_SUITES
-from ebbtide_recipes.sft.config import ALIASES
+from ebbtide.cli.recipe import RECIPES
 from tests.contract.cli_surface import frozen
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,12 @@ def unknown_goals(text: str) -> list[str]:
     return sorted(named - goals())
 
 
+def aliases(recipe: str) -> set[str]:
+    """Return the other names of a recipe's flags."""
+    config = importlib.import_module(f"ebbtide_recipes.{recipe}.config")
+    return set(getattr(config, RECIPES[recipe]).aliases)
+
+
 def unknown_words(text: str) -> list[str]:
     """Verbs and options of ebbtide that a document names and the command line does not have.
 
@@ -77,8 +84,8 @@ def unknown_words(text: str) -> list[str]:
             found.append(f"ebbtide {verb}")
             continue
         names = {n.replace("-", "_") for n in re.findall(r"(?<=\s)--([a-z][\w-]*)", rest)} - {"help", "version"}
-        taken = set(known[verb]) | (set(known["sft"]) if verb == "compare" else set())
-        taken |= set(ALIASES) if verb == "sft" else set()
+        recipes = [verb] if verb in RECIPES else list(RECIPES) if verb == "compare" else []
+        taken = set(known[verb]).union(*(set(known[recipe]) | aliases(recipe) for recipe in recipes))
         found += [f"ebbtide {verb} --{name}" for name in sorted(names - taken)]
     return found
 

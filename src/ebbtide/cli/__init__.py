@@ -57,6 +57,7 @@ def _recipe(does: str) -> Verb:
 VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
     "grpo": _recipe("reinforcement of a language model by functions that reward its completions"),
+    "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),

@@ -223,6 +223,8 @@ def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> li
     flags += ["--output_dir", str(folder)]
     if recipe in RECIPES and "save" not in _names(arguments):
         flags += ["--save", "false"]
+    if recipe == "video" and "samples" not in _names(arguments):
+        flags += ["--samples", "0"]  # what is compared is training
     return flags
 
 
@@ -320,9 +322,9 @@ def run(argv: Sequence[str]) -> int:
     recipe = _recipe(rest)
     parser = Parser(
         prog="ebbtide compare",
-        usage=f"%(prog)s [{'|'.join(RECIPES)}] [file.yaml] [--modes A,B] [--rounds N] [--out DIR]\n"
-        "                       [flags of the recipe]",
-        description="The same few steps of a recipe in fresh processes under several modes. "
+        usage="%(prog)s [RECIPE] [file.yaml] [--modes A,B] [--rounds N]\n"
+        "                       [--out DIR] [flags of the recipe]",
+        description=f"The same few steps of a recipe ({', '.join(RECIPES)}) in fresh processes under several modes. "
         f"Every other argument goes to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
         f"--num_train_epochs or a file, each takes {DEFAULT_STEPS} steps.",
     )

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbtide.cli.arguments import read_arguments
 
-RECIPES: Mapping[str, str] = {"sft": "SftConfig", "grpo": "GrpoConfig"}
+RECIPES: Mapping[str, str] = {"sft": "SftConfig", "grpo": "GrpoConfig", "video": "VideoConfig"}
 """Each recipe's name and the name of its config class."""
 
 _SKELETON = "ebbtide_recipes.skeleton"

@@ -40,8 +40,11 @@ class Recipe(ABC, Generic[ConfigT]):
         """
 
     @abstractmethod
-    def prepare(self, config: ConfigT) -> RecordedTrainer:
+    def prepare(self, config: ConfigT) -> RecordedTrainer | None:
         """Load model and data, and make the trainer. What can be refused comes before what takes long.
+
+        Returns:
+            The trainer; ``None`` where the flags ask for preparation alone, and nothing is to be trained.
 
         Raises:
             EbbtideError: The model or the data cannot be used.

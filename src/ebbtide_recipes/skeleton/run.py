@@ -55,7 +55,7 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         carry_out(recipe, config, folder)
 
 
-def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> RecordedTrainer:
+def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> RecordedTrainer | None:
     """Prepare, train and save, and record it; what ``main`` does once inputs are checked and the log is open.
 
     Args:
@@ -64,14 +64,15 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
         folder: As ``claim`` returned it.
 
     Returns:
-        The trainer, done.
+        The trainer, done; ``None`` where the recipe had nothing to train.
     """
     prepared = False
     try:
         with _record(recipe, config, folder):
             trainer = _prepared(recipe, config)
-            prepared = True
-            _train(recipe, config, trainer, folder)
+            if trainer is not None:
+                prepared = True
+                _train(recipe, config, trainer, folder)
             return trainer
     finally:
         if not prepared and launch.is_main():
@@ -190,14 +191,15 @@ def _put_aside(config: RecipeConfig, folder: Path) -> None:
             checkpoints.remove(path) if path.is_dir() else path.unlink()
 
 
-def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer:
+def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer | None:
     """Load model and data, and make the trainer, between the edges of the phase ``load``."""
     from transformers import PrinterCallback
 
     BUS.emit("phase", name="load", edge="begin", step=0)
     trainer = recipe.prepare(config)
-    trainer.config = config
-    trainer.remove_callback(PrinterCallback)
+    if trainer is not None:
+        trainer.config = config
+        trainer.remove_callback(PrinterCallback)
     BUS.emit("phase", name="load", edge="end", step=0)
     return trainer
 

@@ -1,0 +1,85 @@
+"""The whole run: what its memory held, what each phase took, and the samples that it made."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ebbtide.report.run import Run
+from ebbtide.report.table import Table, measured, size
+
+_MOST = 6
+"""Sheets that a report shows of one run; a report stays one file that mails and browsers take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sheet:
+    """A contact sheet of samples.
+
+    Attributes:
+        title: The run, and how many steps it had done.
+        image: A data URI; empty if the file is not there any more.
+        note: What the reader should know of it.
+    """
+
+    title: str
+    image: str
+    note: str
+
+
+def holdings(runs: Sequence[Run]) -> Table:
+    """List what held memory once all of it was there: models, gradients, optimizer, activations."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        parts = run.all("parts")
+        if not parts:
+            continue
+        found = parts[-1]
+        weights = cast("dict[str, int]", found.get("weights") or {})
+        rows += [(run.name, f"weights: {name}", size(count)) for name, count in weights.items()]
+        for key, name in (
+            ("gradient_bytes", "gradients"),
+            ("optimizer_bytes", "optimizer"),
+            ("average_bytes", "moving average"),
+        ):
+            if found.get(key):
+                rows.append((run.name, name, size(found[key])))
+        rows.append((run.name, "activations, measured", size(measured(run.summary).get("activation_bytes"))))
+    return Table(columns=("mode", "part", "bytes"), rows=tuple(rows))
+
+
+def phases(runs: Sequence[Run]) -> Table:
+    """List the phases of the whole run: how often each ran, how long, and how high memory rose in it."""
+    rows: list[tuple[str, ...]] = []
+    for run in runs:
+        curve, spans = run.curve(), run.phases()
+        if not any(span.step is None for span in spans):
+            continue  # its phases are those of its steps: other parts of the report show them
+        for name in dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.begin)):
+            own = [span for span in spans if span.name == name]
+            within = [held for t, held in curve if any(span.begin <= t <= span.end for span in own)]
+            seconds = sum(span.end - span.begin for span in own)
+            rows.append((run.name, name, str(len(own)), f"{seconds:.2f} s", size(max(within, default=None))))
+    return Table(columns=("mode", "phase", "times", "in all", "highest memory"), rows=tuple(rows))
+
+
+def sheets(run: Run) -> list[Sheet]:
+    """Return the contact sheets of a run: the first, the last, and some between."""
+    events = run.all("sample")
+    if len(events) > _MOST:
+        events = [events[round(place * (len(events) - 1) / (_MOST - 1))] for place in range(_MOST)]
+    return [_sheet(run, event) for event in events]
+
+
+def _sheet(run: Run, event: dict[str, Any]) -> Sheet:
+    path = run.folder / str(event.get("sheet"))
+    note = "" if event.get("decoded", True) else "Three channels of the latents: there was no VAE to decode them."
+    if path.is_file():
+        image = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    else:
+        image, note = "", f"{event.get('sheet')} is not in the run folder any more."
+    step = event.get("step")
+    title = f"{run.name}: before training" if step == 0 else f"{run.name}: after {step} steps"
+    return Sheet(title=title, image=image, note=note)

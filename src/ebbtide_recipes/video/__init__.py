@@ -1,0 +1,1 @@
+"""Flow-matching fine-tuning and distillation of diffusers' video transformers."""

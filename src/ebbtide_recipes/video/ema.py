@@ -1,0 +1,108 @@
+"""A moving average of the trained weights, kept in checkpoints, used for samples and for the model that is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback
+
+from ebbtide.base.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class Average(TrainerCallback):
+    """Averages the trained parameters after every step. Each process averages its own shards.
+
+    Args:
+        module: What is trained, as it is before it is sharded.
+        decay: Share of the average that a step keeps.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, decay: float) -> None:
+        self._module, self._decay = module, decay
+        self._average: Any = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the average."""
+        return sum(_local(t).nbytes for t in self._average.shadow_params) if self._average is not None else 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin with the weights there are, unless a checkpoint was loaded before."""
+        self._begin()
+
+    def _begin(self) -> None:
+        from diffusers.training_utils import EMAModel
+
+        if self._average is None:
+            self._average = EMAModel(self._parameters(), decay=self._decay)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take the weights of this step in."""
+        self._average.step(self._parameters())
+
+    def save(self, folder: Path, rank: int) -> None:
+        """Write this process's part of the average into a checkpoint."""
+        from safetensors.torch import save_file
+
+        tensors = {str(n): _local(t).contiguous().cpu() for n, t in enumerate(self._average.shadow_params)}
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / _file(rank), metadata={"steps": str(self._average.optimization_step)})
+
+    @contextmanager
+    def in_place(self) -> Generator[None, None, None]:
+        """Put the average in the place of the weights for a while."""
+        if self._average is None:
+            yield
+            return
+        self._average.store(self._parameters())
+        self._average.copy_to(self._parameters())
+        try:
+            yield
+        finally:
+            self._average.restore(self._parameters())
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+
+    def load(self, folder: Path, rank: int) -> None:
+        """Read this process's part of the average from a checkpoint.
+
+        Raises:
+            DataError: It is not there, or not of these weights.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = folder / _file(rank)
+        self._begin()
+        try:
+            with safe_open(path, framework="pt") as opened, torch.no_grad():
+                self._average.optimization_step = int(opened.metadata()["steps"])
+                for number, tensor in enumerate(self._average.shadow_params):
+                    local = _local(tensor)
+                    local.copy_(opened.get_tensor(str(number)).to(local))
+        except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+            raise DataError(
+                f"{path} holds no average of these weights: {str(error)[:200]}",
+                expected="what a run with --ema_decay, as many processes and the same training type wrote",
+                hint="leave --ema_decay out, or resume with as many processes as wrote the checkpoint",
+            ) from error
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's part of a sharded tensor; any other as it is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _file(rank: int) -> str:
+    return f"ema-{rank}.safetensors"

@@ -1,0 +1,360 @@
+"""The families of video transformers: how each is called, how its latents are laid out, what its text encoders return.
+
+[Note: one prediction for training and sampling]
+``Family.predict`` takes latents ``[B, C, F, H, W]``, a timestep ``[B]`` in the scheduler's units and the tensors of the
+captions, and returns the transformer's prediction in the layout of the latents. The training objective and the sampler
+both go through it, and a test compares it bitwise with diffusers' own pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+
+Text = dict[str, torch.Tensor]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Condition:
+    """What a prediction depends on besides latents, timestep and text.
+
+    Attributes:
+        frame_rate: Frames a second of the clips.
+        guidance: Embedded guidance scale, for transformers that were distilled from guided ones.
+        ratios: Pixels for one latent: in time, and along each side.
+    """
+
+    frame_rate: float = 16.0
+    guidance: float = 6.0
+    ratios: tuple[int, int] = (4, 8)
+
+
+class Family:
+    """A family of transformers; the base class is called as Wan's is."""
+
+    name: ClassVar[str]
+    transformer: ClassVar[str]
+    pipelines: ClassVar[tuple[str, ...]]
+    text: ClassVar[tuple[str, ...]] = ("prompt_embeds",)
+    """Names of the tensors that the pipeline's ``encode_prompt`` returns, in its order."""
+    text_places: ClassVar[tuple[int, ...]] = (0,)
+    """Where they stand in what it returns."""
+    text_length: ClassVar[int] = 512
+    size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
+    """Frames, height and width that its pipeline makes by default."""
+    velocity: ClassVar[bool] = True
+    """Whether the target is flow matching's velocity; else the v-prediction of a diffusion scheduler."""
+
+    def predict(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
+    ) -> torch.Tensor:
+        """Return the transformer's prediction, ``[B, C, F, H, W]``; see the note at the head of this file."""
+        return transformer(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=text["prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    def ratios(self, vae: Config) -> tuple[int, int]:
+        """Return how many frames, and pixels along a side, make one latent, from the VAE's config."""
+        return int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
+
+    def vae_channels(self, vae: Config) -> int:
+        """Return the channels of the VAE's latents."""
+        return int(vae["z_dim"])
+
+    def channels(self, transformer: Config) -> int:
+        """Return the channels of the latents that a transformer takes."""
+        return int(transformer["in_channels"])
+
+    def patch(self, transformer: Config) -> tuple[int, int]:
+        """Return how many latents, in time and along a side, make one token."""
+        size = transformer["patch_size"]
+        if isinstance(size, int):
+            return int(transformer.get("patch_size_t") or 1), size
+        return int(size[0]), int(size[1])
+
+    def check(self, transformer: Config, index: Config) -> None:
+        """Refuse transformers of the family that this recipe cannot train.
+
+        Raises:
+            DataError: The pipeline is of such a kind.
+        """
+
+    def encode(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """Return latents in the scale that the transformer knows: the mean of the VAE's distribution, not a draw.
+
+        Args:
+            vae: The pipeline's VAE.
+            pixels: ``[B, 3, F, H, W]`` from -1 to 1.
+        """
+        latents = vae.encode(pixels, return_dict=False)[0].mode().float()
+        mean, std, factor = _statistics(latents, vae)
+        return (latents - mean) * factor / std
+
+    def decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        """Return pixels of latents that ``encode`` or the sampler returned."""
+        mean, std, factor = _statistics(latents, vae)
+        return self._decode(vae, (latents * std / factor + mean).to(vae.dtype)).float()
+
+    def _decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        return vae.decode(latents, return_dict=False)[0]
+
+
+class Wan(Family):
+    """Wan 2.1 and 2.2 text-to-video."""
+
+    name = "wan"
+    transformer = "WanTransformer3DModel"
+    pipelines = ("WanPipeline",)
+
+    def check(self, transformer: Config, index: Config) -> None:
+        """Refuse Wan 2.2's pair of transformers, one for each half of the noise levels."""
+        if index.get("boundary_ratio") is not None:
+            raise DataError(
+                f"the pipeline has two transformers (boundary_ratio {index['boundary_ratio']})",
+                expected="a pipeline with one transformer",
+                hint="Wan 2.1 and Wan 2.2 TI2V-5B have one; Wan 2.2 A14B has two, which this release does not train",
+            )
+
+
+class HunyuanVideo(Family):
+    """HunyuanVideo text-to-video."""
+
+    name = "hunyuan_video"
+    transformer = "HunyuanVideoTransformer3DModel"
+    pipelines = ("HunyuanVideoPipeline",)
+    text = ("prompt_embeds", "pooled_prompt_embeds", "prompt_attention_mask")
+    text_places = (0, 1, 2)
+    text_length = 256
+    size = (129, 720, 1280)
+
+    def predict(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
+    ) -> torch.Tensor:
+        """Return the prediction; the guidance is embedded in thousandths, as the timestep is."""
+        guidance = torch.full((len(latents),), condition.guidance * 1000.0, dtype=latents.dtype, device=latents.device)
+        return transformer(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=text["prompt_embeds"],
+            encoder_attention_mask=text["prompt_attention_mask"],
+            pooled_projections=text["pooled_prompt_embeds"],
+            guidance=guidance,
+            return_dict=False,
+        )[0]
+
+    def ratios(self, vae: Config) -> tuple[int, int]:
+        """Return the ratios as the config names them."""
+        return int(vae.get("temporal_compression_ratio") or 4), int(vae.get("spatial_compression_ratio") or 8)
+
+    def vae_channels(self, vae: Config) -> int:
+        """Return the channels of the VAE's latents."""
+        return int(vae["latent_channels"])
+
+
+class Ltx(HunyuanVideo):
+    """LTX-Video text-to-video; latents travel as a sequence of tokens."""
+
+    name = "ltx"
+    transformer = "LTXVideoTransformer3DModel"
+    pipelines = ("LTXPipeline",)
+    text = ("prompt_embeds", "prompt_attention_mask")
+    text_places = (0, 1)
+    text_length = 128
+    size = (161, 512, 704)
+
+    def predict(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
+    ) -> torch.Tensor:
+        """Return the prediction; latents are packed for the call and unpacked after it."""
+        from diffusers import LTXPipeline
+
+        frames, height, width = latents.shape[-3:]
+        in_time, along = condition.ratios
+        packed = transformer(
+            hidden_states=LTXPipeline._pack_latents(latents),
+            encoder_hidden_states=text["prompt_embeds"],
+            timestep=timestep,
+            encoder_attention_mask=text["prompt_attention_mask"],
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(in_time / condition.frame_rate, along, along),
+            return_dict=False,
+        )[0]
+        return LTXPipeline._unpack_latents(packed, frames, height, width)
+
+    def ratios(self, vae: Config) -> tuple[int, int]:
+        """Return the ratios that follow from patches and downsampling blocks."""
+        halvings = sum(map(bool, vae.get("spatio_temporal_scaling") or ()))
+        in_time = vae.get("temporal_compression_ratio") or int(vae.get("patch_size_t") or 1) * 2**halvings
+        along = vae.get("spatial_compression_ratio") or int(vae.get("patch_size") or 1) * 2**halvings
+        return int(in_time), int(along)
+
+    def _decode(self, vae: Any, latents: torch.Tensor) -> torch.Tensor:
+        if not vae.config.timestep_conditioning:
+            return vae.decode(latents, return_dict=False)[0]
+        return vae.decode(latents, latents.new_zeros(len(latents)), return_dict=False)[0]
+
+
+class CogVideoX(HunyuanVideo):
+    """CogVideoX text-to-video: a diffusion model; its target is the v-prediction of its scheduler."""
+
+    name = "cogvideox"
+    transformer = "CogVideoXTransformer3DModel"
+    pipelines = ("CogVideoXPipeline",)
+    text = ("prompt_embeds",)
+    text_places = (0,)
+    text_length = 226
+    size = (49, 480, 720)
+    velocity = False
+
+    def predict(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
+    ) -> torch.Tensor:
+        """Return the prediction; frames stand before channels in the call."""
+        from diffusers import CogVideoXPipeline
+
+        frames, height, width = latents.shape[-3:]
+        along = condition.ratios[1]
+        rotary = None
+        if transformer.config.use_rotary_positional_embeddings:
+            rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(
+                _Sized(transformer, along), height * along, width * along, frames, latents.device
+            )
+        return transformer(
+            hidden_states=latents.transpose(1, 2),
+            encoder_hidden_states=text["prompt_embeds"],
+            timestep=timestep,
+            image_rotary_emb=rotary,
+            return_dict=False,
+        )[0].transpose(1, 2)
+
+    def ratios(self, vae: Config) -> tuple[int, int]:
+        """Return the ratios; every block but the last halves the sides."""
+        return int(vae.get("temporal_compression_ratio") or 4), 2 ** (len(vae["block_out_channels"]) - 1)
+
+
+class Cosmos(Family):
+    """Cosmos-Predict 2.5: rectified flow from text; earlier Cosmos pipelines precondition their noise in other ways."""
+
+    name = "cosmos"
+    transformer = "CosmosTransformer3DModel"
+    pipelines = ("Cosmos2_5_PredictBasePipeline",)
+    size = (93, 704, 1280)
+
+    def predict(
+        self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
+    ) -> torch.Tensor:
+        """Return the prediction; no frame is given beforehand, so the condition's mask is zero."""
+        along = condition.ratios[1]
+        height, width = latents.shape[-2:]
+        return transformer(
+            hidden_states=latents,
+            condition_mask=torch.zeros_like(latents[:, :1]),
+            timestep=timestep / 1000.0,
+            encoder_hidden_states=text["prompt_embeds"],
+            padding_mask=latents.new_zeros(1, 1, height * along, width * along),
+            return_dict=False,
+        )[0]
+
+    def channels(self, transformer: Config) -> int:
+        """Return the channels of the latents; one more is the condition's mask."""
+        return int(transformer["in_channels"]) - 1
+
+    def check(self, transformer: Config, index: Config) -> None:
+        """Refuse a mask that is padded by torchvision where that is not installed."""
+        from ebbtide.base.extras import check_installed
+
+        if transformer.get("concat_padding_mask", True):
+            check_installed("torchvision", extra="video", use="a Cosmos transformer with a padding mask")
+
+
+FAMILIES: tuple[Family, ...] = (Wan(), HunyuanVideo(), Ltx(), CogVideoX(), Cosmos())
+
+
+def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
+    """Return the family of a pipeline.
+
+    Args:
+        transformer_class: ``_class_name`` of the transformer's config.
+        pipeline_class: ``_class_name`` of ``model_index.json``; ``None``: a transformer alone.
+
+    Raises:
+        DataError: The transformer or the pipeline is none that this recipe trains.
+    """
+    family = next((one for one in FAMILIES if one.transformer == transformer_class), None)
+    if family is None:
+        names = [one.transformer for one in FAMILIES]
+        raise DataError(
+            f"the transformer is a {transformer_class}",
+            expected=f"one of {', '.join(names)}",
+            hint=nearest(transformer_class, names) or "text-to-video transformers of diffusers are trained here",
+        )
+    if pipeline_class is not None and pipeline_class not in family.pipelines:
+        raise DataError(
+            f"the pipeline is a {pipeline_class}",
+            expected=f"{' or '.join(family.pipelines)}: text to video",
+            hint="pipelines that start from images, or that scale noise in another way, are not trained here",
+        )
+    return family
+
+
+def check_size(frames: int, height: int, width: int, *, ratios: tuple[int, int], patch: tuple[int, int]) -> None:
+    """Refuse a clip's size that makes no whole number of tokens.
+
+    Raises:
+        ConfigError: A side is not divisible, or the frames are none that the VAE makes whole latents of.
+    """
+    multiple = ratios[1] * patch[1]
+    for name, value in (("height", height), ("width", width)):
+        if value % multiple:
+            near = max(multiple, round(value / multiple) * multiple)
+            raise ConfigError(
+                f"{name} is {value}",
+                expected=f"a multiple of {multiple} ({ratios[1]} pixels a latent, {patch[1]} latents a token)",
+                hint=f"--{name} {near} is the nearest",
+            )
+    in_time = ratios[0]
+    if (frames - 1) % in_time or ((frames - 1) // in_time + 1) % patch[0]:
+        near = nearest_frames(frames, ratios=ratios, patch=patch)
+        raise ConfigError(
+            f"num_frames is {frames}",
+            expected=f"1 and a multiple of {in_time}" + (f", {patch[0]} latents a token" if patch[0] > 1 else ""),
+            hint=f"--num_frames {near} is the nearest",
+        )
+
+
+def nearest_frames(frames: int, *, ratios: tuple[int, int], patch: tuple[int, int]) -> int:
+    """Return the number of frames nearest to this one of which a VAE makes whole tokens; never 0."""
+    tokens = max(1, round(((frames - 1) / ratios[0] + 1) / patch[0]))
+    return (tokens * patch[0] - 1) * ratios[0] + 1
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """What CogVideoX's pipeline reads of itself to make rotary embeddings."""
+
+    transformer: Any
+    vae_scale_factor_spatial: int
+
+
+def _statistics(latents: torch.Tensor, vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
+    """Return mean, standard deviation and factor of a VAE's latents; LTX keeps the first two among its weights."""
+    buffers = dict(vae.named_buffers(recurse=False))
+
+    def shaped(name: str, absent: float) -> torch.Tensor | float:
+        values = buffers.get(name, vae.config.get(name))
+        if values is None:
+            return absent
+        return torch.as_tensor(values).to(latents).view(1, -1, 1, 1, 1)
+
+    return shaped("latents_mean", 0.0), shaped("latents_std", 1.0), float(vae.config.get("scaling_factor") or 1.0)

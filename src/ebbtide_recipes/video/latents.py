@@ -1,0 +1,344 @@
+"""Latents and embeddings on disk: made once, in phases of their own, and read while training.
+
+[Note: a folder of latents]
+``clip-000000.safetensors`` holds the latents of one clip, ``text-<hash>.safetensors`` the embeddings of one caption.
+``latents.json`` is written last and names them all, with the identity of the VAE and of the text encoders: a folder
+without it is unfinished, and latents of another VAE are refused. A run that makes latents loads the VAE and the text
+encoders one after the other, and frees each before training begins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ebbtide.base.errors import DataError, DiskFullError
+from ebbtide_recipes.video.buckets import Bucket, bucket_for
+from ebbtide_recipes.video.data import Clip
+from ebbtide_recipes.video.families import Text, check_size
+from ebbtide_recipes.video.source import Source, phase
+
+LOGGER = logging.getLogger("ebbtide.video")
+
+MANIFEST = "latents.json"
+_FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "Disk quota")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Making:
+    """How latents are made.
+
+    Attributes:
+        data: The data sets' names.
+        frames: Frames of a clip; with bucketing the most.
+        height: Pixels; with bucketing its product with the width is every bucket's area, nearly.
+        width: Pixels.
+        rate: Frames a second; ``None``: as recorded.
+        bucketing: Whether clips keep their proportions and lengths. See [Note: buckets].
+        text_length: Tokens of a caption; ``None``: the family's.
+        seed: Seed of clips that are drawn.
+    """
+
+    data: tuple[str, ...]
+    frames: int
+    height: int
+    width: int
+    rate: float | None = None
+    bucketing: bool = False
+    text_length: int | None = None
+    seed: int = 42
+
+
+class Latents(Dataset[dict[str, Any]]):
+    """The clips of a folder of latents.
+
+    Args:
+        folder: Holds ``latents.json``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.manifest = _manifest(folder)
+        self.items: list[Mapping[str, Any]] = self.manifest["items"]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        item = self.items[index]
+        return {"latents": _read(self.folder / item["file"])["latents"], "text": self.text(item["caption"])}
+
+    def text(self, caption: str) -> Text:
+        """Return the embeddings of a caption."""
+        return _read(self.folder / _text_file(caption))
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Each clip's bucket."""
+        return [Bucket(item["frames"], item["height"], item["width"]) for item in self.items]
+
+
+def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a batch: latents ``[B, C, F, H, W]`` and the captions' tensors."""
+    text = {name: torch.stack([item["text"][name] for item in items]) for name in items[0]["text"]}
+    return {"latents": torch.stack([item["latents"] for item in items]), "text": text}
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a folder holds latents that were made to the end."""
+    return (folder / MANIFEST).is_file()
+
+
+def matches(folder: Path, source: Source, making: Making) -> bool:
+    """Whether a folder's latents are those that these settings would make."""
+    return is_made(folder) and _without_name(_manifest(folder)["request"]) == _without_name(_request(source, making))
+
+
+def check(folder: Path, source: Source) -> None:
+    """Refuse latents that another VAE or other text encoders made.
+
+    Raises:
+        DataError: Their identity, or their channels, differ.
+    """
+    manifest = _manifest(folder)
+    made = manifest["request"]
+    for what, key, now in (
+        ("VAE", "vae", source.vae_identity()),
+        ("text encoders", "text_encoder", source.text_identity()),
+    ):
+        if now is not None and made[key] != now:
+            raise DataError(
+                f"{folder} holds latents that other {what} made ({made['model']}: {str(made[key])[:12]})",
+                expected=f"{what} of {source.name}: {now[:12]}",
+                hint="name another --latents_dir, and the data to make them from, or the pipeline that made these",
+            )
+    if made["family"] != source.family.name or manifest["channels"] != source.channels:
+        raise DataError(
+            f"{folder} holds latents of {made['family']} with {manifest['channels']} channels",
+            expected=f"latents of {source.family.name} with {source.channels} channels",
+            hint="name another --latents_dir, and the data to make them from",
+        )
+
+
+def make(
+    clips: Sequence[Clip],
+    folder: Path,
+    source: Source,
+    making: Making,
+    *,
+    captions: Sequence[str] = (),
+    device: torch.device,
+    dtype: torch.dtype,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Write latents and embeddings of clips; ``finish`` names them.
+
+    Args:
+        clips: The clips.
+        folder: Where they are written.
+        source: The pipeline.
+        making: How.
+        captions: Further captions to embed.
+        device: Where the VAE and the text encoders run.
+        dtype: Of their weights.
+        share: Of this process: its number and the number of processes.
+
+    Raises:
+        DataError: A clip cannot be read or is too short; the pipeline has no VAE or text encoder.
+        ConfigError: The size makes no whole number of tokens.
+        DiskFullError: The disk is full.
+    """
+    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
+    folder.mkdir(parents=True, exist_ok=True)
+    request = _hash(json.dumps(_request(source, making), sort_keys=True))
+    mine, step = share
+    wanted = sorted({clip.caption for clip in clips} | set(captions) | {""})[mine::step]
+    absent = [caption for caption in wanted if not _done(folder / _text_file(caption), request)]
+    if absent:
+        with phase("text_encoder"), torch.no_grad():
+            texts = source.encode(absent, length=making.text_length, device=device, dtype=dtype)
+            for caption, text in zip(absent, texts, strict=True):
+                _write(folder / _text_file(caption), text, request)
+    with phase("vae"), torch.no_grad():
+        vae = source.vae(dtype).to(device)
+        for number in range(mine, len(clips), step):
+            path = folder / _clip_file(number)
+            if not _done(path, request):
+                bucket = _bucket(clips[number], source, making)
+                film = clips[number].pixels(
+                    frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate
+                )
+                made = source.family.encode(vae, film[None].to(device, dtype))[0].cpu()
+                _write(path, {"latents": made.contiguous()}, request)
+        del vae
+
+
+def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> None:
+    """Name the latents that were written, once all processes have written theirs. See [Note: a folder of latents]."""
+    items: list[dict[str, Any]] = []
+    for number, clip in enumerate(clips):
+        latents = _read(folder / _clip_file(number))["latents"]
+        bucket = dict(zip(("frames", "height", "width"), latents.shape[1:], strict=True))
+        items.append({"file": _clip_file(number), "caption": clip.caption, "clip": clip.name, **bucket})
+    manifest = {
+        "schema": 1,
+        "request": _request(source, making),
+        "channels": int(_read(folder / _clip_file(0))["latents"].shape[0]),
+        "items": items,
+    }
+    draft = folder / f"{MANIFEST}.part"
+    draft.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+    draft.replace(folder / MANIFEST)
+
+
+def clear(folder: Path, source: Source, making: Making) -> None:
+    """Remove latents that were made with other settings; nothing else in the folder."""
+    (folder / MANIFEST).unlink(missing_ok=True)
+    request = _hash(json.dumps(_request(source, making), sort_keys=True))
+    for path in (*folder.glob("clip-*.safetensors"), *folder.glob("text-*.safetensors")):
+        if not _done(path, request):
+            path.unlink()
+
+
+def add_captions(
+    folder: Path,
+    source: Source,
+    captions: Sequence[str],
+    *,
+    length: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Embed captions that a folder of latents lacks: prompts of samples."""
+    absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]
+    if absent:
+        with phase("text_encoder"), torch.no_grad():
+            for caption, text in zip(
+                absent, source.encode(absent, length=length, device=device, dtype=dtype), strict=True
+            ):
+                _write(folder / _text_file(caption), text, "")
+
+
+def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
+    """Return the frames and size that a clip is brought to."""
+    largest = Bucket(making.frames, making.height, making.width)
+    shape = clip.shape(most=making.frames, rate=making.rate) if making.bucketing else None
+    if shape is None:
+        return largest
+    bucket = bucket_for(shape, largest, ratios=source.ratios, patch=source.patch)
+    if bucket is None:
+        raise DataError(
+            f"{clip.name} has {shape.frames} frames",
+            expected=f"{(source.patch[0] - 1) * source.ratios[0] + 1} or more: one token",
+            hint="take the clip out of the data",
+        )
+    return bucket
+
+
+def _request(source: Source, making: Making) -> dict[str, Any]:
+    """Return everything that latents depend on."""
+    return {
+        "model": source.name,
+        "family": source.family.name,
+        "vae": source.vae_identity(),
+        "text_encoder": source.text_identity(),
+        "data": list(making.data),
+        "size": [making.frames, making.height, making.width],
+        "rate": making.rate,
+        "bucketing": making.bucketing,
+        "text_length": making.text_length or source.family.text_length,
+        "seed": making.seed,
+    }
+
+
+def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out where the pipeline lay: its parts are told apart by their identities."""
+    return {key: value for key, value in request.items() if key != "model"}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if said["items"] and said["request"]["family"]:
+            return said
+        found = "names no clip"
+    except FileNotFoundError:
+        found = "is not there"
+    except (OSError, ValueError, KeyError, TypeError):
+        found = "cannot be read"
+    raise DataError(
+        f"{path} {found}",
+        expected=f"{MANIFEST}, which is written when all latents of a folder are",
+        hint="make them with --preprocess_only true, --data and this --latents_dir",
+    )
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        DiskFullError: There was no room.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    draft = path.with_suffix(".part")
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, draft, metadata={"request": request})
+        draft.replace(path)
+    except (OSError, SafetensorError) as error:
+        draft.unlink(missing_ok=True)
+        if not any(word in str(error) for word in _FULL_WORDS):
+            raise
+        free = shutil.disk_usage(path.parent).free
+        raise DiskFullError(
+            f"{path} could not be written: {str(error)[:200]}",
+            expected=f"room for latents in {path.parent} ({free / 2**20:.0f} MiB are free)",
+            hint="free some space, name another --latents_dir, or use fewer or smaller clips; what was made is kept",
+        ) from error
+
+
+def _read(path: Path) -> Text:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{path} cannot be read: {str(error)[:200]}",
+            expected=f"a file that {MANIFEST} beside it names",
+            hint=f"remove {MANIFEST} and make the latents anew from --data",
+        ) from error
+
+
+def _done(path: Path, request: str) -> bool:
+    """Whether an earlier, interrupted making with the same settings wrote this file."""
+    from safetensors import safe_open
+
+    if not path.is_file():
+        return False
+    with safe_open(path, framework="pt") as opened:
+        return (opened.metadata() or {}).get("request") == request
+
+
+def _clip_file(number: int) -> str:
+    return f"clip-{number:06d}.safetensors"
+
+
+def _text_file(caption: str) -> str:
+    return f"text-{_hash(caption)}.safetensors"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,165 @@
+"""The loss of fine-tuning: flow matching's velocity, or a diffusion scheduler's v-prediction.
+
+[Note: draws]
+Timesteps and noise are drawn inside the forward, from the device's own generator. The trainer keeps its state in every
+checkpoint, so that a resumed run draws what the interrupted one would have drawn; activation checkpointing re-runs
+blocks, never this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ebbtide_recipes.video.families import Condition, Family, Text
+
+STEPS = 1000
+"""Timesteps of a whole trajectory, in every scheduler that these families come with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How timesteps are drawn and weighted.
+
+    Attributes:
+        scheme: ``uniform``, ``logit_normal`` or ``mode``: the density of the noise levels.
+        logit_mean: Of the logit-normal density.
+        logit_std: Of the logit-normal density.
+        mode_scale: Of the density ``mode``.
+        shift: Moves noise levels up: ``shift * s / (1 + (shift - 1) * s)``; 1 leaves them.
+        caption_dropout: Share of the clips that are trained with the empty caption.
+    """
+
+    scheme: str = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    mode_scale: float = 1.29
+    shift: float = 3.0
+    caption_dropout: float = 0.0
+
+    def sigmas(self, count: int, device: torch.device) -> torch.Tensor:
+        """Draw ``count`` noise levels between 0 and 1, as float32."""
+        from diffusers.training_utils import compute_density_for_timestep_sampling
+
+        drawn = compute_density_for_timestep_sampling(
+            self.scheme, count, self.logit_mean, self.logit_std, self.mode_scale, device=device
+        )
+        return self.shift * drawn / (1 + (self.shift - 1) * drawn)
+
+
+class Denoiser(nn.Module):
+    """What fine-tuning and distillation share: a transformer, how it is called, and how noise is mixed in.
+
+    Args:
+        transformer: The transformer that is trained.
+        family: Its family.
+        condition: What predictions depend on besides latents and text.
+        draws: How timesteps are drawn.
+        scheduler: The pipeline's scheduler.
+        empty: Embeddings of the empty caption.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        family: Family,
+        condition: Condition,
+        draws: Draws,
+        scheduler: Any,
+        *,
+        empty: Text | None = None,
+    ) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.family, self.condition, self.draws, self.scheduler = family, condition, draws, scheduler
+        self.empty: Text = dict(empty or {})
+        self._no_split_modules = [
+            name
+            for name in getattr(transformer, "_no_split_modules", None) or ()
+            if any(type(module).__name__ == name for module in transformer.modules())
+        ]
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Let diffusers checkpoint the blocks of the transformers that are trained; it is non-reentrant by itself."""
+        for part in self.children():
+            if any(parameter.requires_grad for parameter in part.parameters()):
+                part.enable_gradient_checkpointing()
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+    """What transformers before 5.20 calls it."""
+
+    def predict(self, part: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text) -> torch.Tensor:
+        """Return a transformer's prediction in float32."""
+        dtype = part.dtype
+        cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
+        return self.family.predict(part, latents.to(dtype), timestep, cast, self.condition).float()
+
+    def dropped(self, text: Text) -> Text:
+        """Put the empty caption in place of some captions."""
+        if not self.draws.caption_dropout:
+            return text
+        some = next(iter(text.values()))
+        without = torch.rand(len(some), device=some.device) < self.draws.caption_dropout
+        return {
+            name: torch.where(without.view(-1, *[1] * (value.dim() - 1)), self.empty[name].to(value), value)
+            for name, value in text.items()
+        }
+
+
+class FineTuning(Denoiser):
+    """A transformer and its loss."""
+
+    def forward(
+        self, latents: torch.Tensor, text: Text, timestep: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the loss of a batch, or with a timestep the prediction.
+
+        Sampling comes through here too: under FSDP the outermost module gathers the weights that belong to no block.
+
+        Args:
+            latents: ``[B, C, F, H, W]``.
+            text: The captions' tensors.
+            timestep: ``[B]``; then ``latents`` are noisy already.
+        """
+        if timestep is not None:
+            return {"prediction": self.predict(self.transformer, latents, timestep, text)}
+        text = self.dropped(text)
+        latents = latents.float()
+        if self.family.velocity:
+            return {"loss": self._flow(latents, text)}
+        return {"loss": self._diffusion(latents, text)}
+
+    def _flow(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
+        sigmas = self.draws.sigmas(len(latents), latents.device)
+        noise = torch.randn_like(latents)
+        predicted = self.predict(self.transformer, mix(latents, noise, sigmas), sigmas * STEPS, text)
+        return nn.functional.mse_loss(predicted, noise - latents)
+
+    def _diffusion(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
+        """Return the loss of the v-prediction, at timesteps of the scheduler.
+
+        diffusers' CogVideoX script weights the error of the clean latents by 1 / (1 - alphas_cumprod): the same loss.
+        """
+        last = self.scheduler.config.num_train_timesteps
+        timesteps = torch.randint(0, last, (len(latents),), device=latents.device)
+        noise = torch.randn_like(latents)
+        noisy = self.scheduler.add_noise(latents, noise, timesteps)
+        target = self.scheduler.get_velocity(latents, noise, timesteps)
+        return nn.functional.mse_loss(self.predict(self.transformer, noisy, timesteps, text), target)
+
+
+def mix(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+    """Return ``(1 - sigma) * latents + sigma * noise``, a sigma for each clip."""
+    level = sigmas.view(-1, *[1] * (latents.dim() - 1))
+    return (1 - level) * latents + level * noise
+
+
+def shift_of(scheduler: Any) -> float:
+    """Return the shift that a pipeline's scheduler samples with; 3 where it depends on the size of the clip."""
+    config = scheduler.config
+    if config.get("use_dynamic_shifting"):
+        return 3.0
+    return float(config.get("flow_shift") or config.get("shift") or 1.0)

@@ -1,0 +1,246 @@
+"""The recipe ``video``: latents, transformers and trainer from a config."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton.recipe import Recipe
+from ebbtide_recipes.video.config import VideoConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from ebbtide_recipes.video.latents import Latents, Making
+    from ebbtide_recipes.video.objective import Denoiser
+    from ebbtide_recipes.video.source import Source
+    from ebbtide_recipes.video.trainer import Showing, VideoTrainer
+
+LOGGER = logging.getLogger("ebbtide.video")
+
+
+class Video(Recipe[VideoConfig]):
+    """Fine-tuning and distillation of video transformers."""
+
+    name = "video"
+    packages = ("torch", "transformers", "diffusers", "peft", "accelerate", "av", "PIL", "rich", "psutil")
+    extra = "video"
+
+    def check(self, config: VideoConfig) -> None:
+        """Refuse pipelines, sizes, data and latents that cannot be.
+
+        Raises:
+            EbbtideError: One of them cannot be.
+        """
+        from ebbtide_recipes.video import data, latents
+        from ebbtide_recipes.video.source import is_local, open_source
+
+        folder = _latents_folder(config)
+        ready = config.latents_dir is not None and latents.is_made(folder)
+        if not ready:
+            for name in config.dataset:
+                data.checked(name)
+        if is_local(config.model):
+            source = open_source(config.model, seed=config.seed)
+            if ready:
+                latents.check(folder, source)
+            else:
+                _check_size(_making(config, source), source)
+        if config.backwards == 2 and (config.nproc_per_node or launch.world_size()) > 1:
+            raise ConfigError(
+                "backwards is 2 with several processes",
+                expected="one backward: their gradients are averaged in it",
+                hint="leave --backwards out",
+            )
+
+    def prepare(self, config: VideoConfig) -> VideoTrainer | None:
+        """Make latents where there are none yet; then load the transformers and make the trainer.
+
+        Returns:
+            The trainer; ``None`` where nothing is to be trained.
+
+        Raises:
+            EbbtideError: The pipeline, the data or the latents cannot be used.
+        """
+        from accelerate import PartialState
+
+        from ebbtide_recipes.video import trainer
+        from ebbtide_recipes.video.source import open_source, quiet_bars
+
+        options = trainer.arguments(config)  # also joins the other ranks
+        launch.check_device(config)
+        quiet_bars()
+        with PartialState().main_process_first():  # what is fetched is so once
+            source = open_source(config.model, seed=config.seed)
+        dataset = _latents(config, source, options.device)
+        if config.preprocess_only:
+            return None
+        module = _module(config, source, dataset)
+        return trainer.build(config, module, dataset, _showing(config, source, dataset), options)
+
+    def finish(self, config: VideoConfig, trainer: Any, folder: Path) -> None:
+        """Sample the trained transformer."""
+        trainer.show()
+
+
+RECIPE = Video()
+
+
+def _dtype(config: VideoConfig) -> torch.dtype:
+    import torch
+
+    from ebbtide_recipes.skeleton.precision import dtype_name
+
+    return getattr(torch, dtype_name(config.torch_dtype))
+
+
+def _latents_folder(config: VideoConfig) -> Path:
+    given = config.latents_dir
+    return Path(given).expanduser() if given is not None else Path(config.output_dir).expanduser() / "latents"
+
+
+def _making(config: VideoConfig, source: Source) -> Making:
+    from ebbtide_recipes.video.latents import Making
+
+    frames, height, width = source.default_size
+    return Making(
+        data=config.dataset,
+        frames=config.num_frames or frames,
+        height=config.height or height,
+        width=config.width or width,
+        rate=config.frame_rate,
+        bucketing=config.bucketing,
+        text_length=config.text_length,
+        seed=config.seed,
+    )
+
+
+def _check_size(making: Making, source: Source) -> None:
+    from ebbtide_recipes.video.families import check_size
+
+    check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
+
+
+def _latents(config: VideoConfig, source: Source, device: torch.device) -> Latents:
+    """Return the latents to train on; make them where there are none yet, every process a share of them."""
+    from accelerate import PartialState
+
+    from ebbtide_recipes.video import data, latents
+
+    state, folder, making = PartialState(), _latents_folder(config), _making(config, source)
+    same = latents.is_made(folder) and latents.matches(folder, source, making)
+    if latents.is_made(folder) and config.latents_dir is not None:
+        latents.check(folder, source)
+        if not same:
+            LOGGER.warning("%s was made with other flags: its clips and sizes are what is trained on", folder)
+        same = True
+    state.wait_for_everyone()  # before one of them begins to write
+    if not same:
+        clips = data.load(config.dataset, seed=config.seed)
+        if state.is_main_process:
+            latents.clear(folder, source, making)
+        state.wait_for_everyone()
+        latents.make(
+            clips, folder, source, making, captions=config.sample_prompts or (), device=device, dtype=_dtype(config),
+            share=(state.process_index, state.num_processes),
+        )  # fmt: skip
+        state.wait_for_everyone()
+        if state.is_main_process:
+            latents.finish(clips, folder, source, making)
+            LOGGER.info("latents of %d clips are in %s", len(clips), folder)
+    elif config.sample_prompts and state.is_main_process:
+        length = config.text_length
+        latents.add_captions(folder, source, config.sample_prompts, length=length, device=device, dtype=_dtype(config))
+    state.wait_for_everyone()
+    return latents.Latents(folder)
+
+
+def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
+    """Load the transformers and put their loss around them."""
+    from ebbtide_recipes.video.distill import Distillation
+    from ebbtide_recipes.video.families import Condition
+    from ebbtide_recipes.video.objective import Draws, FineTuning, shift_of
+
+    dtype, scheduler = _dtype(config), source.scheduler()
+    shared: dict[str, Any] = {
+        "family": source.family,
+        "condition": Condition(
+            frame_rate=config.frame_rate or 16.0, guidance=config.embedded_guidance, ratios=source.ratios
+        ),
+        "draws": Draws(
+            scheme=config.timestep_sampling,
+            logit_mean=config.logit_mean,
+            logit_std=config.logit_std,
+            mode_scale=config.mode_scale,
+            shift=config.flow_shift or shift_of(scheduler),
+            caption_dropout=config.caption_dropout,
+        ),
+        "scheduler": scheduler,
+        "empty": dataset.text(""),
+    }
+    transformer = source.transformer(dtype).train()
+    if not config.distill:
+        if config.trains_adapters:
+            from ebbtide_recipes.video import adapters
+
+            adapters.put_on(transformer, config)
+        return _uniform(FineTuning(transformer, **shared), config, dtype)
+    teacher = _other(config, config.teacher or config.model, source, "teacher")
+    critic = _other(config, config.critic or config.teacher or config.model, source, "critic")
+    whole = Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
+    return _uniform(whole, config, dtype)
+
+
+def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
+    """Bring all weights to one type where FSDP gathers the parameters of a block in one piece."""
+    if config.fsdp_strategy != "none":
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return module
+
+
+def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
+    """Load a teacher or a critic.
+
+    Raises:
+        DataError: It is of another family than the student.
+    """
+    from ebbtide_recipes.video.source import open_source
+
+    other = open_source(name, seed=config.seed)
+    if not other.family.velocity or other.family.name != source.family.name or other.channels != source.channels:
+        raise DataError(
+            f"the {what} is {other.name}: {other.family.name} with {other.channels} channels",
+            expected=f"{source.family.name} with {source.channels} channels, as the student; trained by flow matching",
+            hint=f"--{what} with another pipeline of the student's family",
+        )
+    return other.transformer(_dtype(config))
+
+
+def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
+    from ebbtide_recipes.video.samples import Prompt, Sampling
+    from ebbtide_recipes.video.trainer import Showing
+
+    prompts: list[Prompt] = []
+    first = dataset[0]["latents"]
+    for number in range(config.samples):
+        if config.sample_prompts is not None:
+            if number < len(config.sample_prompts):
+                caption = config.sample_prompts[number]
+                prompts.append(Prompt(caption=caption, text=dataset.text(caption), shape=tuple(first.shape)))
+        elif number < len(dataset):
+            item, latents = dataset.items[number], dataset[number]
+            shape = tuple(latents["latents"].shape)
+            prompts.append(
+                Prompt(caption=item["caption"], text=latents["text"], shape=shape, reference=latents["latents"])
+            )
+    sampling = Sampling(
+        steps=config.sampler_steps,
+        guidance=config.guidance_scale,
+        rate=config.frame_rate or 16.0,
+        seed=config.seed,
+    )
+    return Showing(source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config))

@@ -1,0 +1,182 @@
+"""Samples: what the transformer makes of a caption now, as videos and a contact sheet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.base.events import BUS
+from ebbtide_recipes.video import clips
+from ebbtide_recipes.video.families import Text
+from ebbtide_recipes.video.source import Source, phase
+
+LOGGER = logging.getLogger("ebbtide.video")
+
+FOLDER = "samples"
+Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What a sample is made of.
+
+    Attributes:
+        caption: The caption.
+        text: Its tensors, without a batch.
+        shape: Of the latents: ``[C, F, H, W]``.
+        reference: Latents of the clip that the caption belongs to; ``None`` for a prompt of the user's.
+    """
+
+    caption: str
+    text: Text
+    shape: tuple[int, int, int, int]
+    reference: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How samples are made.
+
+    Attributes:
+        steps: Steps of the sampler.
+        guidance: Classifier-free guidance; 1 is none.
+        rate: Frames a second of the videos.
+        seed: Seed of the noise that they begin with.
+    """
+
+    steps: int = 20
+    guidance: float = 1.0
+    rate: float = 16.0
+    seed: int = 42
+
+
+def sample(
+    predict: Predict, scheduler: Any, prompt: Prompt, empty: Text, sampling: Sampling, device: torch.device
+) -> torch.Tensor:
+    """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes of noise.
+
+    The noise comes from a generator of its own, so that training draws the same numbers with samples and without.
+
+    Args:
+        predict: Returns the transformer's prediction of latents, timesteps and text.
+        scheduler: The pipeline's.
+        prompt: What to sample.
+        empty: Tensors of the empty caption, for guidance.
+        sampling: How.
+        device: The transformer's.
+    """
+    scheduler = type(scheduler).from_config(scheduler.config)  # a fresh one: schedulers keep their place
+    set_timesteps(scheduler, sampling.steps, tokens=prompt.shape[1] * prompt.shape[2] * prompt.shape[3], device=device)
+    generator = torch.Generator().manual_seed(sampling.seed)
+    latents = torch.randn(1, *prompt.shape, generator=generator).to(device)
+    text = {name: value[None].to(device) for name, value in prompt.text.items()}
+    without = {name: value[None].to(device) for name, value in empty.items()}
+    previous: Any = None
+    for number, timestep in enumerate(scheduler.timesteps):
+        times = timestep.expand(1)
+        scaled = scheduler.scale_model_input(latents, timestep) if hasattr(scheduler, "scale_model_input") else latents
+        predicted = predict(scaled, times, text)
+        if sampling.guidance != 1.0:
+            plain = predict(scaled, times, without)
+            predicted = plain + sampling.guidance * (predicted - plain)
+        if type(scheduler).__name__ == "CogVideoXDPMScheduler":
+            before = scheduler.timesteps[number - 1] if number else None
+            latents, previous = scheduler.step(
+                predicted, previous, timestep, before, latents, generator=generator, return_dict=False
+            )
+        else:
+            latents = scheduler.step(predicted, timestep, latents, return_dict=False)[0]
+    return latents
+
+
+def set_timesteps(scheduler: Any, steps: int, *, tokens: int, device: torch.device) -> None:
+    """Set a scheduler's timesteps as its family's pipeline does."""
+    import numpy
+    from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+
+    if type(scheduler).__name__ != "FlowMatchEulerDiscreteScheduler":
+        scheduler.set_timesteps(steps, device=device)
+        return
+    sigmas = numpy.linspace(1.0, 1 / steps, steps)
+    config = scheduler.config
+    if not config.get("use_dynamic_shifting"):
+        scheduler.set_timesteps(sigmas=sigmas, device=device)
+        return
+    names = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
+    shift = calculate_shift(tokens, *(config.get(name, default) for name, default in names.items()))
+    scheduler.set_timesteps(sigmas=sigmas, mu=shift, device=device)
+
+
+def write(
+    made: Sequence[torch.Tensor],
+    prompts: Sequence[Prompt],
+    source: Source,
+    folder: Path,
+    sampling: Sampling,
+    *,
+    step: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Path:
+    """Decode samples and write them: an .mp4 for each, and one contact sheet beside the clips they should resemble.
+
+    Args:
+        made: Latents ``[1, C, F, H, W]`` of each prompt.
+        prompts: The prompts.
+        source: Has the VAE; without one the first three channels of the latents are shown.
+        folder: The run's output folder.
+        sampling: How they were made.
+        step: Steps done.
+        device: Where the VAE runs.
+        dtype: Of its weights.
+
+    Returns:
+        The contact sheet.
+    """
+    places = folder / FOLDER
+    places.mkdir(parents=True, exist_ok=True)
+    decoded = source.vae_config is not None
+    films: list[tuple[str, torch.Tensor]] = []
+    videos: list[str] = []
+    with phase("vae"), torch.no_grad():
+        vae = source.vae(dtype).to(device) if decoded else None
+        for number, (latents, prompt) in enumerate(zip(made, prompts, strict=True)):
+            film = _film(latents, source, vae)
+            path = places / f"step-{step:06d}-{number}.mp4"
+            clips.write(path, film, rate=sampling.rate)
+            videos.append(f"{FOLDER}/{path.name}")
+            if prompt.reference is not None:
+                reference = prompt.reference[None].to(device)
+                films.append((f"clip: {prompt.caption}", _film(reference, source, vae)))
+            films.append((f"step {step}: {prompt.caption}", film))
+        del vae
+    page = places / f"step-{step:06d}.png"
+    clips.sheet(page, films)
+    if not decoded:
+        LOGGER.warning("the pipeline has no VAE: samples show three channels of the latents")
+    BUS.emit(
+        "sample",
+        step=step,
+        sheet=f"{FOLDER}/{page.name}",
+        videos=videos,
+        captions=[prompt.caption for prompt in prompts],
+        decoded=decoded,
+    )
+    LOGGER.info("samples after step %d are in %s", step, page)
+    return page
+
+
+def _film(latents: torch.Tensor, source: Source, vae: Any) -> torch.Tensor:
+    """Return bytes ``[F, H, W, 3]`` of latents."""
+    if vae is not None:
+        return clips.as_bytes(source.family.decode(vae, latents.to(next(iter(vae.parameters()), latents).device))[0])
+    shown = latents[0, :3].float()
+    shown = (
+        shown.expand(3, -1, -1, -1) if len(shown) == 1 else torch.nn.functional.pad(shown, (0,) * 7 + (3 - len(shown),))
+    )
+    return clips.as_bytes(shown / shown.abs().amax().clamp_min(1e-6))

@@ -1,0 +1,312 @@
+"""A pipeline's parts, each loaded for itself: transformer, VAE, text encoders, scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide.base.events import BUS
+from ebbtide_recipes.video.families import Family, Text, family_of
+
+LOGGER = logging.getLogger("ebbtide.video")
+
+INDEX = "model_index.json"
+_WEIGHTS = (".safetensors", ".bin")
+_PROBES, _PROBE_BYTES = 64, 1 << 16
+
+
+class Source:
+    """A pipeline folder in diffusers' layout.
+
+    Args:
+        folder: Holds ``transformer/`` and, for making latents and samples, ``vae/``, the text encoders and tokenizers,
+            ``scheduler/`` and ``model_index.json``.
+
+    Raises:
+        DataError: There is no transformer that this recipe trains.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = str(folder)
+        self.index = _index(folder)
+        self.transformer_config = self.config_of("transformer")
+        if self.transformer_config is None:
+            raise DataError(
+                f"{folder} has no transformer/config.json",
+                expected="diffusers' layout: transformer/, vae/, text_encoder/, scheduler/, model_index.json",
+                hint=_layout_hint(folder),
+            )
+        name = str(self.transformer_config.get("_class_name"))
+        self.family: Family = family_of(name, self.index.get("_class_name"))
+        self.family.check(self.transformer_config, self.index)
+        self.vae_config = self.config_of("vae")
+        self._check_channels()
+
+    def config_of(self, part: str) -> dict[str, Any] | None:
+        """Return the config of a part; ``None`` if the pipeline has none."""
+        path = self.folder / part / "config.json"
+        if not path.is_file():
+            return None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path} is not JSON: {error}", expected="a config", hint="fetch it anew") from error
+
+    @property
+    def ratios(self) -> tuple[int, int]:
+        """Frames, and pixels along a side, that make one latent; diffusers' defaults where there is no VAE."""
+        return self.family.ratios(self.vae_config or {"block_out_channels": [0] * 4})
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Latents in time, and along a side, that make one token."""
+        return self.family.patch(self.transformer_config or {})
+
+    @property
+    def channels(self) -> int:
+        """Channels of the latents."""
+        return self.family.channels(self.transformer_config or {})
+
+    @property
+    def default_size(self) -> tuple[int, int, int]:
+        """Frames, height and width where no flag says them."""
+        return self.family.size
+
+    def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
+        """Load the transformer."""
+        return self._load("transformer", dtype)
+
+    def vae(self, dtype: torch.dtype) -> torch.nn.Module:
+        """Load the VAE, frozen.
+
+        Raises:
+            DataError: The pipeline has none.
+        """
+        if self.vae_config is None:
+            raise DataError(
+                f"{self.name} has no VAE (vae/config.json)",
+                expected="the VAE that makes latents of frames",
+                hint="fetch the whole pipeline, or give latents that were made before: --latents_dir",
+            )
+        return self._load("vae", dtype).requires_grad_(False).eval()
+
+    def scheduler(self) -> Any:
+        """Return the pipeline's scheduler; without one, flow matching's with its defaults."""
+        import diffusers
+
+        path = self.folder / "scheduler" / "scheduler_config.json"
+        if not path.is_file():
+            if not self.family.velocity:
+                raise DataError(
+                    f"{self.name} has no scheduler",
+                    expected="scheduler/scheduler_config.json: the noise levels that the transformer was trained with",
+                    hint="fetch the whole pipeline",
+                )
+            return diffusers.FlowMatchEulerDiscreteScheduler()
+        name = json.loads(path.read_text(encoding="utf-8")).get("_class_name", "")
+        kind = getattr(diffusers, name, None)
+        if kind is None:
+            raise DataError(
+                f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it"
+            )
+        return kind.from_pretrained(path.parent)
+
+    def encode(
+        self, captions: Sequence[str], *, length: int | None, device: torch.device, dtype: torch.dtype
+    ) -> list[Text]:
+        """Return the text encoders' tensors for each caption. The encoders are loaded for this call alone.
+
+        Raises:
+            DataError: The pipeline has no text encoder or no tokenizer.
+        """
+        pipeline = self._text_pipeline(device, dtype)
+        arguments: dict[str, Any] = {"max_sequence_length": length or self.family.text_length}
+        if "do_classifier_free_guidance" in inspect.signature(pipeline.encode_prompt).parameters:
+            arguments["do_classifier_free_guidance"] = False
+        made: list[Text] = []
+        for caption in captions:
+            returned = pipeline.encode_prompt(prompt=caption, device=device, **arguments)
+            parts = [returned[place][0].cpu() for place in self.family.text_places]
+            made.append(dict(zip(self.family.text, parts, strict=True)))
+        return made
+
+    def vae_identity(self) -> str | None:
+        """Return what tells this VAE from others; ``None`` without one."""
+        return None if self.vae_config is None else _identity([self.folder / "vae"])
+
+    def text_identity(self) -> str | None:
+        """Return what tells these text encoders from others; ``None`` without one."""
+        folders = [self.folder / name for name in self._text_parts() if (self.folder / name).is_dir()]
+        return _identity(folders) if folders else None
+
+    def _text_parts(self) -> list[str]:
+        names = [name for name in self.index if name.startswith(("text_encoder", "tokenizer"))]
+        return sorted(names) or ["text_encoder", "tokenizer"]
+
+    def _text_pipeline(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Make the pipeline with its text encoders alone."""
+        import diffusers
+
+        for name in self._text_parts():
+            if not (self.folder / name).is_dir():
+                raise DataError(
+                    f"{self.name} has no {name}/",
+                    expected="the text encoder and the tokenizer that embed captions",
+                    hint="fetch the whole pipeline, or give what was made before: --latents_dir",
+                )
+        kind = getattr(diffusers, self.family.pipelines[0])
+        absent: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}
+        absent |= {name: None for name in ("transformer_2",) if name in self.index}
+        if "safety_checker" in inspect.signature(kind.__init__).parameters:
+            absent["safety_checker"] = torch.nn.Identity()  # left out, Cosmos loads a guard for prompts
+        pipeline = kind.from_pretrained(self.folder, dtype=dtype, **absent)
+        for name in self._text_parts():
+            part = getattr(pipeline, name)
+            if isinstance(part, torch.nn.Module):
+                part.requires_grad_(False).eval().to(device)
+        return pipeline
+
+    def _load(self, part: str, dtype: torch.dtype) -> torch.nn.Module:
+        """Load a model of diffusers from its folder."""
+        import diffusers
+
+        config = self.config_of(part) or {}
+        kind = getattr(diffusers, str(config.get("_class_name")), None)
+        if kind is None:
+            raise DataError(
+                f"{self.folder / part} is a {config.get('_class_name')!r}",
+                expected="a model of diffusers",
+                hint="`pip install -U diffusers` may know it",
+            )
+        try:
+            return kind.from_pretrained(self.folder, subfolder=part, dtype=dtype)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"{self.folder / part} cannot be loaded: {str(error)[:300]}",
+                expected="config.json and its weights",
+                hint="fetch it anew",
+            ) from error
+
+    def _check_channels(self) -> None:
+        """Refuse a transformer that takes more channels than the VAE makes: it starts from images."""
+        if self.vae_config is None:
+            return
+        made = self.family.vae_channels(self.vae_config)
+        if made != self.channels:
+            raise DataError(
+                f"the transformer takes {self.channels} channels, and the VAE makes {made}",
+                expected="a text-to-video transformer and its own VAE",
+                hint="image-to-video transformers take the image in further channels; they are not trained here",
+            )
+
+
+@contextmanager
+def phase(name: str) -> Generator[None, None, None]:
+    """Mark a phase of the run, in which parts of the pipeline are loaded; free what they leave."""
+    from diffusers.training_utils import free_memory
+
+    BUS.emit("phase", name=name, edge="begin", step=None)
+    try:
+        yield
+    finally:
+        free_memory()
+        BUS.emit("phase", name=name, edge="end", step=None)
+
+
+def open_source(name: str, *, seed: int) -> Source:
+    """Return the parts of the pipeline that ``--model`` names.
+
+    Raises:
+        DataError: There is no such pipeline, or it is none that this recipe trains.
+    """
+    from ebbtide_recipes.video import builtin
+
+    if name.startswith("builtin:"):
+        return builtin.source(name, seed=seed)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return Source(folder)
+    if is_local(name):
+        parent = folder.parent
+        others = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        raise DataError(
+            f"there is no folder {name!r}",
+            expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
+            hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
+        )
+    return Source(_fetched(name))
+
+
+def is_local(name: str) -> bool:
+    """Whether a pipeline can be opened without a network."""
+    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).is_dir() or name.count("/") != 1
+
+
+def quiet_bars() -> None:
+    """Hide the progress bars of diffusers and transformers where nobody watches."""
+    from diffusers.utils import logging as diffusers_logging
+
+    from ebbtide_recipes.skeleton.logging import interactive
+
+    if not interactive():
+        diffusers_logging.disable_progress_bar()
+
+
+def _fetched(name: str) -> Path:
+    """Fetch a pipeline from the hub, or find it where it was fetched before."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(name))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",
+            expected="a pipeline folder in diffusers' layout, or a hub name",
+            hint="without a network give the folder of a pipeline that was fetched before",
+        ) from error
+
+
+def _index(folder: Path) -> Mapping[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}", expected="a pipeline's index", hint="fetch it anew") from error
+
+
+def _layout_hint(folder: Path) -> str:
+    if (folder / "config.json").is_file():
+        return "this is one model's folder: give the folder above it"
+    inner = [path.parent.parent.name for path in folder.glob("*/transformer/config.json")]
+    return f"{folder / inner[0]} has one" if inner else "give the folder that holds model_index.json"
+
+
+def _identity(folders: Sequence[Path]) -> str:
+    """Return a hash of configs, and of the sizes and 64 places of each file of weights."""
+    found = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        size = path.stat().st_size
+        found.update(f"{path.parent.name}/{path.name}".encode())
+        if path.suffix == ".json" and path.name == "config.json":
+            config = json.loads(path.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in config.items() if not key.startswith("_") or key == "_class_name"}
+            found.update(json.dumps(kept, sort_keys=True).encode())
+        elif path.suffix in _WEIGHTS:
+            found.update(str(size).encode())
+            with path.open("rb") as file:
+                for probe in range(_PROBES):
+                    file.seek(max(0, (size - _PROBE_BYTES) * probe // (_PROBES - 1)))
+                    found.update(file.read(_PROBE_BYTES))
+    return found.hexdigest()

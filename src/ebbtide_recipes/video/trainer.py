@@ -1,0 +1,287 @@
+"""transformers' trainer around a module that computes the loss; samples and averages beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.events import BUS
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
+from ebbtide_recipes.video import export, samples
+from ebbtide_recipes.video.buckets import BucketSampler
+from ebbtide_recipes.video.distill import Distillation
+from ebbtide_recipes.video.ema import Average
+from ebbtide_recipes.video.latents import Latents, collate
+from ebbtide_recipes.video.objective import Denoiser
+from ebbtide_recipes.video.samples import Prompt, Sampling
+from ebbtide_recipes.video.source import Source
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl, TrainerState
+
+    from ebbtide_recipes.video.config import VideoConfig
+
+LOGGER = logging.getLogger("ebbtide.video")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Showing:
+    """What samples are made of, and how.
+
+    Attributes:
+        source: The pipeline.
+        prompts: What to sample; empty: nothing.
+        sampling: How.
+        every: Steps between two samplings; ``None``: before training and at the end alone.
+        dtype: Of the VAE's weights.
+    """
+
+    source: Source
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    every: int | None
+    dtype: torch.dtype
+
+
+class VideoTrainer(RecordedTrainer):
+    """Train a module whose forward returns the loss of a batch of latents.
+
+    Args:
+        module: ``FineTuning`` or ``Distillation``.
+        showing: What samples are made of.
+        average: The moving average of the trained weights; ``None``: none is kept.
+        **kwargs: As transformers' ``Trainer`` takes them.
+    """
+
+    def __init__(self, module: Denoiser, showing: Showing, average: Average | None, **kwargs: Any) -> None:
+        super().__init__(model=module, data_collator=collate, **kwargs)
+        self.module, self.showing, self.average = module, showing, average
+        self.add_callback(_Begin(self))
+        if average is not None:
+            self.add_callback(average)
+        self._shown_at = -1
+
+    def tokens_in(self, inputs: dict[str, Any]) -> int:
+        """Return the tokens that the transformer makes of a batch of latents."""
+        in_time, along = self.showing.source.patch
+        batch, _, frames, height, width = inputs["latents"].shape
+        return batch * (frames // in_time) * (height // along) * (width // along)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss; of distillation, run the student's own backward here where two were asked for."""
+        config: VideoConfig | None = self.config  # type: ignore[assignment]
+        if not isinstance(self.module, Distillation) or config is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        self.module.student_learns = self.state.global_step % config.student_interval == 0
+        if config.backwards == 1 or not self.module.student_learns:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        _, losses = super().compute_loss(model, inputs, return_outputs=True)
+        self.accelerator.backward(losses["student_loss"] / self.current_gradient_accumulation_steps)
+        return losses["critic_loss"] + losses["student_loss"].detach()
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make the optimizer; of distillation with a group of parameters for the student and one for the critic."""
+        config: VideoConfig | None = self.config  # type: ignore[assignment]
+        if self.optimizer is None and isinstance(self.module, Distillation) and config is not None:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.module)
+            student, critic = self.module.groups()
+            rates = (self.args.learning_rate, config.critic_learning_rate or self.args.learning_rate)
+            self.optimizer = kind(
+                [
+                    {"params": group, "lr": rate, "weight_decay": self.args.weight_decay}
+                    for group, rate in zip((student, critic), rates, strict=True)
+                ],
+                **options,
+            )
+            return self.optimizer
+        return super().create_optimizer() if model is None else super().create_optimizer(model)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> BucketSampler:
+        dataset: Any = self.train_dataset if train_dataset is None else train_dataset
+        return BucketSampler(dataset.buckets, batch=self.args.per_device_train_batch_size, seed=self.args.seed)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        step = self.state.global_step
+        if BUS.active and step > self._parts_at_step:
+            self._parts_at_step = self.state.max_steps
+            self._emit_parts()
+        if self.showing.every is not None and step % self.showing.every == 0:
+            self.show()
+
+    _parts_at_step = 0
+
+    def _emit_parts(self) -> None:
+        """Report the bytes that models and optimizer hold on this process, once they all are there."""
+        parts = {name: _bytes(part.parameters()) for name, part in self.module.named_children()}
+        trained = _bytes(p for p in self.module.parameters() if p.requires_grad)
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        BUS.emit(
+            "parts",
+            step=self.state.global_step,
+            weights=parts,
+            gradient_bytes=trained,
+            optimizer_bytes=_bytes(value for value in states if isinstance(value, torch.Tensor)),
+            average_bytes=0 if self.average is None else self.average.bytes,
+        )
+
+    def show(self) -> None:
+        """Make samples of the weights as they are, or of their average; all processes together."""
+        step = self.state.global_step
+        if not self.showing.prompts or step == self._shown_at:
+            return
+        self._shown_at = step
+        training, model = self.module.training, self.model_wrapped if self.is_fsdp_enabled else self.model
+
+        def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
+            with self.compute_loss_context_manager():
+                return model(latents, text, timestep=timestep)["prediction"].float()
+
+        model.eval()
+        options = (self.module.empty, self.showing.sampling, self.args.device)
+        BUS.emit("phase", name="sample", edge="begin", step=None)
+        try:
+            with torch.no_grad(), self._averaged(), _resharded(model):
+                made = [
+                    samples.sample(predict, self.module.scheduler, prompt, *options) for prompt in self.showing.prompts
+                ]
+        finally:
+            BUS.emit("phase", name="sample", edge="end", step=None)
+            model.train(training)
+        if self.args.should_save:
+            samples.write(
+                made, self.showing.prompts, self.showing.source, Path(self.args.output_dir), self.showing.sampling,
+                step=step, device=self.args.device, dtype=self.showing.dtype,
+            )  # fmt: skip
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the trained weights for resuming (in a checkpoint), or as diffusers loads them (at the end)."""
+        folder = Path(output_dir or str(self.args.output_dir))
+        if _internal_call:
+            if self.args.should_save and not self.is_fsdp_enabled:
+                export.save_trained(self.module, folder)
+            return
+        export.save(self, folder, "transformer")
+        if self.average is not None:
+            with self._averaged():
+                export.save(self, folder, "transformer_ema")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            export.load_trained(self.module, Path(resume_from_checkpoint))
+
+    def save_more(self, folder: Path) -> None:
+        """Write this process's part of the average."""
+        if self.average is not None:
+            self.average.save(folder, self.args.process_index)
+
+    def load_more(self, folder: Path) -> None:
+        """Read this process's part of the average."""
+        if self.average is not None:
+            self.average.load(folder, self.args.process_index)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.average is None else self.average.in_place()
+
+
+class _Begin(TrainerCallback):
+    """Seed each process for itself, and sample before the first step."""
+
+    def __init__(self, trainer: VideoTrainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The trainer seeds all processes alike: they would draw the same noise. A resumed run loads its state later.
+        torch.manual_seed(args.seed + args.process_index)
+        if state.global_step == 0:
+            self._trainer.show()
+
+
+def arguments(config: VideoConfig) -> TrainingArguments:
+    """Return the trainer's arguments.
+
+    Args:
+        config: As ``sharding.resolved`` returned it.
+
+    Raises:
+        ConfigError: FastVideo's numbers of shards and copies are not those of the processes.
+    """
+    own: dict[str, Any] = {
+        "remove_unused_columns": False,
+        # In a critic's step the student has no gradient.
+        "ddp_find_unused_parameters": config.distill,
+        "label_names": [],
+    }
+    return made(TrainingArguments, shared_arguments(config) | own | _mesh(config))
+
+
+def _mesh(config: VideoConfig) -> dict[str, Any]:
+    """Return the mesh that ``--hsdp_shard_dim`` and ``--hsdp_replicate_dim`` name."""
+    from ebbtide_recipes.skeleton import launch
+
+    shards, copies = config.hsdp_shard_dim or 1, config.hsdp_replicate_dim or 1
+    if config.hsdp_shard_dim is None and config.hsdp_replicate_dim is None:
+        return {}
+    world = launch.world_size()
+    if shards * copies != world and config.hsdp_shard_dim is not None and config.hsdp_replicate_dim is not None:
+        raise ConfigError(
+            f"hsdp_shard_dim {shards} and hsdp_replicate_dim {copies} with {world} processes",
+            expected="as many processes as shards times copies",
+            hint=f"--nproc_per_node {shards * copies}, or leave one of the two out",
+        )
+    if config.fsdp_strategy != "hybrid_shard" or config.fsdp_version == 1:
+        return {}
+    from accelerate.parallelism_config import ParallelismConfig
+
+    return {"parallelism_config": ParallelismConfig(dp_replicate_size=copies, dp_shard_size=shards)}
+
+
+def build(
+    config: VideoConfig, module: Denoiser, dataset: Latents, showing: Showing, options: TrainingArguments
+) -> VideoTrainer:
+    """Make the trainer.
+
+    Raises:
+        DataError: There is no clip.
+    """
+    if not len(dataset):
+        raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="give --dataset")
+    average = None if config.ema_decay is None else Average(module.transformer, decay=config.ema_decay)
+    trainer = VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
+    trainer.config = config
+    return trainer
+
+
+@contextmanager
+def _resharded(model: torch.nn.Module) -> Generator[None, None, None]:
+    """Shard again, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
+
+    The outermost module keeps its weights for the backward that training would run: a later change of its shards would
+    not be seen by the next forward.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    yield
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def _bytes(tensors: Any) -> int:
+    """Return the bytes of tensors on this process; of sharded ones, of its shards."""
+    from torch.distributed.tensor import DTensor
+
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

@@ -1,0 +1,83 @@
+"""The video recipe on two ranks: FSDP2 and DDP, adapters, three models, averages; and going on there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.spawn import CaseResult, run_cases
+from tests.integrations.video_ranks import video_case
+
+pytestmark = pytest.mark.slow
+
+FULL = {"fsdp_strategy": "full_shard"}
+OURS = {"activation_cpu_offload": True}
+MINIMAL = {**OURS, "gradient_checkpointing": True}
+LORA = {"train_type": "lora", "lora_rank": 2}
+THREE = {"distill": True, "student_interval": 2}
+SAVING = {**FULL, **OURS, "max_steps": 4, "save_steps": 2, "ema_decay": 0.9, "lr_scheduler_type": "constant"}
+
+CASES: dict[str, dict[str, Any]] = {
+    "fsdp2": FULL,
+    "fsdp2 auto": {**FULL, **OURS, "samples": 1, "sample_steps": 1, "sampler_steps": 2, "save": True, "ema_decay": 0.9},
+    "fsdp2 minimal": {"hsdp_shard_dim": 2, "hsdp_replicate_dim": 1, **MINIMAL},
+    "lora": {**FULL, **LORA},
+    "lora auto": {**FULL, **LORA, **OURS, "save": True},
+    "three": {**FULL, **THREE},
+    "three minimal": {**FULL, **THREE, **MINIMAL},
+    "ddp": THREE,
+    "ddp auto": {**OURS, **THREE, "samples": 1, "sampler_steps": 2},
+    "saving": SAVING,
+}
+LIKE = {
+    "fsdp2 auto": "fsdp2",
+    "fsdp2 minimal": "fsdp2",
+    "lora auto": "lora",
+    "three minimal": "three",
+    "ddp auto": "ddp",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("video-ranks")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, CaseResult]:
+    cases = {name: (video_case, (str(folder / name), changes)) for name, changes in CASES.items()}
+    going_on = {**SAVING, "resume_from_checkpoint": str(folder / "saving" / "checkpoint-2")}
+    cases["going on"] = (video_case, (str(folder / "going on"), going_on))
+    return run_cases(cases, 2, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("name", LIKE)
+def test_losses_and_weights_are_those_of_plain_training(results: dict[str, CaseResult], name: str) -> None:
+    ours, plain = results[name].values(), results[LIKE[name]].values()
+    assert {rank["wrapped"] for rank in (*ours, *plain)} == {"ddp" if name.startswith("ddp") else "fsdp2"}
+    assert ours[0]["losses"] == plain[0]["losses"]
+    assert len(set(plain[0]["losses"].values())) == 3
+    assert [rank["state"] for rank in ours] == [rank["state"] for rank in plain]
+
+
+def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(results: dict[str, CaseResult], folder: Path) -> None:
+    whole, rest = results["saving"].values(), results["going on"].values()
+    assert rest[0]["losses"] == {step: whole[0]["losses"][step] for step in (3, 4)}
+    assert [rank["state"] for rank in rest] == [rank["state"] for rank in whole]
+    for rank in (0, 1):  # each process's part of the average
+        name = Path("checkpoint-4", f"ema-{rank}.safetensors")
+        assert (folder / "saving" / name).read_bytes() == (folder / "going on" / name).read_bytes()
+
+
+def test_shards_are_gathered_for_what_is_saved_and_sampled(results: dict[str, CaseResult], folder: Path) -> None:
+    from diffusers import WanTransformer3DModel
+
+    assert results["fsdp2 auto"].values()[0]["losses"]
+    for name in ("transformer", "transformer_ema"):
+        loaded = WanTransformer3DModel.from_pretrained(folder / "fsdp2 auto" / name)
+        assert loaded.patch_embedding.weight.shape == (64, 48, 1, 1, 1)
+    sheets = sorted(path.name for path in (folder / "fsdp2 auto" / "samples").glob("*.png"))
+    assert sheets == [f"step-{step:06d}.png" for step in range(4)]
+    assert (folder / "lora auto" / "pytorch_lora_weights.safetensors").is_file()

@@ -1,0 +1,45 @@
+"""What the ranks of the video recipe's distributed tests run."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from tests.integrations.ranks import _digests, fresh_world
+
+
+def video_case(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Train by the recipe; return losses, what wraps the module, digests of weights and of the optimizer's state."""
+    from ebbtide.wrap.strategy import found_strategy
+    from ebbtide_recipes.skeleton import run
+    from ebbtide_recipes.video.config import VideoConfig
+    from ebbtide_recipes.video.recipe import RECIPE
+
+    values: dict[str, Any] = {
+        "dataset": ("builtin:moving-shapes#6",),
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "samples": 0,
+        "save": False,
+        "output_dir": folder,
+        **changes,
+    }
+    sharded = values.get("fsdp_strategy", "none") != "none" or (values.get("hsdp_shard_dim") or 1) > 1
+    nodes = values.pop("ranks_a_node", None)
+    with warnings.catch_warnings(), fresh_world(sharded=sharded, ranks_a_node=nodes):
+        warnings.simplefilter("ignore")
+        config = run.check(RECIPE, VideoConfig(**values))
+        trainer = run.carry_out(RECIPE, config, run.claim(config))
+        assert trainer is not None
+        wrapped = found_strategy(trainer.model_wrapped)
+        state = _digests(trainer)
+    told: dict[str, Any] = {"wrapped": wrapped, "state": state}
+    if os.environ["RANK"] == "0":
+        lines = Path(folder, "run.jsonl").read_text().splitlines()
+        steps = [event for event in map(json.loads, lines) if event["event"] == "step"]
+        told["losses"] = {event["step"]: event["loss"] for event in steps}
+    return told

@@ -1,0 +1,33 @@
+"""What the tests of the video recipe share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ebbtide_recipes.video.source import Source
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Pass over what other packages warn of while they load pipelines."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def text_of(source: Source, batch: int = 1, words: int = 24, width: int = 32) -> dict[str, Any]:
+    """Return captions' tensors as the family's text encoders shape them."""
+    torch.manual_seed(5)
+    made: dict[str, Any] = {"prompt_embeds": torch.randn(batch, words, width)}
+    if "pooled_prompt_embeds" in source.family.text:
+        made["pooled_prompt_embeds"] = torch.randn(batch, 16)
+    if "prompt_attention_mask" in source.family.text:
+        made["prompt_attention_mask"] = torch.ones(batch, words, dtype=torch.long)
+    return made

@@ -1,0 +1,119 @@
+"""Reading and writing clips: real .mp4 and .webm, image folders, and files that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import av
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ebbtide.base.errors import DataError
+from ebbtide_recipes.video import clips, shapes
+
+CLIP = shapes.Drawn(shape="circle", color="red", ground="navy", way="right")
+
+
+def film(frames: int = 9, height: int = 32, width: int = 48) -> torch.Tensor:
+    return shapes.draw(CLIP, frames, height, width)
+
+
+def sound(path: Path) -> Path:
+    """Write an .mp4 with a second of silence and no picture."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(numpy.zeros((1, 1024), dtype=numpy.float32), format="fltp", layout="mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return path
+
+
+def test_what_is_written_is_read_back_nearly(tmp_path: Path) -> None:
+    clips.write(tmp_path / "clip.mp4", film(), rate=16)
+    back = clips.read(tmp_path / "clip.mp4", frames=9, rate=None)
+    assert back.shape == film().shape and back.dtype == torch.uint8
+    assert (back.float() - film().float()).abs().mean() < 6  # H.264 loses a little
+    assert (back[0].float() - film()[8].float()).abs().mean() > 6  # and these are not all the same frame
+
+
+def test_webm_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "clip.webm"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libvpx-vp9", rate=8)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for image in film():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")))
+        container.mux(stream.encode())
+    assert clips.shape_of(path, most=20, rate=None) == clips.Shape(frames=9, height=32, width=48)
+    assert (clips.read(path, frames=9, rate=None).float() - film().float()).abs().mean() < 8
+
+
+@pytest.mark.parametrize(("rate", "taken"), [(16.0, 9), (8.0, 5), (4.0, 3), (32.0, 18)])
+def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int) -> None:
+    clips.write(tmp_path / "clip.mp4", film(), rate=16)
+    assert clips.shape_of(tmp_path / "clip.mp4", most=99, rate=rate).frames == taken
+    whole = clips.read(tmp_path / "clip.mp4", frames=9, rate=None)
+    second = clips.read(tmp_path / "clip.mp4", frames=2, rate=rate)[1]
+    assert torch.equal(second, whole[round(16 / rate) if rate <= 16 else 0])
+
+
+def test_a_folder_of_images_is_a_clip(tmp_path: Path) -> None:
+    for number, image in enumerate(film(3)):
+        Image.fromarray(image.numpy()).save(tmp_path / f"{number:03d}.png")
+    assert torch.equal(clips.read(tmp_path, frames=3, rate=None), film(3))
+
+
+def test_a_clip_that_is_too_short_is_refused(tmp_path: Path) -> None:
+    clips.write(tmp_path / "clip.mp4", film(5), rate=16)
+    with pytest.raises(DataError, match=r"clip\.mp4 has 5 frames; expected 9 or more") as caught:
+        clips.read(tmp_path / "clip.mp4", frames=9, rate=None)
+    assert "--num_frames 5" in str(caught.value)
+
+
+def test_a_video_without_a_picture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"sound\.mp4 has no video: it holds audio"):
+        clips.read(sound(tmp_path / "sound.mp4"), frames=1, rate=None)
+
+
+@pytest.mark.parametrize("left", [0, 40, 0.6])
+def test_a_video_that_is_not_whole_is_refused(tmp_path: Path, left: float) -> None:
+    clips.write(tmp_path / "clip.mp4", film(), rate=16)
+    content = (tmp_path / "clip.mp4").read_bytes()
+    (tmp_path / "clip.mp4").write_bytes(content[: int(left if left >= 1 else left * len(content))])
+    with pytest.raises(DataError, match=r"clip\.mp4 cannot be decoded") as caught:
+        clips.read(tmp_path / "clip.mp4", frames=9, rate=None)
+    assert "hint:" in str(caught.value)
+
+
+def test_an_image_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("no image")
+    with pytest.raises(DataError, match=r"a\.png cannot be read"):
+        clips.read(tmp_path / "a.png", frames=1, rate=None)
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 48), (40, 24)])
+def test_a_clip_is_scaled_to_cover_and_cut_in_the_middle(height: int, width: int) -> None:
+    fitted = clips.fitted(film(2), height, width)
+    assert fitted.shape == (3, 2, height, width)
+    assert fitted.min() >= -1 and fitted.max() <= 1
+    exact = clips.fitted(film(2), 32, 48)
+    assert torch.equal(clips.as_bytes(exact), film(2))
+
+
+def test_drawn_clips_depend_on_the_seed_alone_and_move_as_they_say() -> None:
+    assert shapes.clips(3, 4) == shapes.clips(3, 32)[:4] != shapes.clips(4, 4)
+    for way, axis, sign in (("right", 1, 1), ("left", 1, -1), ("up", 0, -1), ("down", 0, 1)):
+        drawn = shapes.draw(shapes.Drawn(shape="square", color="white", ground="black", way=way), 5, 32, 32)
+        places = [(image.float().mean(-1) > 120).nonzero().float().mean(0)[axis] for image in drawn]
+        assert all((after - before) * sign > 0 for before, after in zip(places, places[1:], strict=False))
+
+
+def test_a_contact_sheet_shows_each_row(tmp_path: Path) -> None:
+    clips.sheet(tmp_path / "sheet.png", [("one", film(3)), ("two", film(9))])
+    with Image.open(tmp_path / "sheet.png") as page:
+        colours = page.getcolors(1 << 20)
+        assert page.width > 8 * 112 and page.height > 2 * 70
+    assert colours is not None and len(colours) > 20

@@ -1,0 +1,107 @@
+"""The flags of ``ebbtide video``: FastVideo's names, what they become, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.cli.arguments import read_arguments
+from ebbtide_recipes.video import fastvideo
+from ebbtide_recipes.video.config import VideoConfig
+
+
+def read(*words: str) -> VideoConfig:
+    config = read_arguments(VideoConfig, words, prog="ebbtide video")
+    assert config is not None
+    return config
+
+
+FASTVIDEO: dict[tuple[str, ...], dict[str, Any]] = {
+    ("--activation-offloading",): {"activation_cpu_offload": True},
+    ("--enable-gradient-checkpointing-type", "full"): {"gradient_checkpointing": True, "mode": "checkpointing"},
+    ("--hsdp-shard-dim", "8", "--hsdp-replicate-dim", "1"): {"fsdp_strategy": "full_shard"},
+    ("--hsdp-shard-dim", "4", "--hsdp-replicate-dim", "2"): {"fsdp_strategy": "hybrid_shard"},
+    ("--hsdp-shard-dim", "1", "--hsdp-replicate-dim", "8"): {"fsdp_strategy": "none"},
+    ("--num-frames", "81", "--num-height", "480", "--num-width", "832"): {
+        "num_frames": 81, "height": 480, "width": 832,
+    },
+    ("--pretrained-model-name-or-path", "wan"): {"model": "wan"},
+    ("--data-path", "clips"): {"dataset": ("clips",)},
+    ("--max-train-steps", "7", "--train-batch-size", "2"): {"max_steps": 7, "per_device_train_batch_size": 2},
+    ("--gradient-accumulation-steps", "3", "--learning-rate", "1e-5"): {
+        "gradient_accumulation_steps": 3, "learning_rate": 1e-5,
+    },
+    ("--ema-decay", "0.999", "--validation-steps", "100"): {"ema_decay": 0.999, "sample_steps": 100},
+    ("--training-state-checkpointing-steps", "50"): {"save_steps": 50},
+    ("--dmd-denoising-steps", "1000,757,522", "--generator-update-interval", "5"): {
+        "student_steps": (1000, 757, 522), "student_interval": 5,
+    },
+    ("--num-gpus", "4", "--training-cfg-rate", "0.1"): {"nproc_per_node": 4, "caption_dropout": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", FASTVIDEO, ids=lambda words: words[0])
+def test_fastvideos_flags_are_read(words: tuple[str, ...]) -> None:
+    config = read(*words)
+    assert {name: getattr(config, name) for name in FASTVIDEO[words]} == FASTVIDEO[words]
+
+
+@pytest.mark.parametrize("name", sorted(fastvideo.UNSUPPORTED))
+def test_other_flags_are_refused_by_name_with_a_hint(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(f"--{name}", "4")
+    assert f"--{name} 4 is not supported" in str(caught.value) and "hint:" in str(caught.value)
+
+
+def test_no_alias_is_a_flag_of_its_own_and_each_names_one() -> None:
+    fields = set(VideoConfig.__dataclass_fields__)
+    assert not set(fastvideo.ALIASES) & fields
+    assert set(fastvideo.ALIASES.values()) <= fields
+    assert not set(fastvideo.UNSUPPORTED) & (fields | set(fastvideo.ALIASES))
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--student_timesteps", "1000,0"), "student_timesteps is '1000,0'"),
+        (("--backwards", "3"), "backwards is 3"),
+        (("--ema_decay", "1"), "ema_decay is 1.0"),
+        (("--caption_dropout", "2"), "caption_dropout is 2.0"),
+        (("--samples", "-1"), "samples is -1"),
+        (("--frame_rate", "0"), "frame_rate is 0.0"),
+        (("--distill", "--train_type", "lora"), "train_type is 'lora' with distill"),
+        (("--train_type", "qlora"), "--train_type is 'qlora'"),
+        (("--hsdp_shard_dim", "1", "--fsdp_strategy", "full_shard"), "hsdp_shard_dim is 1"),
+        (("--hsdp_shard_dim", "2", "--hsdp_replicate_dim", "2", "--fsdp_strategy", "full_shard"), "hsdp_replicate_dim"),
+        (("--ema_decay", "0.9", "--fsdp_strategy", "full_shard", "--fsdp_version", "1"), "fsdp_version 1"),
+        (("--fp16",), "fp16 is True"),
+        (("--enable_gradient_checkpointing_type", "ops"), "is 'ops'"),
+    ],
+)
+def test_values_that_make_no_run_are_refused(words: tuple[str, ...], found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(*words)
+    assert found in str(caught.value) and "hint:" in str(caught.value)
+
+
+def test_flags_without_effect_are_named() -> None:
+    assert set(read("--mode_scale", "2", "--samples", "0", "--guidance_scale", "3").without_effect()) == {
+        "mode_scale", "guidance_scale",
+    }  # fmt: skip
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from ebbtide.cli import main; main(['video', '--help']); print('torch' in sys.modules)"
+    source = Path(__file__).parents[4] / "src"
+    began = time.process_time()
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(source)}
+    )
+    assert told.stdout.rstrip().endswith("False") and "--ema_decay" in told.stdout
+    assert time.process_time() - began < 1.5

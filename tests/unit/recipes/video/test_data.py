@@ -1,0 +1,123 @@
+"""Finding clips and their captions, and putting them into buckets."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.video import clips, data, shapes
+from ebbtide_recipes.video.buckets import Bucket, BucketSampler, bucket_for
+from ebbtide_recipes.video.clips import Shape
+
+CLIP = shapes.Drawn(shape="circle", color="red", ground="navy", way="right")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.mp4", "a.mp4"):
+        clips.write(tmp_path / name, shapes.draw(CLIP, 3, 16, 16), rate=8)
+    return tmp_path
+
+
+def loaded(name: str | Path) -> list[tuple[str, str]]:
+    return [(Path(clip.name).name, clip.caption) for clip in data.load([str(name)], seed=1)]
+
+
+def test_captions_stand_in_text_files_beside_the_clips(folder: Path) -> None:
+    (folder / "a.txt").write_text(" a cat \n")
+    (folder / "b.txt").write_text("a dog")
+    (folder / "frames").mkdir()
+    (folder / "frames" / "0.png").write_bytes(b"")
+    (folder / "frames" / "caption.txt").write_text("a bird")
+    assert loaded(folder) == [("a.mp4", "a cat"), ("b.mp4", "a dog"), ("frames", "a bird")]
+    assert loaded(f"{folder}#1") == [("a.mp4", "a cat")]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.jsonl", '{"video": "b.mp4", "caption": "x"}\n\n{"path": "a.mp4", "cap": ["y", "z"]}\n'),
+        ("videos2caption.json", json.dumps([{"path": "b.mp4", "cap": ["x"]}, {"path": "a.mp4", "cap": "y"}])),
+        ("metadata.csv", "file_name,text\nb.mp4,x\na.mp4,y\n"),
+    ],
+)
+def test_listings_name_clips_and_captions(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content)
+    assert loaded(folder) == loaded(folder / name) == [("b.mp4", "x"), ("a.mp4", "y")]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"video": "a.mp4"}, "row 1 of .* has no caption"),
+        ({"video": "a.mp4", "caption": " "}, "row 1 of .* has no caption"),
+        ({"caption": "x"}, "row 1 of .* names no video"),
+        ({"video": "c.mp4", "caption": "x"}, r"names 'c\.mp4', which is not there"),
+        (["a.mp4"], "row 1 of .* is"),
+    ],
+)
+def test_rows_that_name_no_clip_are_refused(folder: Path, row: object, found: str) -> None:
+    (folder / "rows.jsonl").write_text(json.dumps(row))
+    with pytest.raises(DataError, match=found) as caught:
+        loaded(folder / "rows.jsonl")
+    assert "hint:" in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", '{"video": 1'])
+def test_a_broken_listing_is_refused(folder: Path, content: str) -> None:
+    (folder / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        loaded(folder / "rows.jsonl")
+
+
+def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.mp4 has no caption; expected a\.txt beside it"):
+        loaded(folder)
+
+
+def test_places_that_are_none_are_refused(folder: Path, tmp_path: Path) -> None:
+    for name, found in (
+        (str(tmp_path / "nowhere"), "is not there"),
+        (str(folder / "a.mp4"), "ends in '.mp4'"),
+        ("builtin:moving-shape", "there is no data set"),
+    ):
+        with pytest.raises(DataError, match=found):
+            data.checked(name)
+    with pytest.raises(ConfigError, match="ends in #many"):
+        data.checked("builtin:moving-shapes#many")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no clip"):
+        loaded(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    ("shape", "bucket"),
+    [
+        (Shape(frames=99, height=480, width=640), Bucket(9, 56, 72)),
+        (Shape(frames=7, height=100, width=100), Bucket(5, 64, 64)),
+        (Shape(frames=1, height=1080, width=1920), Bucket(1, 48, 88)),
+        (Shape(frames=9, height=1920, width=1080), Bucket(9, 88, 48)),
+        (Shape(frames=0, height=9, width=9), None),
+    ],
+)
+def test_clips_go_to_the_bucket_of_their_proportions(shape: Shape, bucket: Bucket | None) -> None:
+    assert bucket_for(shape, Bucket(9, 64, 64), ratios=(4, 8), patch=(1, 1)) == bucket
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_every_batch_is_of_one_bucket_and_no_clip_is_left_out(batch: int) -> None:
+    buckets = [Bucket(1 + index % 3, 8, 8) for index in range(11)]
+    sampler = BucketSampler(buckets, batch=batch, seed=4)
+    order = list(sampler)
+    assert len(order) == len(sampler) and len(order) % batch == 0
+    assert set(order) == set(range(11))
+    batches = [order[begin : begin + batch] for begin in range(0, len(order), batch)]
+    assert all(len({buckets[index] for index in one}) == 1 for one in batches)
+    assert Counter(order).most_common(1)[0][1] <= 2
+    assert order == list(BucketSampler(buckets, batch=batch, seed=4))
+    sampler.set_epoch(1)
+    assert order != list(sampler)

@@ -1,0 +1,103 @@
+"""Three transformers in one step: what has gradients when, one backward or two, and what is offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.distill import Distillation
+from ebbtide_recipes.video.families import Condition
+from ebbtide_recipes.video.objective import Draws
+from tests.unit.recipes.video.parts import text_of
+
+SOURCE = builtin_source("builtin:tiny-wan", seed=1)
+
+
+def module_of() -> Distillation:
+    parts = [builtin_source("builtin:tiny-wan", seed=seed).transformer(torch.float32) for seed in (1, 2, 3)]
+    condition = Condition(ratios=SOURCE.ratios)
+    return Distillation(
+        *parts, SOURCE.family, condition, Draws(), SOURCE.scheduler(), student_steps=(1000, 500)
+    ).train()
+
+
+def losses_of(module: Distillation, seed: int = 5) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    latents = torch.randn(2, 48, 3, 4, 4)
+    text = text_of(SOURCE, 2)
+    torch.manual_seed(seed)
+    return module(latents, text)
+
+
+def gradients(part: torch.nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in part.parameters()]
+
+
+def same(first: list[Any], second: list[Any]) -> bool:
+    return all(a is b is None or torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_in_a_critics_step_the_student_has_no_gradients() -> None:
+    module = module_of()
+    module.student_learns = False
+    losses = losses_of(module)
+    assert set(losses) == {"loss", "critic_loss"}
+    losses["loss"].backward()
+    assert all(p.grad is None for p in (*module.transformer.parameters(), *module.teacher.parameters()))
+    assert all(p.grad is not None for p in module.critic.parameters())
+
+
+def test_the_two_losses_meet_in_no_parameter() -> None:
+    together, apart = module_of(), module_of()
+    losses_of(together)["loss"].backward()
+    losses = losses_of(apart)
+    losses["student_loss"].backward()
+    assert all(p.grad is None for p in (*apart.critic.parameters(), *apart.teacher.parameters()))
+    assert all(p.grad is not None for p in apart.transformer.parameters())
+    losses["critic_loss"].backward()
+    for name in ("transformer", "critic"):
+        assert same(gradients(together.get_submodule(name)), gradients(apart.get_submodule(name)))
+
+
+def test_the_student_is_pushed_from_the_critic_to_the_teacher() -> None:
+    module = module_of()
+    module.critic.load_state_dict(module.teacher.state_dict())
+    losses = losses_of(module)
+    assert losses["student_loss"].item() == 0  # where the two agree there is nothing to learn
+    module = module_of()
+    optimizer = torch.optim.AdamW(module.transformer.parameters(), lr=1e-3)
+    told = []
+    for _ in range(30):  # the critic stays: the student's output moves until the two agree on it
+        loss = losses_of(module)["student_loss"]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        told.append(loss.item())
+    assert min(told[-5:]) < told[0]
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_offloading_leaves_gradients_as_they_are_and_the_teacher_alone(policy: str, backwards: int) -> None:
+    plain, ours = module_of(), module_of()
+    losses_of(plain)["loss"].backward()
+    with ebbtide.enable_activation_offloading(ours, policy=policy, min_bytes=0, target="disk", verify=True) as handle:
+        losses = losses_of(ours)
+        for name in ("loss",) if backwards == 1 else ("student_loss", "critic_loss"):
+            losses[name].backward()
+        stats, told = handle.stats(), handle.explain()
+    for name in ("transformer", "teacher", "critic"):
+        assert same(gradients(plain.get_submodule(name)), gradients(ours.get_submodule(name)))
+    assert stats.packs > 0
+    assert "teacher" not in told
+
+
+def test_the_teacher_stays_in_evaluation() -> None:
+    module = module_of().train()
+    assert module.transformer.training and module.critic.training and not module.teacher.training
+    assert not any(p.requires_grad for p in module.teacher.parameters())
+    assert [len(group) for group in module.groups()] == [len(list(module.critic.parameters()))] * 2

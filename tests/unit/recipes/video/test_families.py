@@ -1,0 +1,136 @@
+"""Each family is called as diffusers' own pipeline calls it, and its latents have the shape that its ratios say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.video import objective, samples
+from ebbtide_recipes.video.families import Condition, check_size, family_of, nearest_frames
+from ebbtide_recipes.video.source import Source
+from tests.helpers import video_pipelines
+from tests.unit.recipes.video.parts import CPU, quiet, text_of
+
+SAMPLED = [name for name in video_pipelines.FAMILIES if name != "cosmos"]  # its pipeline needs a guard for prompts
+
+
+@pytest.fixture(params=video_pipelines.FAMILIES)
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+    return Source(video_pipelines.write(tmp_path, request.param))
+
+
+def module_of(source: Source) -> objective.FineTuning:
+    part = source.transformer(torch.float32)
+    condition = Condition(ratios=source.ratios)
+    return objective.FineTuning(part, source.family, condition, objective.Draws(), source.scheduler())
+
+
+def latents_of(source: Source, seed: int = 1) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return torch.randn(1, source.channels, 3, 32 // source.ratios[1], 32 // source.ratios[1])
+
+
+def test_latents_have_the_shape_of_the_ratios_and_decode_to_the_clip(source: Source) -> None:
+    pixels = torch.rand(1, 3, 9, 32, 32) * 2 - 1
+    vae = source.vae(torch.float32)
+    with torch.no_grad():
+        latents = source.family.encode(vae, pixels)
+        decoded = source.family.decode(vae, latents)
+    assert latents.shape == latents_of(source).shape
+    assert decoded.shape == pixels.shape
+    mean = vae.encode(pixels, return_dict=False)[0].mode()
+    assert not torch.equal(latents, mean)  # the families' VAEs here all have a mean, a deviation or a factor
+
+
+def test_the_loss_reaches_every_weight_and_repeats_with_its_seed(source: Source) -> None:
+    module, latents, text = module_of(source), latents_of(source), text_of(source)
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        losses.append(module(latents, text)["loss"])
+    assert torch.equal(losses[0], losses[1])
+    losses[0].backward()
+    without = [name for name, parameter in module.named_parameters() if parameter.grad is None]
+    assert without == []
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samples_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
+    source = Source(video_pipelines.write(tmp_path, name))
+    module, text = module_of(source), text_of(source)
+    shape = tuple(latents_of(source).shape[1:])
+    one = {key: value[0] for key, value in text.items()}
+
+    def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return module(latents, text, timestep=timestep)["prediction"]
+
+    prompt = samples.Prompt(caption="", text=one, shape=shape)
+    ours = samples.sample(predict, source.scheduler(), prompt, one, samples.Sampling(steps=3), CPU)
+    assert torch.equal(ours, _theirs(source, tmp_path, text, shape))
+
+
+def _theirs(source: Source, folder: Path, text: Any, shape: Any) -> torch.Tensor:
+    noise = torch.randn(1, *shape, generator=torch.Generator().manual_seed(42))
+    kind = getattr(diffusers, source.family.pipelines[0])
+    arguments = {"guidance_scale": 1.0}
+    if source.family.name == "hunyuan_video":
+        arguments = {"guidance_scale": 6.0}
+    elif source.family.name == "ltx":
+        noise, arguments = kind._pack_latents(noise), {"guidance_scale": 1.0, "frame_rate": 16}
+    elif source.family.name == "cogvideox":
+        noise = noise.transpose(1, 2)
+    with quiet():
+        pipeline = kind.from_pretrained(folder)
+        pipeline.set_progress_bar_config(disable=True)
+        size = {"height": 32, "width": 32, "num_frames": 9, "num_inference_steps": 3}
+        made = pipeline(latents=noise, output_type="latent", **size, **arguments, **text).frames
+    if source.family.name == "ltx":
+        return kind._unpack_latents(made, *shape[1:])
+    return made.transpose(1, 2) if source.family.name == "cogvideox" else made
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_captions_are_embedded_by_the_pipelines_own_encoders(name: str, tmp_path: Path) -> None:
+    source = Source(video_pipelines.write(tmp_path, name))
+    with quiet():
+        first, second = source.encode(["a red cat", "a blue dog"], length=24, device=CPU, dtype=torch.float32)
+    assert tuple(first) == source.family.text
+    assert not torch.equal(first["prompt_embeds"], second["prompt_embeds"]) or name == "hunyuan_video"
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "near"),
+    [
+        (9, 30, 32, "--height 32"),
+        (9, 32, 57, "--width 64"),
+        (10, 32, 32, "--num_frames 9"),
+        (2, 32, 32, "--num_frames 1"),
+    ],
+)
+def test_a_size_that_makes_no_whole_tokens_is_refused_with_the_nearest(
+    frames: int, height: int, width: int, near: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_size(frames, height, width, ratios=(4, 8), patch=(1, 2))
+    assert f"{near} is the nearest" in str(caught.value)
+
+
+@pytest.mark.parametrize("frames", range(1, 40))
+@pytest.mark.parametrize("patch", [1, 2])
+def test_the_nearest_frames_make_whole_tokens(frames: int, patch: int) -> None:
+    check_size(nearest_frames(frames, ratios=(4, 8), patch=(patch, 1)), 8, 8, ratios=(4, 8), patch=(patch, 1))
+
+
+def test_other_transformers_and_pipelines_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match="FluxTransformer2DModel"):
+        family_of("FluxTransformer2DModel", None)
+    with pytest.raises(DataError, match="WanImageToVideoPipeline"):
+        family_of("WanTransformer3DModel", "WanImageToVideoPipeline")
+    with pytest.raises(DataError, match="CosmosTextToWorldPipeline"):
+        family_of("CosmosTransformer3DModel", "CosmosTextToWorldPipeline")

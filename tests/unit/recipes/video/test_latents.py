@@ -1,0 +1,109 @@
+"""Latents on disk: a full disk, broken files, and what tells one VAE from another."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from ebbtide.base.errors import DataError, DiskFullError
+from ebbtide_recipes.video import data, latents
+from ebbtide_recipes.video.builtin import source as builtin_source
+from ebbtide_recipes.video.latents import Making
+from ebbtide_recipes.video.source import Source
+from tests.helpers import video_pipelines
+from tests.unit.recipes.video.parts import CPU
+
+MAKING = Making(data=("builtin:moving-shapes#2",), frames=3, height=16, width=16)
+
+
+@contextmanager
+def files_at_most(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size, as a full disk would not."""
+    import signal
+
+    before, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def make(folder: Path) -> latents.Latents:
+    source = builtin_source("builtin:tiny-wan", seed=1)
+    clips = data.load(MAKING.data, seed=1)
+    latents.make(clips, folder, source, MAKING, device=CPU, dtype=torch.float32)
+    latents.finish(clips, folder, source, MAKING)
+    return latents.Latents(folder)
+
+
+def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
+    made, source = make(tmp_path), builtin_source("builtin:tiny-wan", seed=1)
+    clip = data.load(MAKING.data, seed=1)[1]
+    pixels = clip.pixels(frames=3, height=16, width=16, rate=None)
+    assert torch.equal(source.family.decode(source.vae(torch.float32), made[1]["latents"][None])[0], pixels)
+    assert made.items[1]["caption"] == clip.caption
+    assert not torch.equal(made[0]["text"]["prompt_embeds"], made[1]["text"]["prompt_embeds"])
+    batch = latents.collate([made[0], made[1]])
+    assert batch["latents"].shape == (2, 48, 3, 4, 4) and batch["text"]["prompt_embeds"].shape[0] == 2
+
+
+def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path) -> None:
+    with files_at_most(6000), pytest.raises(DiskFullError, match=r"clip-000000\.safetensors could not be") as caught:
+        make(tmp_path)
+    assert "--latents_dir" in str(caught.value) and "MiB are free" in str(caught.value)
+    kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")}
+    assert len(kept) == 3 and not list(tmp_path.glob("*.part")) and not latents.is_made(tmp_path)
+    make(tmp_path)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")} == kept
+
+
+def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    (tmp_path / "clip-000001.safetensors").write_bytes(b"short")
+    with pytest.raises(DataError, match=r"clip-000001\.safetensors cannot be read"):
+        made[1]
+    (tmp_path / latents.MANIFEST).write_text("{}")
+    with pytest.raises(DataError, match=r"latents\.json cannot be read"):
+        latents.Latents(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["weights", "config"])
+def test_another_vae_has_another_identity(tmp_path: Path, part: str) -> None:
+    first = video_pipelines.write(tmp_path / "first", "wan")
+    second = shutil.copytree(first, tmp_path / "second")
+    assert Source(first).vae_identity() == Source(second).vae_identity()
+    if part == "weights":
+        file = next((second / "vae").glob("*.safetensors"))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    else:
+        file = second / "vae" / "config.json"
+        file.write_text(file.read_text().replace("0.1,", "0.2,", 1))
+    assert Source(first).vae_identity() != Source(second).vae_identity()
+    assert Source(first).text_identity() == Source(second).text_identity()
+
+
+def test_an_image_to_video_transformer_is_refused(tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path, "wan")
+    config = folder / "transformer" / "config.json"
+    config.write_text(config.read_text().replace('"in_channels": 4', '"in_channels": 9'))
+    with pytest.raises(DataError, match="takes 9 channels, and the VAE makes 4"):
+        Source(folder)
+
+
+def test_a_folder_above_or_inside_a_pipeline_is_named(tmp_path: Path) -> None:
+    video_pipelines.write(tmp_path / "wan", "wan")
+    with pytest.raises(DataError, match="has no transformer/config.json") as caught:
+        Source(tmp_path)
+    assert f"{tmp_path / 'wan'} has one" in str(caught.value)
+    with pytest.raises(DataError, match="give the folder above it"):
+        Source(tmp_path / "wan" / "transformer")
