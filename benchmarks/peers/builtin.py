@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 
 import ebbtide
 from benchmarks.peers import Prepared, Way
-from ebbtide.measuring import MeasuredPlan
+from ebbtide.profiling.measured import MeasuredPlan
 
 
 def _decoder(model: nn.Module) -> nn.Module:

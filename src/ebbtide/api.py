@@ -20,12 +20,12 @@ from ebbtide.base.extras import check_version
 from ebbtide.config import MIN_BYTES, Auto, Keep, Offload, Options, Policy
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
-from ebbtide.forecast import Job, forecast
-from ebbtide.machine_here import machine_here
-from ebbtide.measuring import MeasuredPlan, solution_for
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
+from ebbtide.profiling.hardware import machine_here
+from ebbtide.profiling.measured import MeasuredPlan, solution_for
+from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading

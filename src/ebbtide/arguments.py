@@ -13,8 +13,8 @@ from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Minimal, Options, Policy, policy_named
-from ebbtide.measuring import MeasuredPlan
 from ebbtide.planner import TablePlan, load_plan
+from ebbtide.profiling.measured import MeasuredPlan
 
 
 def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | TablePlan:

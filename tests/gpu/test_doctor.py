@@ -10,7 +10,7 @@ import torch
 
 import ebbtide.cli as cli
 from ebbtide.doctor.device import look_at_device
-from ebbtide.machine_here import device_here
+from ebbtide.profiling.hardware import device_here
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
 """Stalls and memory of a step on the fake device, beside an account of them that knows nothing of the engine.
 
-The account plays a step on paper: one queue of copies out, one of copies in, a window each way, the end of a pass held
+The account simulates a step: one queue of copies out, one of copies in, a window each way, the end of a pass held
 back. It is told only the sizes, the kernels' times and the rates. The engine must wait where it waits, as long as it
 waits, block by block, and hold as many bytes on the device, to the byte.
 """
@@ -64,7 +64,7 @@ class Job:
 
 @dataclass
 class Account:
-    """A step on paper; see the head of this file. ``after_forward`` is what the device holds when forward is over."""
+    """A simulated step; see the head of this file. ``after_forward`` is what the device holds when forward is over."""
 
     job: Job
     expected_bytes: int | None  # of a pass, if one was seen

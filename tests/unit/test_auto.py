@@ -11,8 +11,8 @@ import torch
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
-from ebbtide.measuring import MeasuredPlan
 from ebbtide.planner.table import TablePlan, load_plan
+from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.models import build
 from tests.helpers.oracle import differences

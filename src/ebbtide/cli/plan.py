@@ -22,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
         The exit code: 0, also where nothing fits.
 
     Raises:
-        EbbtideError: Anything in the arguments or the model's config that cannot be used, or run on paper; no plan to
+        EbbtideError: Anything in the arguments or the model's config that cannot be used, or simulated; no plan to
             save that fits.
     """
     config = read_arguments(importlib.import_module(f"{RECIPE}.config").PlanConfig, argv, prog="ebbtide plan")

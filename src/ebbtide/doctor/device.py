@@ -8,7 +8,7 @@ import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.doctor.facts import Device
-from ebbtide.machine_here import device_bytes, device_here, free_bytes
+from ebbtide.profiling.hardware import device_bytes, device_here, free_bytes
 
 
 def look_at_device() -> Device:

@@ -16,7 +16,7 @@ from ebbtide.base.extras import oldest
 from ebbtide.doctor.device import look_at_device
 from ebbtide.doctor.facts import Facts, look_at_bus, look_at_disk, look_at_environment, look_at_host
 from ebbtide.doctor.findings import Finding, findings
-from ebbtide.machine_here import machine_with, speed_here
+from ebbtide.profiling.hardware import machine_with, speed_here
 from ebbtide.store.share import ranks_of
 
 

@@ -1,6 +1,6 @@
 """Activation checkpointing, for comparison: what a step would take if every block were re-run.
 
-[Note: checkpointing on paper]
+[Note: simulated checkpointing]
 Every block keeps what it was called with and nothing else; in backward it runs its forward once more, saves all that it
 saves, and then goes backward as ever. So the most memory in a block's backward is the inputs of the blocks up to it,
 all that this one block saves, and what is beside; and the step is longer by the blocks' forwards.
@@ -34,7 +34,7 @@ class Rerun:
 
 
 def rerun_blocks(profile: Profile, input_bytes: Sequence[int] | None = None) -> Rerun:
-    """Return what a step takes whose blocks are all re-run. See [Note: checkpointing on paper].
+    """Return what a step takes whose blocks are all re-run. See [Note: simulated checkpointing].
 
     Args:
         profile: The step that keeps everything.

@@ -1,6 +1,6 @@
 """What a plan is made from: the executed blocks of one step, what each saves, and the machine's rates.
 
-A profile is measured on the machine (``ebbtide.measuring``) or written down for one that is not there. It is plain
+A profile is measured on the machine (``ebbtide.profiling.measured``) or simulated for another. It is plain
 values: numbers, names, no tensors.
 """
 

@@ -250,7 +250,7 @@ class _CopyIn:
 
 
 def simulate(profile: Profile, assignment: Assignment) -> Simulated:
-    """Run one step on paper. See [Note: the simulated schedule].
+    """Simulate one step. See [Note: the simulated schedule].
 
     Args:
         profile: The step.

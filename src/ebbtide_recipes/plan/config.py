@@ -33,8 +33,8 @@ UNSUPPORTED: Mapping[str, str] = {
 class PlanConfig:
     """Say whether training fits on a device, and with what plan, before any step: from the model's config alone.
 
-    No weights are read, and no GPU is needed: the model runs once on paper. Without --gpu the machine is this one,
-    measured now. The optimizer is AdamW, as in `ebbtide sft`.
+    No weights are read, and no GPU is needed: one step of the model is simulated with fake tensors. Without --gpu the
+    machine is this one, measured now. The optimizer is AdamW, as in `ebbtide sft`.
 
     Attributes:
         model: Model to plan for: a folder with config.json, such a file, a hub name, or builtin:smollm2.
@@ -87,7 +87,7 @@ class PlanConfig:
         if self.train_type == "qlora":
             raise ConfigError(
                 "train_type is 'qlora'",
-                expected="full or lora: weights in 4 bits cannot be run on paper yet",
+                expected="full or lora: weights in 4 bits cannot be simulated yet",
                 hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
             )
         Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)

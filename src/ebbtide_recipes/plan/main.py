@@ -1,4 +1,4 @@
-"""The recipe: a model from its config, its step on paper, and what every way to train it would take."""
+"""The recipe: a model from its config, its simulated step, and what every way to train it would take."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
-    """Run the model's step on paper, once, and hold the ways to train side by side.
+    """Simulate the model's step, once, and hold the ways to train side by side.
 
     Args:
         config: What to train, and on what.
         say: Told flags that do nothing, and what takes seconds.
 
     Raises:
-        EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be run on paper.
+        EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be simulated.
     """
     for name in config.without_effect():
         say(f"--{name} has no effect here: train_type is {config.train_type}")
     for package in ("transformers", "peft"):
         check_installed(package, extra="recipes", use="the plan recipe")
-    from ebbtide.forecast import Job, forecast
-    from ebbtide.machine_here import machine_here
     from ebbtide.planner.machines import machine_named
+    from ebbtide.profiling.hardware import machine_here
+    from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan import model
     from ebbtide_recipes.plan.result import Result
     from ebbtide_recipes.plan.ways import limits, ways
@@ -56,7 +56,7 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"a step of {config.model} cannot be run on paper ({type(error).__name__}: {said:.200})",
+            f"a step of {config.model} cannot be simulated ({type(error).__name__}: {said:.200})",
             expected="a model that takes a batch of text alone, and decides nothing by what its tensors hold",
             hint="`ebbtide compare sft` with a few real steps measures what this would have predicted",
         ) from error

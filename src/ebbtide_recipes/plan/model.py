@@ -181,7 +181,7 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
 
 
 def check_file(path: str) -> None:
-    """Refuse a place for the plan that cannot be written, before the model is run on paper.
+    """Refuse a place for the plan that cannot be written, before the model is simulated.
 
     Raises:
         DataError: It cannot be.

@@ -43,7 +43,7 @@ def text(result: Result) -> str:
     lines = [f"model    {_model(result)}", f"machine  {_machine(result)}", ""]
     lines += [*grid(_table(result)), ""]
     lines += [f"{way.name}: {way.problem}" for way in result.ways if way.problem]
-    lines += [*_take(result), "", "predicted, not measured: the step was run on paper. Left out: " + LEFT_OUT[0] + ","]
+    lines += [*_take(result), "", "predicted, not measured: the step was simulated. Left out: " + LEFT_OUT[0] + ","]
     lines += [", ".join(LEFT_OUT[1:]) + "."]
     return "\n".join(lines + _notes(result))
 

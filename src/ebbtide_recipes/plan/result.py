@@ -20,7 +20,7 @@ class Result:
         config: What was asked.
         outline: The model.
         machine: Where it is to be trained.
-        profile: Its step on paper.
+        profile: Its simulated step.
         room: What there is to fit into.
         ways: What each way to train would take.
     """

@@ -10,12 +10,12 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size, parse_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
-from ebbtide.measuring import solution_for
 from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import rerun_blocks
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
+from ebbtide.profiling.measured import solution_for
 from ebbtide.store.share import share_of
 
 ROOM = 0.9

@@ -1,4 +1,4 @@
-"""Checkpointing on paper, against figures worked out by hand."""
+"""Simulated checkpointing, against figures worked out by hand."""
 
 from __future__ import annotations
 

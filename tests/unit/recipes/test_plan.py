@@ -235,7 +235,7 @@ def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
     assert text.startswith("model    ")
     assert "(bfloat16; all trained), 4 x Qwen3DecoderLayer; 1 x 1024 tokens a device" in text
     assert "\nmachine  h200: 139.0 GiB a device" in text
-    assert "predicted, not measured: the step was run on paper. Left out: fragmentation" in text
+    assert "predicted, not measured: the step was simulated. Left out: fragmentation" in text
 
 
 def test_values_for_programs_are_json(result: Result) -> None:
@@ -411,10 +411,10 @@ def test_a_step_that_cannot_be_run_on_paper_is_said_to_be_so(qwen: str, monkeypa
     def fail(*given: object, **named: object) -> None:
         raise RuntimeError("a shape that is wrong\nand more")
 
-    monkeypatch.setattr("ebbtide.forecast.forecast", fail)
+    monkeypatch.setattr("ebbtide.profiling.simulated.forecast", fail)
     with pytest.raises(ConfigError) as caught:
         found(qwen)
-    assert "cannot be run on paper (RuntimeError: a shape that is wrong); expected a model that" in str(caught.value)
+    assert "cannot be simulated (RuntimeError: a shape that is wrong); expected a model that" in str(caught.value)
 
 
 def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Plans without a step: the profile made on paper is that of measured steps, and the plan can be carried out."""
+"""Plans without a step: the simulated profile equals that of measured steps, and the plan can be carried out."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import BlocksError, BudgetError, ConfigError, DataError
 from ebbtide.config import Options
-from ebbtide.forecast import Job, forecast
-from ebbtide.measuring import MeasuredPlan
-from ebbtide.paper import PaperMachine, without_bytes
 from ebbtide.planner.machines import MACHINES, Machine, machine_named
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.table import TablePlan
+from ebbtide.profiling.faketensors import FakeMachine, without_bytes
+from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.simulated import Job, forecast
 from tests.helpers.models import NAMES, PRECISIONS, Tiny, build, outputs_of
 from tests.helpers.oracle import differences
 
@@ -74,7 +74,7 @@ ASK_FOR_VALUES = ("mixtral_eager", "qwen3_moe_eager", "deepseek_v3_eager")
 """Which experts are run is decided by the router's values."""
 
 OTHERWISE_ON_PAPER = ("unet2d", "sd3", "sana", "hunyuan_video", "lstm", "lstm_stack", "gru_stack")
-"""Torch adds the bias of linear layers over strided inputs in place, but not to tensors on paper, and asks its CPU
+"""Torch adds the bias of linear layers over strided inputs in place, but not to fake tensors, and asks its CPU
 library for the work space of recurrent layers."""
 
 
@@ -132,11 +132,11 @@ def plain_peak(net: nn.Module, *shape: int) -> int:
     with without_bytes():
         twin = copy.deepcopy(net, {id(p): nn.Parameter(torch.empty(p.shape)) for p in net.parameters()})
         x = torch.empty(shape)
-        paper = PaperMachine(H200, sum(p.nbytes for p in twin.parameters()) + x.nbytes)
-        paper.ignore([*twin.parameters(), x])
-        with paper:
+        machine = FakeMachine(H200, sum(p.nbytes for p in twin.parameters()) + x.nbytes)
+        machine.ignore([*twin.parameters(), x])
+        with machine:
             twin(x).square().mean().backward()
-            return paper.take_peak_bytes()
+            return machine.take_peak_bytes()
 
 
 @pytest.mark.parametrize("rows", [64, 256, 4096])
@@ -281,7 +281,7 @@ def test_a_model_that_asks_for_values_is_refused_and_its_own_errors_are_its_own(
         plan_of(Asks(), x, machine="h200")
     with pytest.raises(KeyError, match="missing") as caught:
         plan_of(Breaks(), x, machine="h200")
-    assert "on paper" in caught.value.__notes__[0]
+    assert "simulated" in caught.value.__notes__[0]
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

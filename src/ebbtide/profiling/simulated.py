@@ -1,4 +1,4 @@
-"""Plans without a step: the model runs once on paper. See [Note: a step on paper] in ``ebbtide.paper``."""
+"""Plans without a step: simulate the model once. See [Note: a simulated step] in ``faketensors.py``."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.tickets import Entry
 from ebbtide.engine.timing import StepTimer, TimedStep
 from ebbtide.engine.trust import Trust
-from ebbtide.measuring import profile_of
-from ebbtide.paper import NEEDS_VALUES, TENSOR_TYPES, PaperMachine, PaperTier, without_bytes
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile, Rates
+from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
+from ebbtide.profiling.measured import profile_of
 from ebbtide.wrap import Attachment, find_blocks
 
 AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
 LEAST_WINDOW = 1
-"""How bytes leave and come back on paper while a step is looked at: the plan's own copies are simulated afterwards."""
+"""Rates of copies while a simulated step is recorded; the copies of a plan are simulated afterwards."""
 
 
-class _OnPaper(Trust):
+class _Simulated(Trust):
     """There are no bytes to compare: a recipe is believed if it runs and its shape is right.
 
     A measured step has earned its trust before, so this takes no time.
     """
 
-    def __init__(self, bus: Bus, paper: PaperMachine) -> None:
+    def __init__(self, bus: Bus, machine: FakeMachine) -> None:
         super().__init__(bus)
-        self._paper, self.fingerprints = paper, False
+        self._machine, self.fingerprints = machine, False
 
     def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
-        with self._paper.unseen():
+        with self._machine.unseen():
             return super()._compare(entry, base, run)
 
     def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool:
@@ -90,7 +90,7 @@ def forecast(
     options: Options | None = None,
     rules: dict[str, Any] | None = None,
 ) -> Profile:
-    """Run one step on paper and return its profile.
+    """Simulate one step and return its profile.
 
     Args:
         model: On meta or not; it is copied without its bytes and left alone.
@@ -115,13 +115,13 @@ def forecast(
     pairs = find_blocks(twin, blocks)
     beside = _beside_bytes(twin, [module for module, _ in pairs], job)
     inputs = [x for x in tree_leaves(given) if _is_tensor(x)]
-    paper = PaperMachine(machine, beside + _nbytes(inputs))
+    simulated = FakeMachine(machine, beside + _nbytes(inputs))
     engine = Engine(
-        plan_for(Auto()), PaperTier(), replace(options, window_bytes=LEAST_WINDOW), Bus(), rules=rules or rule_table(),
-        model_weights=lambda: (*twin.parameters(), *twin.buffers()), tensor_types=TENSOR_TYPES,
+        plan_for(Auto()), FakeTensorTier(), replace(options, window_bytes=LEAST_WINDOW), Bus(),
+        rules=rules or rule_table(), model_weights=lambda: (*twin.parameters(), *twin.buffers()), tensor_types=TENSOR_TYPES,
     )  # fmt: skip
-    engine.trust = _OnPaper(engine.bus, paper)
-    engine.timer = StepTimer(paper, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
+    engine.trust = _Simulated(engine.bus, simulated)
+    engine.timer = StepTimer(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
     engine.timer.want()
     attachment = Attachment(twin, pairs, engine)
     try:
@@ -129,8 +129,8 @@ def forecast(
             stack.enter_context(torch.random.fork_rng(devices=[]))  # what is small is really drawn
             stack.enter_context(mode)
             stack.callback(_shard_gradients([module for module, _ in pairs], job.shards))
-            stack.enter_context(paper)
-            paper.ignore([*twin.parameters(), *twin.buffers(), *inputs])
+            stack.enter_context(simulated)
+            simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
             _loss_of(_call(twin, given), loss).backward()  # what forward returned is dropped before, as in most loops
             engine.timer.finish()
     except NEEDS_VALUES as error:
@@ -140,7 +140,7 @@ def forecast(
             hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
         ) from error
     except Exception as error:
-        error.add_note("(while the model ran once on paper, to make a plan)")
+        error.add_note("(while one step of the model was simulated, to make a plan)")
         raise
     finally:
         attachment.remove()
@@ -152,7 +152,7 @@ def forecast(
         )
     ranks = job.ranks or max(1, min(job.shards, machine.devices))
     profile = profile_of(found[0], machine.rates(ranks), options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
-    lead = paper.seconds(0.0, engine.timer.began or 0.0)
+    lead = simulated.seconds(0.0, engine.timer.began or 0.0)
     return replace(profile, lead_seconds=lead, tail_seconds=profile.tail_seconds + _update_seconds(twin, job, machine))
 
 
@@ -190,19 +190,19 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on paper with the shape, strides and type of another; it says that it lies in host memory."""
+    """Return a fake tensor with the shape, strides and type of another; it says that it lies in host memory."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _given(value: Any) -> Any:
-    """Return an argument of the forward on paper. What has values and no fractions is left: they may decide."""
+    """Return a fake argument of the forward. What has values and no fractions is left: they may decide."""
     if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
         return value
     return _fake(value).requires_grad_(value.requires_grad)
 
 
 def _without_bytes(model: nn.Module) -> nn.Module:
-    """Return a copy of a model whose weights are on paper.
+    """Return a copy of a model whose weights are fake tensors.
 
     Raises:
         ConfigError: Some weights are no plain tensors.

@@ -1,4 +1,4 @@
-"""The machine on paper: what operators cost, what lives, and what is real."""
+"""The simulated machine: what operators cost, what lives, and what is real."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Generator
 import pytest
 import torch
 
-from ebbtide.paper import REAL_BYTES, PaperMachine, PaperTier, without_bytes
 from ebbtide.planner.machines import Machine
+from ebbtide.profiling.faketensors import REAL_BYTES, FakeMachine, FakeTensorTier, without_bytes
 
 MACHINE = Machine(
     name="slow", memory_bytes=1 << 30, flop_per_second=1e9, flop32_per_second=1e8, attention_flop_per_second=1e7,
@@ -18,8 +18,8 @@ MACHINE = Machine(
 
 
 @pytest.fixture
-def paper() -> Generator[PaperMachine]:
-    machine = PaperMachine(MACHINE, 1000)
+def machine() -> Generator[FakeMachine]:
+    machine = FakeMachine(MACHINE, 1000)
     with without_bytes(), machine:
         yield machine
 
@@ -28,71 +28,71 @@ def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def took(paper: PaperMachine, before: float) -> float:
-    return paper.seconds(before, paper.moment(None))
+def took(machine: FakeMachine, before: float) -> float:
+    return machine.seconds(before, machine.moment(None))
 
 
-def test_a_product_costs_its_flop_and_an_addition_its_bytes(paper: PaperMachine) -> None:
+def test_a_product_costs_its_flop_and_an_addition_its_bytes(machine: FakeMachine) -> None:
     one = fake(1000, 1000)
-    before = paper.moment(None)
+    before = machine.moment(None)
     _ = one @ one
-    assert took(paper, before) == pytest.approx(2e9 / 1e8)
-    before = paper.moment(None)
+    assert took(machine, before) == pytest.approx(2e9 / 1e8)
+    before = machine.moment(None)
     _ = one + one
-    assert took(paper, before) == pytest.approx(3 * 4e6 / 1e6)
+    assert took(machine, before) == pytest.approx(3 * 4e6 / 1e6)
     half = one.bfloat16()
-    before = paper.moment(None)
+    before = machine.moment(None)
     _ = half @ half
-    assert took(paper, before) == pytest.approx(max(2e9 / 1e9, 3 * 2e6 / 1e6))
+    assert took(machine, before) == pytest.approx(max(2e9 / 1e9, 3 * 2e6 / 1e6))
 
 
-def test_views_and_empty_memory_cost_nothing(paper: PaperMachine) -> None:
+def test_views_and_empty_memory_cost_nothing(machine: FakeMachine) -> None:
     one = fake(100, 100)
-    before = paper.moment(None)
+    before = machine.moment(None)
     _ = one.view(-1)[10:].reshape(-1, 90).t(), torch.empty(10, 10), one.detach()
-    assert took(paper, before) == 0
+    assert took(machine, before) == 0
     one.add_(1)
-    assert took(paper, before) == pytest.approx(2 * 40_000 / 1e6, rel=0.5)
+    assert took(machine, before) == pytest.approx(2 * 40_000 / 1e6, rel=0.5)
 
 
-def test_causal_attention_needs_half_of_the_pairs(paper: PaperMachine) -> None:
+def test_causal_attention_needs_half_of_the_pairs(machine: FakeMachine) -> None:
     query = fake(1, 2, 512, 64, dtype=torch.bfloat16)
     seconds: list[float] = []
     for causal in (False, True):
-        before = paper.moment(None)
+        before = machine.moment(None)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
-        seconds.append(took(paper, before))
+        seconds.append(took(machine, before))
     assert seconds[0] == pytest.approx(4 * 2 * 512 * 512 * 64 / 1e7)
     assert seconds[1] == pytest.approx(seconds[0] / 2)
 
 
-def test_what_lives_counts_until_it_dies(paper: PaperMachine) -> None:
-    assert paper.take_peak_bytes() == 1000
+def test_what_lives_counts_until_it_dies(machine: FakeMachine) -> None:
+    assert machine.take_peak_bytes() == 1000
     one = fake(100)
     two = one + 1
     view = two.view(10, 10)
-    assert paper.take_peak_bytes() == 1000 + 800
+    assert machine.take_peak_bytes() == 1000 + 800
     del one, two
-    assert paper.take_peak_bytes() == 1000 + 800  # the most since the last call, which was before they died
-    assert paper.take_peak_bytes() == 1000 + 400  # a view holds its storage
+    assert machine.take_peak_bytes() == 1000 + 800  # the most since the last call, which was before they died
+    assert machine.take_peak_bytes() == 1000 + 400  # a view holds its storage
     del view
-    paper.take_peak_bytes()
-    assert paper.take_peak_bytes() == 1000
+    machine.take_peak_bytes()
+    assert machine.take_peak_bytes() == 1000
 
 
 def test_what_is_beside_is_not_counted_twice() -> None:
     with without_bytes():
         weight, other = fake(100), fake(100)
-        paper = PaperMachine(MACHINE, 1000)
-        paper.ignore([weight])
-        with paper:
+        machine = FakeMachine(MACHINE, 1000)
+        machine.ignore([weight])
+        with machine:
             _ = weight.view(-1)
-            assert paper.take_peak_bytes() == 1000
+            assert machine.take_peak_bytes() == 1000
             _ = other.view(-1)
-            assert paper.take_peak_bytes() == 1400
+            assert machine.take_peak_bytes() == 1400
 
 
-def test_what_is_made_of_no_weights_is_real_and_may_be_asked(paper: PaperMachine) -> None:
+def test_what_is_made_of_no_weights_is_real_and_may_be_asked(machine: FakeMachine) -> None:
     positions = torch.arange(5)
     assert (positions + 1).sum().item() == 15 and bool((positions >= 0).all())
     mask = positions > 2
@@ -103,14 +103,14 @@ def test_what_is_made_of_no_weights_is_real_and_may_be_asked(paper: PaperMachine
         rows.sum().item()
 
 
-def test_what_is_large_is_on_paper_even_so(paper: PaperMachine) -> None:
+def test_large_values_are_fake_tensors_even_so(machine: FakeMachine) -> None:
     many = torch.zeros(REAL_BYTES // 4 + 1)
     assert isinstance(many, torch._subclasses.fake_tensor.FakeTensor)
     assert not isinstance(torch.zeros(10), torch._subclasses.fake_tensor.FakeTensor)
 
 
-def test_real_bytes_come_back_from_the_tier_as_they_were(paper: PaperMachine) -> None:
-    tier = PaperTier()
+def test_real_bytes_come_back_from_the_tier_as_they_were(machine: FakeMachine) -> None:
+    tier = FakeTensorTier()
     real = torch.arange(10).view(torch.uint8)
     slot = tier.park(real)
     assert slot.parked and not slot.cancel() and slot.nbytes == 80

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ebbtide import machine_here as here
 from ebbtide.base.errors import DiskError, TargetError
 from ebbtide.planner.machines import machine_named
+from ebbtide.profiling import hardware as here
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.speed import Speed
 

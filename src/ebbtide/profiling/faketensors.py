@@ -1,6 +1,6 @@
-"""A machine on paper: tensors have shapes and no bytes, operators cost what a clock is moved on by.
+"""A simulated machine: tensors have shapes and no bytes, operators cost what a clock is moved on by.
 
-[Note: a step on paper]
+[Note: a simulated step]
 torch's ``FakeTensorMode`` runs the model's own code, forward and backward, with the engine's own hooks on it, so what
 is saved, and from what it can be remade, is found as in a real step. A dispatch mode stands for the machine: every
 operator moves a clock on by the time that it would take (its FLOP at the machine's rate, or its bytes at the rate of
@@ -36,7 +36,7 @@ from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.protocol import Slot
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
-"""Of tensors with a storage of their own, in a step on paper."""
+"""Of tensors with a storage of their own, in a simulated step."""
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """Raised by operators whose result, or its shape, depends on values that are not there."""
@@ -56,8 +56,8 @@ def without_bytes() -> FakeTensorMode:
     return mode
 
 
-class PaperMachine(TorchDispatchMode):
-    """Moves a clock on and counts what lives, for every operator that is called. See [Note: a step on paper].
+class FakeMachine(TorchDispatchMode):
+    """Moves a clock on and counts what lives, for every operator that is called. See [Note: a simulated step].
 
     It is the meter of its step (``ebbtide.store.meter.Meter``).
 
@@ -107,7 +107,7 @@ class PaperMachine(TorchDispatchMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
-        """Call an operator: on paper, or really if all that it reads is real and what it makes is small."""
+        """Call an operator: on fake tensors, or really if all that it reads is real and what it makes is small."""
         name = func._schema.name.partition("::")[2]
         if name.startswith("index"):
             args = (args[0], _places(args[1]), *args[2:])
@@ -166,7 +166,7 @@ class PaperMachine(TorchDispatchMode):
             self._living[id(storage)] = weakref.ref(storage)
 
 
-class _PaperSlot:
+class _FakeTensorSlot:
     """What was parked and takes no place. See ``ebbtide.store.protocol.Slot``."""
 
     parked = True
@@ -195,10 +195,10 @@ class _PaperSlot:
         self._real = None
 
 
-class PaperTier:
+class FakeTensorTier:
     """Where bytes go at once and come back at once. See ``ebbtide.store.protocol.Tier``."""
 
-    name, withdraws, used_bytes, free_bytes = "paper", True, 0, None
+    name, withdraws, used_bytes, free_bytes = "simulated", True, 0, None
 
     def __init__(self) -> None:
         self.stalls, self.counters = Stalls(), TierCounters()
@@ -216,7 +216,7 @@ class PaperTier:
         pass
 
     def park(self, source: torch.Tensor) -> Slot:
-        return _PaperSlot(source)
+        return _FakeTensorSlot(source)
 
     def trim(self) -> None:
         pass

@@ -13,10 +13,10 @@ from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
 from ebbtide.engine.timing import TimedBlock, TimedStep, TimedUnit
-from ebbtide.measuring import MeasuredPlan, profile_of
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
+from ebbtide.profiling.measured import MeasuredPlan, profile_of
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)

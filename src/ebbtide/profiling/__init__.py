@@ -1,0 +1,1 @@
+"""Profiles that plans are made from: measured, simulated with fake tensors, and the hardware's own rates."""
