@@ -37,7 +37,10 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
         torch.manual_seed(config.seed)
         transformer.add_adapter(
             LoraConfig(
-                r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, target_modules=targets
+                r=config.lora_rank,
+                lora_alpha=config.lora_alpha,
+                lora_dropout=config.lora_dropout,
+                target_modules=targets,
             )
         )
     if config.fsdp_strategy == "none":
@@ -49,7 +52,9 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
 def _targets(transformer: Any, names: tuple[str, ...]) -> list[str]:
     """Return the full names of the modules that get adapters: of ``all-linear``, every linear module of the blocks."""
     blocks = [
-        name for name, part in transformer.named_modules() if type(part).__name__ in (transformer._no_split_modules or ())
+        name
+        for name, part in transformer.named_modules()
+        if type(part).__name__ in (transformer._no_split_modules or ())
     ]
     linear = [name for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)]
     if names == ("all-linear",):

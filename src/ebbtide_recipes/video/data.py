@@ -155,7 +155,9 @@ def _listing(path: Path) -> list[Clip]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8", expected="text in UTF-8", hint="look whether it is compressed") from error
+        raise DataError(
+            f"{path} is not UTF-8", expected="text in UTF-8", hint="look whether it is compressed"
+        ) from error
     rows: Any
     try:
         if path.suffix.lower() == ".jsonl":
@@ -165,7 +167,9 @@ def _listing(path: Path) -> list[Clip]:
         else:
             rows = list(csv.DictReader(text.splitlines()))
     except (json.JSONDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE) from error
+        raise DataError(
+            f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE
+        ) from error
     if not isinstance(rows, list):
         raise DataError(f"{path} holds a {type(rows).__name__}", expected="a list of rows", hint=_EXAMPLE)
     return [_row(row, f"row {number} of {path}", path.parent) for number, row in enumerate(rows, start=1)]

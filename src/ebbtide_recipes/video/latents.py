@@ -210,7 +210,13 @@ def clear(folder: Path, source: Source, making: Making) -> None:
 
 
 def add_captions(
-    folder: Path, source: Source, captions: Sequence[str], *, length: int | None, device: torch.device, dtype: torch.dtype
+    folder: Path,
+    source: Source,
+    captions: Sequence[str],
+    *,
+    length: int | None,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> None:
     """Embed captions that a folder of latents lacks: prompts of samples."""
     absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]

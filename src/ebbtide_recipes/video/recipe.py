@@ -243,6 +243,4 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
         rate=config.frame_rate or 16.0,
         seed=config.seed,
     )
-    return Showing(
-        source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config)
-    )
+    return Showing(source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config))

@@ -176,5 +176,7 @@ def _film(latents: torch.Tensor, source: Source, vae: Any) -> torch.Tensor:
     if vae is not None:
         return clips.as_bytes(source.family.decode(vae, latents.to(next(iter(vae.parameters()), latents).device))[0])
     shown = latents[0, :3].float()
-    shown = shown.expand(3, -1, -1, -1) if len(shown) == 1 else torch.nn.functional.pad(shown, (0,) * 7 + (3 - len(shown),))
+    shown = (
+        shown.expand(3, -1, -1, -1) if len(shown) == 1 else torch.nn.functional.pad(shown, (0,) * 7 + (3 - len(shown),))
+    )
     return clips.as_bytes(shown / shown.abs().amax().clamp_min(1e-6))

@@ -116,7 +116,9 @@ class Source:
         name = json.loads(path.read_text(encoding="utf-8")).get("_class_name", "")
         kind = getattr(diffusers, name, None)
         if kind is None:
-            raise DataError(f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it")
+            raise DataError(
+                f"{path} names the scheduler {name!r}", expected="a scheduler of diffusers", hint="update it"
+            )
         return kind.from_pretrained(path.parent)
 
     def encode(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-import diffusers
-
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.video import objective, samples
@@ -107,7 +106,12 @@ def test_captions_are_embedded_by_the_pipelines_own_encoders(name: str, tmp_path
 
 @pytest.mark.parametrize(
     ("frames", "height", "width", "near"),
-    [(9, 30, 32, "--height 32"), (9, 32, 57, "--width 64"), (10, 32, 32, "--num_frames 9"), (3, 32, 32, "--num_frames 1")],
+    [
+        (9, 30, 32, "--height 32"),
+        (9, 32, 57, "--width 64"),
+        (10, 32, 32, "--num_frames 9"),
+        (3, 32, 32, "--num_frames 1"),
+    ],
 )
 def test_a_size_that_makes_no_whole_tokens_is_refused_with_the_nearest(
     frames: int, height: int, width: int, near: str
