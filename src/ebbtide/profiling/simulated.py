@@ -118,7 +118,8 @@ def forecast(
     simulated = FakeMachine(machine, beside + _nbytes(inputs))
     engine = Engine(
         plan_for(Auto()), FakeTensorTier(), replace(options, window_bytes=LEAST_WINDOW), Bus(),
-        rules=rules or rule_table(), model_weights=lambda: (*twin.parameters(), *twin.buffers()), tensor_types=TENSOR_TYPES,
+        rules=rules or rule_table(), tensor_types=TENSOR_TYPES,
+        model_weights=lambda: (*twin.parameters(), *twin.buffers()),
     )  # fmt: skip
     engine.trust = _Simulated(engine.bus, simulated)
     engine.timer = StepTimer(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)

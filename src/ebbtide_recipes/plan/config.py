@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from ebbtide.base.checks import check_fields
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton.config import RecipeConfig
+from ebbtide_recipes.video.config import VideoConfig
 
 UNSUPPORTED: Mapping[str, str] = {
     "dataset": "no data is read: every sequence is taken to be --max_length tokens long",
@@ -34,10 +36,13 @@ class PlanConfig:
     """Say whether training fits on a device, and with what plan, before any step: from the model's config alone.
 
     No weights are read, and no GPU is needed: one step of the model is simulated with fake tensors. Without --gpu the
-    machine is this one, measured now. The optimizer is AdamW, as in `ebbtide sft`.
+    machine is this one, measured now. The optimizer is AdamW, as in every recipe.
 
     Attributes:
-        model: Model to plan for: a folder with config.json, such a file, a hub name, or builtin:smollm2.
+        recipe: What would train it: sft for a language model, video for a video transformer.
+        model: Model to plan for: a folder with config.json, such a file, a hub name, or a built-in name; for video a
+            pipeline's folder, a transformer's config.json, or the folder of one. Left out, builtin:smollm2 or
+            builtin:small-wan.
         gpu: Device to plan for: h200, h100, a100, gh200, 4090, or a JSON file that describes a machine.
         gpus: Devices to train on; with more than one, FSDP shards weights, gradients and optimizer state over all.
         host_memory: Host memory of a node, such as 2TiB; left out, what the machine is known to have.
@@ -45,8 +50,12 @@ class PlanConfig:
         lora_rank: Rank of the adapters.
         target_modules: Module names that get adapters; all-linear takes every linear module but the head.
         freeze_vit: Leave the vision part of a vision-language model as it is.
-        per_device_train_batch_size: Sequences in a micro-batch.
+        per_device_train_batch_size: Sequences or clips in a micro-batch.
         max_length: Tokens in a sequence.
+        num_frames: For video: frames of a clip; left out, the family's own. So are the next three.
+        height: For video: pixels.
+        width: For video: pixels.
+        text_length: For video: tokens of a caption.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
         attn_impl: Attention implementation.
         memory_budget: The peak to stay below, such as 40GiB; left out, nine tenths of the device's memory.
@@ -58,7 +67,8 @@ class PlanConfig:
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
     aliases: ClassVar[Mapping[str, str]] = {"tuner_type": "train_type"}
 
-    model: str = "builtin:smollm2"
+    recipe: Literal["sft", "video"] = "sft"
+    model: str | None = None
     gpu: str | None = None
     gpus: int = 1
     host_memory: str | None = None
@@ -68,6 +78,10 @@ class PlanConfig:
     freeze_vit: bool = True
     per_device_train_batch_size: int = 1
     max_length: int = 1024
+    num_frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    text_length: int | None = None
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attn_impl: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     memory_budget: str | None = None
@@ -79,7 +93,7 @@ class PlanConfig:
         check_fields(self)
         if self.gpus < 1:
             raise ConfigError(f"gpus is {self.gpus}", expected="1 or more", hint="1 is the default")
-        for name in ("gpu", "out"):
+        for name in ("gpu", "out", "model"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
         if self.host_memory is not None:
@@ -91,19 +105,41 @@ class PlanConfig:
                 hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
             )
         Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
-        self.as_sft()
+        if self.recipe == "video":
+            self.as_video()
+        else:
+            self.as_sft()
+
+    @property
+    def name(self) -> str:
+        """The model, or the recipe's default."""
+        return self.model or ("builtin:small-wan" if self.recipe == "video" else "builtin:smollm2")
 
     def as_sft(self) -> SftConfig:
-        """Return the config of the recipe that would train this.
+        """Return the config of ``sft`` that would train this.
 
         Raises:
             ConfigError: A value cannot be used there.
         """
-        names = {field.name for field in dataclasses.fields(SftConfig)} - {"max_slowdown", "memory_budget"}
-        return SftConfig(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names})
+        return SftConfig(**self._shared_with(SftConfig))
+
+    def as_video(self) -> VideoConfig:
+        """Return the config of ``video`` that would train this.
+
+        Raises:
+            ConfigError: A value cannot be used there.
+        """
+        return VideoConfig(**self._shared_with(VideoConfig))
+
+    def _shared_with(self, kind: type[RecipeConfig]) -> dict[str, Any]:
+        names = {field.name for field in dataclasses.fields(kind)} - {"max_slowdown", "memory_budget", "model"}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name in names}
+        return {"model": self.name, **values}
 
     def without_effect(self) -> list[str]:
         """Return the flags that were given but do nothing beside the others."""
         idle = ("lora_rank", "target_modules") if self.train_type == "full" else ()
+        video = ("num_frames", "height", "width", "text_length")
+        idle += ("max_length", "attn_impl", "freeze_vit") if self.recipe == "video" else video
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return [name for name in idle if getattr(self, name) != defaults[name]]

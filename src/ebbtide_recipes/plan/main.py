@@ -29,36 +29,36 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
         EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be simulated.
     """
     for name in config.without_effect():
-        say(f"--{name} has no effect here: train_type is {config.train_type}")
-    for package in ("transformers", "peft"):
-        check_installed(package, extra="recipes", use="the plan recipe")
+        say(f"--{name} has no effect here: recipe is {config.recipe}, train_type {config.train_type}")
+    packages = ("diffusers", "peft") if config.recipe == "video" else ("transformers", "peft")
+    for package in packages:
+        check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
     from ebbtide.planner.machines import machine_named
     from ebbtide.profiling.hardware import machine_here
     from ebbtide.profiling.simulated import Job, forecast
-    from ebbtide_recipes.plan import model
+    from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.result import Result
     from ebbtide_recipes.plan.ways import limits, ways
 
     if config.out is not None:
         model.check_file(config.out)
-    sft = config.as_sft()
-    model_config = model.read(sft)
+    subject = video.Subject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     if config.gpu is None:
         say("measuring this machine, which takes seconds; --gpu names another")
     machine = machine_here() if config.gpu is None else machine_named(config.gpu)
     _check_machine(config, machine)
-    outline = model.outline(sft, model_config, _dtype(config, machine))
+    outline = subject.outline(_dtype(config, machine))
     inputs, end = model.watch_inputs(outline.module)
     try:
-        profile = forecast(outline.module, model.batch_of(sft), machine, job=Job(shards=config.gpus))
+        profile = forecast(outline.module, subject.batch(), machine, job=Job(shards=config.gpus))
     except EbbtideError:
         raise
     except Exception as error:
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"a step of {config.model} cannot be simulated ({type(error).__name__}: {said:.200})",
-            expected="a model that takes a batch of text alone, and decides nothing by what its tensors hold",
-            hint="`ebbtide compare sft` with a few real steps measures what this would have predicted",
+            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {said:.200})",
+            expected="a model that takes text alone, or latents and text, and decides nothing by values",
+            hint=f"`ebbtide compare {config.recipe}` with a few real steps measures what this would have predicted",
         ) from error
     finally:
         end()

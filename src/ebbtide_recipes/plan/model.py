@@ -37,6 +37,8 @@ class Outline:
         blocks: How many blocks of each kind it has, such as ``36 x Qwen3DecoderLayer``.
         sees: Whether it takes images too.
         experts: How many experts a block chooses from; 0: it has none.
+        tokens: Tokens of a micro-batch.
+        amount: What a micro-batch is, in words.
     """
 
     module: nn.Module
@@ -46,6 +48,31 @@ class Outline:
     blocks: str
     sees: bool
     experts: int
+    tokens: int
+    amount: str
+
+
+class Subject:
+    """A language model to plan for.
+
+    Args:
+        config: Of the recipe that would train it.
+
+    Raises:
+        DataError: Its config cannot be found or read.
+        ConfigError: Sequences are longer than the model allows; the weights are quantised.
+    """
+
+    def __init__(self, config: SftConfig) -> None:
+        self._config, self._found = config, read(config)
+
+    def outline(self, dtype: str) -> Outline:
+        """Return the model without weights; see ``outline``."""
+        return outline(self._config, self._found, dtype)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        """Return a micro-batch."""
+        return batch_of(self._config)
 
 
 def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
@@ -80,6 +107,8 @@ def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
         blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
         sees=sees,
         experts=next((n for name in names if (n := getattr(text, name, None))), 0),
+        tokens=config.per_device_train_batch_size * config.max_length,
+        amount=f"{config.per_device_train_batch_size} x {config.max_length} tokens",
     )
 
 

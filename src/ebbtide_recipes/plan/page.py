@@ -13,14 +13,17 @@ from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner.table import table_plan
 from ebbtide.report.table import ABSENT, Table
 from ebbtide.report.text import grid
+from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.result import Result
 from ebbtide_recipes.plan.ways import ROOM, Way
-from ebbtide_recipes.sft.config import SftConfig
 
 GIB = 1024**3
 
 SCHEMA = 1
 """Of what ``--json`` prints."""
+
+_ALWAYS = ("model", "max_length", "torch_dtype")
+"""Flags that a command names whatever their value."""
 
 LEFT_OUT = (
     "fragmentation of device memory",
@@ -31,11 +34,17 @@ LEFT_OUT = (
 )
 """What a prediction knows nothing of."""
 
-_FLAGS = (
-    "model", "train_type", "lora_rank", "target_modules", "freeze_vit", "per_device_train_batch_size", "max_length",
-    "torch_dtype", "attn_impl",
-)  # fmt: skip
-"""Flags that plan and sft share."""
+_FLAGS = {
+    "sft": (
+        "model", "train_type", "lora_rank", "target_modules", "freeze_vit", "per_device_train_batch_size",
+        "max_length", "torch_dtype", "attn_impl",
+    ),
+    "video": (
+        "model", "train_type", "lora_rank", "target_modules", "per_device_train_batch_size", "num_frames", "height",
+        "width", "text_length", "torch_dtype",
+    ),
+}  # fmt: skip
+"""Flags that plan and each recipe share."""
 
 
 def text(result: Result) -> str:
@@ -56,12 +65,12 @@ def as_values(result: Result) -> dict[str, Any]:
         "ebbtide": _version(),
         "predicted": True,
         "model": {
-            "name": result.config.model,
+            "name": result.config.name,
             "weights": outline.weights,
             "trained": outline.trained,
             "dtype": outline.dtype,
             "blocks": len(result.profile.blocks),
-            "tokens": result.config.per_device_train_batch_size * result.config.max_length,
+            "tokens": result.outline.tokens,
         },
         "machine": dataclasses.asdict(result.machine),
         "gpus": result.config.gpus,
@@ -95,20 +104,26 @@ def _way_values(result: Result, way: Way) -> dict[str, Any]:
 
 def command(result: Result, way: Way) -> str:
     """Return the command line that trains this way."""
-    config, defaults = result.config, {field.name: field.default for field in dataclasses.fields(SftConfig)}
-    words = ["ebbtide", "sft"]
+    config, defaults = result.config, {field.name: field.default for field in dataclasses.fields(PlanConfig)}
+    words = ["ebbtide", config.recipe]
     flags: list[tuple[str, str]] = []
-    for name in _FLAGS:
-        value = result.outline.dtype if name == "torch_dtype" else getattr(config, name)
-        if name in ("model", "max_length", "torch_dtype") or (
-            value != defaults[name] and name not in config.without_effect()
-        ):
+    for name in _FLAGS[config.recipe]:
+        value = {"torch_dtype": result.outline.dtype, "model": config.name}.get(name, getattr(config, name))
+        if name in _ALWAYS or (value != defaults[name] and name not in config.without_effect()):
             flags.append((name, " ".join(value) if isinstance(value, tuple) else str(value)))
     if config.gpus > 1:
         nodes = math.ceil(config.gpus / result.machine.devices)
         if nodes > 1:
             words = ["torchrun", "--nnodes", str(nodes), "--nproc_per_node", str(result.room.ranks)]
-            words += ["--node_rank", "RANK", "--master_addr", "FIRST", "-m", "ebbtide", "sft"]  # theirs to fill in
+            words += [
+                "--node_rank",
+                "RANK",
+                "--master_addr",
+                "FIRST",
+                "-m",
+                "ebbtide",
+                config.recipe,
+            ]  # theirs to fill in
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))
@@ -157,8 +172,8 @@ def _model(result: Result) -> str:
     trained = "all trained" if outline.trained == outline.weights else f"{_count(outline.trained)} of them trained"
     experts = f", {outline.experts} experts" if outline.experts else ""
     return (
-        f"{config.model}: {_count(outline.weights)} weights ({outline.dtype}; {trained}), {outline.blocks}{experts}; "
-        f"{config.per_device_train_batch_size} x {config.max_length} tokens a device"
+        f"{config.name}: {_count(outline.weights)} weights ({outline.dtype}; {trained}), {outline.blocks}{experts}; "
+        f"{outline.amount} a device"
     )
 
 
@@ -199,7 +214,8 @@ def _take(result: Result) -> list[str]:
         least = min((w for w in result.ways if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
         line = f"take     nothing, for none of these fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
         told = any(w.problem for w in result.ways)
-        what = "shorter sequences, a smaller batch, --train_type lora or more --gpus take less memory"
+        shorter = "fewer frames" if result.config.recipe == "video" else "shorter sequences"
+        what = f"{shorter}, a smaller batch, --train_type lora or more --gpus take less memory"
         return [f"{line} ({least.name})"] if told else [f"{line} ({least.name})", f"hint: {what}"]
     lines = [f"take     {way.name}"]
     if way.fits == "barely":

@@ -391,7 +391,7 @@ def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_done(tmp_pa
 def test_what_has_no_effect_is_said(qwen: str) -> None:
     said: list[str] = []
     recipe.main(PlanConfig(model=qwen, gpu="h200", max_length=512, lora_rank=4), said.append)
-    assert said == ["--lora_rank has no effect here: train_type is full"]
+    assert said == ["--lora_rank has no effect here: recipe is sft, train_type full"]
 
 
 @pytest.mark.parametrize(("changes", "said"), [({"gpus": 2}, "gpus is 2"), ({"host_memory": "1GiB"}, "host_memory is")])

@@ -1,0 +1,168 @@
+"""A video transformer to plan for: from its config alone, on the meta device, with or without adapters."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ebbtide.base.errors import DataError
+from ebbtide.wrap import find_blocks
+from ebbtide_recipes.plan.model import Outline
+from ebbtide_recipes.video import adapters
+from ebbtide_recipes.video.families import Condition, Family, check_size, family_of
+from ebbtide_recipes.video.source import Source, open_source
+
+if TYPE_CHECKING:
+    from ebbtide_recipes.video.config import VideoConfig
+
+_TEXT: Mapping[str, Mapping[str, str]] = {
+    "wan": {"prompt_embeds": "text_dim"},
+    "hunyuan_video": {"prompt_embeds": "text_embed_dim", "pooled_prompt_embeds": "pooled_projection_dim"},
+    "ltx": {"prompt_embeds": "caption_channels"},
+    "cogvideox": {"prompt_embeds": "text_embed_dim"},
+    "cosmos": {"prompt_embeds": "text_embed_dim"},
+}
+"""For each family the settings of its transformer that say how wide the tensors of a caption are."""
+
+_POOLED, _MASK = "pooled_prompt_embeds", "prompt_attention_mask"
+
+
+class Subject:
+    """A video transformer to plan for.
+
+    Args:
+        config: Of the recipe that would train it.
+
+    Raises:
+        DataError: Its config cannot be found or read, or is of no family that is trained here.
+        ConfigError: Clips of this size make no whole number of tokens.
+    """
+
+    def __init__(self, config: VideoConfig) -> None:
+        self._config = config
+        self._source = _source(config.model, seed=config.seed)
+        frames, height, width = self._source.default_size
+        self._size = (config.num_frames or frames, config.height or height, config.width or width)
+        check_size(*self._size, ratios=self._source.ratios, patch=self._source.patch)
+
+    def outline(self, dtype: str) -> Outline:
+        """Return the transformer without weights, inside a module that computes a loss from a batch.
+
+        Args:
+            dtype: Of its weights.
+
+        Raises:
+            DataError: The config describes no transformer.
+            ConfigError: Adapters do not fit.
+        """
+        transformer = _on_meta(self._source, getattr(torch, dtype))
+        if self._config.train_type == "lora":
+            with torch.device("meta"):
+                adapters.put_on(transformer, self._config)
+        kinds = Counter(type(block).__name__ for block, _ in find_blocks(transformer, None))
+        clips, (frames, height, width) = self._config.per_device_train_batch_size, self._size
+        in_time, along = self._source.patch
+        tokens = (self._latents[0] // in_time) * (self._latents[1] // along) * (self._latents[2] // along)
+        return Outline(
+            module=_Loss(transformer, self._source.family, self._condition).train(),
+            dtype=dtype,
+            weights=sum(p.numel() for p in transformer.parameters()),
+            trained=sum(p.numel() for p in transformer.parameters() if p.requires_grad),
+            blocks=", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+            sees=False,
+            experts=0,
+            tokens=clips * tokens,
+            amount=f"{clips} x {frames} frames of {width} x {height} pixels ({tokens} tokens)",
+        )
+
+    def batch(self) -> dict[str, Any]:
+        """Return a micro-batch: latents, timesteps, and the tensors of captions."""
+        clips, family = self._config.per_device_train_batch_size, self._source.family
+        settings = self._source.transformer_config or {}
+        length = self._config.text_length or family.text_length
+        text: dict[str, torch.Tensor] = {}
+        for name in family.text:
+            if name == _MASK:
+                text[name] = torch.ones(clips, length, dtype=torch.long)
+                continue
+            width = int(settings[_TEXT[family.name][name]])
+            text[name] = torch.zeros(clips, width) if name == _POOLED else torch.zeros(clips, length, width)
+        latents = torch.zeros(clips, self._source.channels, *self._latents)
+        return {"latents": latents, "timestep": torch.full((clips,), 500.0), "text": text}
+
+    @property
+    def _latents(self) -> tuple[int, int, int]:
+        frames, height, width = self._size
+        in_time, along = self._source.ratios
+        return (frames - 1) // in_time + 1, height // along, width // along
+
+    @property
+    def _condition(self) -> Condition:
+        return Condition(ratios=self._source.ratios)
+
+
+class _Loss(nn.Module):
+    """A transformer and a loss that reads its whole prediction, as flow matching's does."""
+
+    def __init__(self, transformer: nn.Module, family: Family, condition: Condition) -> None:
+        super().__init__()
+        self.transformer, self._family, self._condition = transformer, family, condition
+
+    def forward(self, latents: torch.Tensor, timestep: torch.Tensor, text: dict[str, torch.Tensor]) -> torch.Tensor:
+        dtype = next(self.transformer.parameters()).dtype
+        cast = {name: value.to(dtype) if value.is_floating_point() else value for name, value in text.items()}
+        predicted = self._family.predict(self.transformer, latents.to(dtype), timestep, cast, self._condition)
+        return nn.functional.mse_loss(predicted.float(), latents)
+
+
+class _Alone(Source):
+    """A transformer without a pipeline around it."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder, self.name, self.index, self.vae_config = path.parent, str(path), {}, None
+        try:
+            self.transformer_config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path} cannot be read: {error}",
+                expected="the config.json of a transformer of diffusers",
+                hint="the folder transformer/ of a pipeline holds one",
+            ) from error
+        self.family = family_of(str(self.transformer_config.get("_class_name")), None)
+        self.family.check(self.transformer_config, self.index)
+
+
+def _source(name: str, *, seed: int) -> Source:
+    """Return what is known of a pipeline; of a transformer alone the VAE is taken to be its family's usual one."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        return _Alone(path)
+    if (path / "config.json").is_file() and not (path / "transformer").is_dir():
+        return _Alone(path / "config.json")
+    return open_source(name, seed=seed)
+
+
+def _on_meta(source: Source, dtype: torch.dtype) -> nn.Module:
+    """Return the transformer that a config describes, without weights."""
+    import diffusers
+
+    settings = dict(source.transformer_config or {})
+    kind: Any = getattr(diffusers, str(settings["_class_name"]))
+    try:
+        with torch.device("meta"):
+            made = kind.from_config(settings)
+    except (TypeError, ValueError, KeyError) as error:
+        raise DataError(
+            f"{source.name} describes no transformer: {error}",
+            expected=f"a config of {settings['_class_name']}",
+            hint="take the config.json that came with the weights",
+        ) from error
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return made
