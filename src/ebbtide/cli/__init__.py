@@ -56,15 +56,15 @@ def _recipe(does: str) -> Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
-    "grpo": _recipe("reinforcement of a language model by functions that reward its completions"),
+    "grpo": _recipe("reinforcement of a language model by reward functions (GRPO)"),
     "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),
-    "plan": Verb(function="ebbtide.cli.plan:run", does="does it fit, and with what plan: from a model's config"),
+    "plan": Verb(function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone (no GPU needed)"),
     "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
     "doctor": Verb(
-        function="ebbtide.cli.doctor:run", does="what this machine allows, what is wrong with it, and what to do"
+        function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems"
     ),
     "env": Verb(function="ebbtide.cli.env:run", does="versions, for bug reports"),
 }
