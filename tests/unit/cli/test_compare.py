@@ -206,7 +206,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
             "expected one argument; expected arguments of `ebbtide compare`\nhint: `ebbtide compare --help`",
         ),
         (["--out", ""], "--out is ''; expected a folder"),
-        (["stf"], "there is no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
+        (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
         (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 4`"),
         (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
         (["no.yaml"], "there is no file 'no.yaml'"),
