@@ -209,6 +209,9 @@ class PaperTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def capturing(self) -> bool:
+        return False
+
     def stream_of(self, tensor: torch.Tensor) -> None:
         pass
 

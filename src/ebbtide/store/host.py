@@ -104,6 +104,10 @@ class HostTier:
         """Whether the tensor lies on the device."""
         return self.device.owns(tensor)
 
+    def capturing(self) -> bool:
+        """Whether the device records what the caller asks of it in a graph."""
+        return self.device.capturing()
+
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
         """Return the stream on which the caller computes now, where a tensor lies."""
         return self.device.compute_stream(tensor.device)

@@ -95,6 +95,10 @@ class Tier(Protocol):
         """Whether the tensor lies on the device whose memory is scarce."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether what the caller asks of the device now is recorded in a graph, which no copy may be part of."""
+        ...
+
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
         """Return the stream on which the caller computes now, where a tensor lies; None where there are none."""
         ...

@@ -64,6 +64,9 @@ class Tier:
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
 
+    def capturing(self) -> bool:
+        return False
+
     def stream_of(self, tensor: Tensor) -> None:
         pass
 
