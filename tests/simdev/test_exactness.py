@@ -1,4 +1,4 @@
-"""What decides a device's bits beside the values: alignment of what comes back, kernels that do not repeat themselves."""
+"""What decides a device's bits beside values: the alignment of what comes back, kernels that do not repeat themselves."""
 
 from __future__ import annotations
 

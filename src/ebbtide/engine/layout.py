@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-
 ALIGNED_BYTES = 512
 """How the allocators of devices align what they hand out."""
 
