@@ -1,4 +1,4 @@
-"""What decides a device's bits beside values: the alignment of what comes back, kernels that do not repeat themselves."""
+"""What decides a device's bits beside values: the alignment of what comes back, kernels that differ from run to run."""
 
 from __future__ import annotations
 
