@@ -209,6 +209,9 @@ class PaperTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def expect(self, nbytes: int) -> None:
+        pass
+
     def capturing(self) -> bool:
         return False
 

@@ -48,6 +48,10 @@ class _Backward:
         self.run: BlockRun | None = None
 
 
+def _flow(backward: _Backward | None, run: BlockRun | None) -> CopyIn | None:
+    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
+
+
 class Engine:
     """Carries out a plan on what autograd saves.
 
@@ -248,7 +252,8 @@ class Engine:
             began = time.perf_counter()
             read = functools.partial(self._operand, entry, backward, run)
             keep = functools.partial(self._keep, backward)
-            content = recompute(self.trust, entry, run.block.name, read, keep)
+            work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
+            content = self._with_room(_flow(backward, run), work)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -295,21 +300,25 @@ class Engine:
             if entry.recipe is None:
                 raise operand_error(str(entry.site))
             return None
-        flow = backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
+        flow = _flow(backward, run)
         if run is not None:
             self._stalls.serve("backward", run.block.name, entry.nbytes)
+        content = self._with_room(flow, entry.slot.take)
+        self._keep(backward, entry, content)
+        if flow is not None:
+            flow.has_read(entry)
+        return content
+
+    def _with_room(self, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run ``work``; where the device has no room, once more without what was brought in ahead."""
         try:
-            content = entry.slot.take()
+            return work()
         except torch.OutOfMemoryError:
             if flow is None or not flow.ahead_bytes:
                 raise
             self._window.shrink(flow.ahead_bytes)
             flow.put_back()
-            content = entry.slot.take()
-        self._keep(backward, entry, content)
-        if flow is not None:
-            flow.has_read(entry)
-        return content
+            return work()
 
     # Backward
 
@@ -325,6 +334,7 @@ class Engine:
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
             self._copy_out.withdraw(run.pass_)
+            self._window.recover()
             flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
         self._stalls.tell()
         self._stalls.serve("backward", run.block.name)

@@ -41,6 +41,10 @@ LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
 
 
+BACKWARDS_WITH_ROOM = 50
+"""After so many the window that a full device has made smaller grows again."""
+
+
 class Window:
     """Bytes allowed in flight each way. See [Note: window].
 
@@ -52,6 +56,7 @@ class Window:
         self._given_bytes = given_bytes
         self._block_bytes = 0
         self._room_bytes = sys.maxsize
+        self._backwards = 0  # since the room was found too small, or was made larger
 
     def saw_block(self, offloaded_bytes: int) -> None:
         """A block offloaded this much."""
@@ -60,12 +65,19 @@ class Window:
     def shrink(self, ahead_bytes: int) -> None:
         """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on."""
         first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, ahead_bytes // 2)
+        self._backwards = 0
         if first:
             logger.warning(
                 "the device has no room for a window of %s beside what backward needs: copies in run less far ahead, "
                 "and compute may wait for them; a smaller window, or offloading less, makes room",
                 format_size(self._given_bytes or max(self._block_bytes, LEAST_WINDOW)),
             )
+
+    def recover(self) -> None:
+        """A backward begins: after many that had room, bring in twice as much."""
+        self._backwards += 1
+        if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
+            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, 1), sys.maxsize - 1), 0
 
     @property
     def out_bytes(self) -> int:

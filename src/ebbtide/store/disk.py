@@ -156,6 +156,9 @@ class DiskTier:
         """Whether the tensor lies in RAM, which is what this tier spares."""
         return tensor.device.type == "cpu"
 
+    def expect(self, nbytes: int) -> None:
+        """Do nothing: a file grows without cost."""
+
     def capturing(self) -> bool:
         """Return False: the host has no graphs."""
         return False

@@ -181,6 +181,11 @@ class HostTier:
             part.copy_(piece)
         return HostSlot(self, place, where)
 
+    def expect(self, nbytes: int) -> None:
+        """Take host memory for so many further bytes at once, when some is taken next."""
+        with self._lock:
+            self._arena.expect(nbytes)
+
     def prefetch(self, slot: HostSlot) -> None:
         """Begin the copy-in of ``slot``, unless it has begun."""
         self._check(slot)

@@ -119,6 +119,10 @@ class Tier(Protocol):
         """
         ...
 
+    def expect(self, nbytes: int) -> None:
+        """Be told how many further bytes will be parked in this pass, as far as the first block shows."""
+        ...
+
     @property
     def used_bytes(self) -> int:
         """Bytes of places that live slots have now; exact as soon as a slot is dead, whatever still runs."""

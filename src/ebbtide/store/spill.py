@@ -212,6 +212,10 @@ class SpillTier:
             self._staged.append(weakref.ref(slot))
         return slot
 
+    def expect(self, nbytes: int) -> None:
+        """Take host memory for so many further bytes at once, as far as the budget goes."""
+        self.host.expect(nbytes)
+
     def prefetch(self, slot: SpillSlot) -> None:
         """Begin to bring the bytes of ``slot`` back."""
         self._check(slot)

@@ -259,7 +259,7 @@ class Attachment:
         return graphed
 
     def _check_room(self) -> None:
-        """Once the first block has shown what blocks offload, see whether the store can hold the rest.
+        """Once the first block has shown what blocks offload, see whether the store can hold the rest, and tell it.
 
         Raises:
             DiskFullError: It cannot; raised in the first forward, before anything was computed from it.
@@ -269,6 +269,7 @@ class Attachment:
         self._room_checked = True
         tier, seen = self.engine.tier, next(iter(self._seen.values()))
         needed, free = seen.offloaded * (len(self._blocks) - 1), tier.free_bytes
+        tier.expect(needed)
         if tier.name == "disk" and free is not None and needed > free:
             raise DiskFullError(
                 f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks "

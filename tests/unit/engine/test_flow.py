@@ -64,6 +64,9 @@ class Tier:
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
 
+    def expect(self, nbytes: int) -> None:
+        pass
+
     def capturing(self) -> bool:
         return False
 
