@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import ebbtide
 from ebbtide.engine.flow import BACKWARDS_WITH_ROOM, Window
 from ebbtide.engine.recompute import recompute
 from tests.gpu.test_first_light import _batch, _model, _same, _step
-from tests.simdev.device import configured, counters
+from tests.simdev.device import counters
 
 
 def count(name: str) -> int:

@@ -291,8 +291,8 @@ class Engine:
                 self.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             entry.restored = None  # a backward changed in place what it was given
-        storage = entry.storage_ref() if entry.storage_ref is not None else None
-        if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
+        storage = entry.living_storage
+        if storage is not None:
             return byte_view(storage, entry.first, entry.last, entry.empty)
         if entry.tainted:
             raise operand_error(str(entry.site))

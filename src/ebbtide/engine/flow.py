@@ -242,7 +242,7 @@ class CopyIn:
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
-            if reference in self._asked:
+            if reference in self._asked or entry.living_storage is not None:
                 continue
             if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._next = upcoming
