@@ -138,7 +138,7 @@ class Entry:
 
     @property
     def living_storage(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, if somebody else keeps it and it is as it was; then nothing need be brought in."""
+        """The storage that was saved, if somebody else keeps it as it was: then nothing need be brought in."""
         storage = self.storage_ref() if self.storage_ref is not None else None
         return storage if storage is not None and not self.changed and storage.nbytes() >= self.last else None
 
