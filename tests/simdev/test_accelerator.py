@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ebbtide
+from benchmarks import first_contact
 from benchmarks.suites import overhead
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
@@ -104,3 +105,9 @@ def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: py
         assert len([r for r in caplog.records if "capture of a device graph" in r.getMessage()]) == 1
         assert _same(plain, _step(model, x)) and handle.stats().live_tickets == 0
     assert counters()["bytes_in"] > after["bytes_in"] or policy == "auto"
+
+
+def test_first_contact() -> None:
+    with configured(copy_delay_us=2000):
+        found = list(first_contact.answers(copied_bytes=8 * MIB))
+    assert len(found) > 12 and [answer for *answer, right in found if not right] == []
