@@ -169,6 +169,27 @@ MUTANTS = (
         ("--simdev", "tests/simdev/test_exactness.py"),
     ),
     Mutant(
+        "flow: what somebody else keeps is brought in",
+        "ebbtide/engine/flow.py",
+        " or entry.living_storage is not None:",
+        ":",
+        ("tests/unit/engine/test_flow.py",),
+    ),
+    Mutant(
+        "trust: a device too full for a comparison ends the step",
+        "ebbtide/engine/trust.py",
+        "except (MemoryError, torch.OutOfMemoryError) as error:  # says",
+        "except ZeroDivisionError as error:  # says",
+        ("--simdev", "tests/simdev/test_costs.py"),
+    ),
+    Mutant(
+        "room: a recompute does not give up what was brought in ahead",
+        "ebbtide/engine/engine.py",
+        "content = self._with_room(_flow(backward, run), work)",
+        "content = work()",
+        ("--simdev", "tests/simdev/test_costs.py"),
+    ),
+    Mutant(
         "layout: parts begin anywhere",
         "ebbtide/engine/layout.py",
         "    first -= first % ALIGNED_BYTES\n",

@@ -16,7 +16,7 @@ from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyIn, CopyOut, Window
+from ebbtide.engine.flow import CopyIn, CopyOut, LivingBytes, Window
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
@@ -96,7 +96,7 @@ class Engine:
         self.last_tally = Tally()
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
-        self._kept: dict[weakref.ref[Entry], int] = {}
+        self._kept = LivingBytes()
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
         self._window = Window(options.window_bytes)
@@ -198,12 +198,12 @@ class Engine:
     def keep(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Keep an entry's bytes on the device, and count them while it lives."""
         self.hold(entry, tensor)
-        self._kept[weakref.ref(entry, self._kept.pop)] = entry.nbytes  # nothing interrupts a dictionary's ``pop``
+        self._kept.add(entry)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that graphs which are alive keep on the device because the plan said so."""
-        return sum(self._kept.values())
+        return self._kept.total
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Let an entry have its bytes on the device for now."""

@@ -97,6 +97,29 @@ class Window:
         return min(self.in_bytes, self.out_bytes)
 
 
+class LivingBytes:
+    """The bytes of those entries of many that are alive, without a look at each: it is asked at every saved tensor."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[weakref.ref[Entry], int] = {}
+        self._dead: deque[weakref.ref[Entry]] = deque()
+        self._total = 0
+
+    def add(self, entry: Entry) -> None:
+        """Count an entry as long as it lives."""
+        self._bytes[weakref.ref(entry, self._dead.append)] = entry.nbytes  # nothing interrupts a deque's ``append``
+        self._total += entry.nbytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of the entries that are alive."""
+        while self._dead:
+            self._total -= self._bytes.pop(self._dead.popleft(), 0)
+        if not self._bytes:
+            self._total = 0  # whatever an interrupt left of a sum
+        return self._total
+
+
 class _Waiting(NamedTuple):
     """An entry whose source is still there: its copy runs, or is held back."""
 
