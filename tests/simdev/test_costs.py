@@ -35,7 +35,7 @@ def test_contexts_with_the_same_settings_share_pinned_memory(monkeypatch: pytest
         streams.append(torch.Stream(device=x.device).stream_id)
         gc.collect()
     assert registered[0] == registered[-1], registered  # nothing is pinned after the first context
-    assert streams[-1] - streams[0] == 3, streams  # the test's own
+    assert (streams[-1] - streams[0]) % 32 == 3, streams  # the test's own, of 32
 
 
 @pytest.mark.parametrize("policy", ["minimal", "auto"])
