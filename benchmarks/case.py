@@ -218,20 +218,43 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
     short = shape.inputs(min(case.tokens, case.gate_tokens), case.batch, device)
     plain = Prepared(model=model)
     progress("gate")
-    expected = [_gradients(plain, short) for _ in range(2)]
-    if expected[0] != expected[1]:
-        row.gate = "plain training does not repeat its own bits here: not compared"
-    way = contextlib.contextmanager(way_named(case.way).prepare)
-    with way(model) as prepared:
-        if not row.gate:
-            wrong = max((_differing(expected[0], _gradients(prepared, short)) for _ in range(3)), key=len)
-            row.gate = f"{len(expected[0])} gradients, bit by bit, at {min(case.tokens, case.gate_tokens)} tokens"
+    how = "gradients, bit by bit"
+    with contextlib.ExitStack() as gate:
+        expected = _repeated(plain, short)
+        if expected is None:  # attention that adds up with atomics, as on CUDA
+            gate.enter_context(_deterministic())
+            expected, how = _repeated(plain, short), f"{how}, with deterministic algorithms"
+        if expected is None:
+            row.status = "not compared: plain training does not repeat its own bits here"
+            return
+        way = contextlib.contextmanager(way_named(case.way).prepare)
+        with way(model) as prepared:
+            wrong = max((_differing(expected, _gradients(prepared, short)) for _ in range(3)), key=len)
+            gate.close()
+            row.gate = f"{len(expected)} {how}, at {min(case.tokens, case.gate_tokens)} tokens"
             if wrong:
-                row.status = f"differs: {len(wrong)} of {len(expected[0])} gradients, such as {wrong[0]}"
+                row.status = f"differs: {len(wrong)} of {len(expected)} gradients, such as {wrong[0]}"
                 return
-        progress("steps")
-        _time(row, prepared, shape, device)
-        row.notes |= prepared.notes()
+            progress("steps")
+            _time(row, prepared, shape, device)
+            row.notes |= prepared.notes()
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Let torch take deterministic kernels where it has them; cuBLAS needs ``CUBLAS_WORKSPACE_CONFIG`` besides."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _repeated(plain: Prepared, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]] | None:
+    """Return what plain training computes; None if it computes something else the second time."""
+    one, other = (_gradients(plain, inputs) for _ in range(2))
+    return one if one == other else None
 
 
 def _gradients(prepared: Prepared, inputs: dict[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -52,7 +52,8 @@ def run_in_process(case: Case, *, limit_seconds: float = CASE_SECONDS) -> Row:
     """
     command = [sys.executable, "-m", "benchmarks.case", json.dumps(asdict(case))]
     row = Row(case=case)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=RESULTS.parents[1]) as child:
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=RESULTS.parents[1], env=environment) as child:
         stop = threading.Timer(limit_seconds, child.kill)
         stop.start()
         lines = child.stdout.read().splitlines() if child.stdout is not None else []

@@ -1,10 +1,10 @@
-"""Run tests/gpu and the suites of an accelerator in parts, each with a time limit; what is done is kept.
+"""Run first contact, tests/gpu and the suites of an accelerator in parts with time limits; what is done is kept.
 
 A machine with a card is often held for minutes only. Every part is a process of its own; its output is in
 ``DIR/<part>.log`` while it runs, a suite's results in ``DIR/<part>/``, and how each part ended in ``DIR/parts.json``.
 The same command again goes on: parts that passed are left out, those that failed or ran out of time run again.
 
-    python -m benchmarks.gpu [--minutes 8] [--part-minutes 3] [--out runs/gpu] [PART ...]
+    python -m benchmarks.gpu [--minutes 8] [--part-minutes 3] [--out runs/gpu] [--simdev] [PART ...]
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[1]
-SUITES = ("host", "link", "overhead", "bound", "pareto", "longest")
+FIRST_TESTS = ("test_first_light", "test_store")
+SUITES = ("link", "host", "overhead", "bound", "pareto", "longest")
+IN_ONE_PROCESS = ("link", "host", "overhead")
+"""Suites that start no processes of their own, which would not have the simulated device."""
 WITH_MINUTES = ("link", "bound", "pareto", "longest")
 """Suites that stop by themselves: they begin no further case after so many minutes."""
 
@@ -42,22 +45,25 @@ class Part:
     command: tuple[str, ...]
 
 
-def parts(out: Path, minutes: float) -> list[Part]:
-    """Return every part, in order: the tests by file, then the suites.
+def parts(out: Path, minutes: float, *, simulated: bool = False) -> list[Part]:
+    """Return every part, what decides most first: first contact, the tests by file, the suites.
 
     Args:
         out: Where suites write.
         minutes: The time limit of one part.
+        simulated: On the simulated device, to try the run itself; its numbers mean nothing.
     """
     # Warnings of CUDA and its tools that no other machine shows are no failures there.
     pytest = ("-m", "pytest", "-W", "default", "-q", "-p", "no:cacheprovider")
-    found = [
-        Part(name=path.stem, command=(*pytest, str(path.relative_to(ROOT))))
-        for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    ]
-    for suite in SUITES:
+    tests = sorted((ROOT / "tests" / "gpu").glob("test_*.py"), key=lambda path: (path.stem not in FIRST_TESTS, path))
+    if simulated:
+        pytest = (*pytest, "--simdev")
+    module = ("-m", "tests.simdev.run") if simulated else ("-m",)
+    found = [Part(name="first_contact", command=(*module, "benchmarks.first_contact"))]
+    found += [Part(name=path.stem, command=(*pytest, str(path.relative_to(ROOT)))) for path in tests]
+    for suite in IN_ONE_PROCESS if simulated else SUITES:
         limit = ("--minutes", f"{0.8 * minutes:g}") if suite in WITH_MINUTES else ()
-        command = ("-m", f"benchmarks.suites.{suite}", "--out", str(out / suite), *limit)
+        command = (*module, f"benchmarks.suites.{suite}", "--out", str(out / suite), *limit)
         found.append(Part(name=suite, command=command))
     return found
 
@@ -112,12 +118,17 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no further part after this time")
     parser.add_argument("--part-minutes", type=float, default=10.0, help="stop a part that takes longer")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of logs and results")
+    parser.add_argument("--simdev", action="store_true", help="on the simulated device, to try the run itself")
     given = parser.parse_args()
-    if not torch.accelerator.is_available():
+    if not given.simdev and not torch.accelerator.is_available():
         print("Nothing run: torch finds no accelerator on this machine")
         return
     out = given.out.resolve()
-    todo = [part for part in parts(out, given.part_minutes) if not given.parts or part.name in given.parts]
+    todo = [
+        part
+        for part in parts(out, given.part_minutes, simulated=given.simdev)
+        if not given.parts or part.name in given.parts
+    ]
     found = run_all(todo, out, minutes=given.minutes, part_minutes=given.part_minutes)
     left = [f"{part.name} ({found.get(part.name, 'not begun')})" for part in todo if found.get(part.name) != PASSED]
     if left:

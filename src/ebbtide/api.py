@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ContextDecorator
 from os import PathLike
 from typing import Any
@@ -30,10 +31,14 @@ from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading
 from ebbtide.wrap.coverage import Watch
+from ebbtide.wrap.forward import GRAPH_CAPTURE
 
 logger = logging.getLogger("ebbtide")
 
 _custom_rules: dict[str, Rule] = {}
+
+_idle_engines: dict[Hashable, list[Engine]] = {}
+"""Engines of ``offload_saved_tensors`` that no context uses now, by settings: pinned memory is dear to make anew."""
 
 STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"}
 
@@ -304,11 +309,15 @@ class offload_saved_tensors(ContextDecorator):
 
     def __enter__(self) -> None:
         check_version("torch")
-        engine = _open_engine(self._policy, self._options)
+        idle = self._idle()
+        engine = idle.pop() if idle else _open_engine(self._policy, self._options)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered.append((engine, hooks))
-        hooks.__enter__()
+        if engine.tier.capturing():
+            logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
+        else:
+            hooks.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         engine, hooks = self._entered.pop()
@@ -316,6 +325,13 @@ class offload_saved_tensors(ContextDecorator):
             hooks.close()
         finally:
             engine.end_pass()
+        if engine.tier.name == "host":  # a disk tier would hold its file and its threads
+            self._idle().append(engine)
+
+    def _idle(self) -> list[Engine]:
+        policy = id(self._policy) if isinstance(self._policy, TablePlan) else self._policy  # its engines hold it
+        settings = (self._options, policy, tuple(_custom_rules.items()), os.getpid())
+        return _idle_engines.setdefault(settings, [])
 
 
 def register_recompute(name: str, rule: Rule) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ebbtide
-from tests.helpers.accelerator import delay, needs_sleep
+from tests.helpers.accelerator import delay, needs_sleep, on_device
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
 
@@ -66,11 +66,7 @@ def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 def test_gradients_are_those_of_plain_training(name: str, dtype: torch.dtype, policy: str) -> None:
-    device = torch.accelerator.current_accelerator()
-    tiny = build(name, dtype=dtype, seed=0)
-    tiny.model.to(device)
-    tiny.inputs.update({k: v.detach().to(device).requires_grad_(v.requires_grad)
-                        for k, v in tiny.inputs.items() if isinstance(v, torch.Tensor)})  # fmt: skip
+    tiny = on_device(build(name, dtype=dtype, seed=0))
     plain = tiny.step()
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window="1B") as handle:
         for _ in range(3):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.models import Tiny
+
 
 def has(name: str) -> bool:
     """Whether the accelerator's module, such as ``torch.cuda``, has this function."""
@@ -25,6 +27,16 @@ def delay() -> None:
     """Delay the current stream by some ms: the host and the copy streams run ahead of it."""
     device: Any = torch.get_device_module()
     device._sleep(20_000_000)
+
+
+def on_device(tiny: Tiny) -> Tiny:
+    """Move a model and what it is given to the accelerator."""
+    device = torch.accelerator.current_accelerator()
+    tiny.model.to(device)
+    for name, value in tiny.inputs.items():
+        if isinstance(value, torch.Tensor):
+            tiny.inputs[name] = value.detach().to(device).requires_grad_(value.requires_grad)
+    return tiny
 
 
 @contextmanager

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import ebbtide
+from benchmarks import first_contact
 from benchmarks.suites import overhead
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.speed import measure_speed, noise
 from tests.gpu.test_first_light import _batch, _model, _same, _step
-from tests.simdev.device import configured
+from tests.simdev.device import configured, counters
 
 DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
 MIB = 1 << 20
@@ -85,3 +86,28 @@ def test_the_overhead_suite_moves_bytes_in_every_pass() -> None:
         before = way.copied_bytes()
         way.run(x)
         assert way.copied_bytes() - before >= overhead.SAVED * x.nbytes - overhead.WINDOW_BYTES > 0
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)
+    plain = _step(model, x)
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1B") as handle:
+        for _ in range(2):
+            assert _same(plain, _step(model, x))
+        before = counters()
+        with configured(capturing=1):  # an event that is asked for, or waited for by the host, raises
+            captured = [_step(model, x) for _ in range(2)]
+        after = counters()
+        assert all(_same(plain, found) for found in captured)
+        for name in ("bytes_out", "bytes_in", "registrations"):
+            assert after[name] == before[name]
+        assert len([r for r in caplog.records if "capture of a device graph" in r.getMessage()]) == 1
+        assert _same(plain, _step(model, x)) and handle.stats().live_tickets == 0
+    assert counters()["bytes_in"] > after["bytes_in"] or policy == "auto"
+
+
+def test_first_contact() -> None:
+    with configured(copy_delay_us=2000):
+        found = list(first_contact.answers(copied_bytes=8 * MIB))
+    assert len(found) > 12 and [answer for *answer, right in found if not right] == []

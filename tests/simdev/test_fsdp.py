@@ -1,8 +1,9 @@
-"""FSDP2 on the simulated device: one rank, so every unshard and reshard but no collective."""
+"""FSDP2 on the simulated device: one rank in this process, and two in processes of their own, with collectives."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import ebbtide
-from tests.gpu.test_first_light import _batch, _model, _same, _step
+from tests.gpu.test_first_light import POLICIES, _batch, _model, _same, _step
+from tests.helpers.spawn import run_cases
+from tests.simdev import ranks
 
 
 @pytest.fixture
@@ -39,3 +42,11 @@ def test_gradients_under_fsdp(mesh: DeviceMesh, policy: str) -> None:
             before = handle.stats().total_copy_in_bytes
             assert _same(plain, step())
         assert handle.stats().total_copy_in_bytes > before and handle.stats().live_tickets == 0
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    late = {"copy_delay_us": 500, "kernel_delay_us": 20, "jitter_us": 100}
+    trials = {policy: (policy, mixed, 3, late) for policy, mixed in zip(POLICIES, cycle([False, True]), strict=False)}
+    cases = {"begin": (ranks.begin, (str(tmp_path),))} | {name: (ranks.train, trial) for name, trial in trials.items()}
+    found = run_cases(cases, 2, timeout_seconds=120.0)
+    assert {name: found[name].values() for name in trials} == {name: [[], []] for name in trials}

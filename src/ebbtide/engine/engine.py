@@ -16,7 +16,7 @@ from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyIn, CopyOut, Window
+from ebbtide.engine.flow import CopyIn, CopyOut, LivingBytes, Window
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
@@ -46,6 +46,10 @@ class _Backward:
         self.flows: dict[int, CopyIn] = {}
         self.restored: list[weakref.ref[Entry]] = []
         self.run: BlockRun | None = None
+
+
+def _flow(backward: _Backward | None, run: BlockRun | None) -> CopyIn | None:
+    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
 
 
 class Engine:
@@ -92,7 +96,7 @@ class Engine:
         self.last_tally = Tally()
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
-        self._kept: dict[weakref.ref[Entry], int] = {}
+        self._kept = LivingBytes()
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
         self._window = Window(options.window_bytes)
@@ -194,12 +198,12 @@ class Engine:
     def keep(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Keep an entry's bytes on the device, and count them while it lives."""
         self.hold(entry, tensor)
-        self._kept[weakref.ref(entry, self._kept.pop)] = entry.nbytes  # nothing interrupts a dictionary's ``pop``
+        self._kept.add(entry)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes that graphs which are alive keep on the device because the plan said so."""
-        return sum(self._kept.values())
+        return self._kept.total
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Let an entry have its bytes on the device for now."""
@@ -248,7 +252,8 @@ class Engine:
             began = time.perf_counter()
             read = functools.partial(self._operand, entry, backward, run)
             keep = functools.partial(self._keep, backward)
-            content = recompute(self.trust, entry, run.block.name, read, keep)
+            work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
+            content = self._with_room(_flow(backward, run), work)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -286,8 +291,8 @@ class Engine:
                 self.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             entry.restored = None  # a backward changed in place what it was given
-        storage = entry.storage_ref() if entry.storage_ref is not None else None
-        if storage is not None and not entry.changed and storage.nbytes() >= entry.last:
+        storage = entry.living_storage
+        if storage is not None:
             return byte_view(storage, entry.first, entry.last, entry.empty)
         if entry.tainted:
             raise operand_error(str(entry.site))
@@ -295,21 +300,25 @@ class Engine:
             if entry.recipe is None:
                 raise operand_error(str(entry.site))
             return None
-        flow = backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
+        flow = _flow(backward, run)
         if run is not None:
             self._stalls.serve("backward", run.block.name, entry.nbytes)
+        content = self._with_room(flow, entry.slot.take)
+        self._keep(backward, entry, content)
+        if flow is not None:
+            flow.has_read(entry)
+        return content
+
+    def _with_room(self, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run ``work``; where the device has no room, once more without what was brought in ahead."""
         try:
-            content = entry.slot.take()
+            return work()
         except torch.OutOfMemoryError:
             if flow is None or not flow.ahead_bytes:
                 raise
             self._window.shrink(flow.ahead_bytes)
             flow.put_back()
-            content = entry.slot.take()
-        self._keep(backward, entry, content)
-        if flow is not None:
-            flow.has_read(entry)
-        return content
+            return work()
 
     # Backward
 
@@ -325,6 +334,7 @@ class Engine:
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
             self._copy_out.withdraw(run.pass_)
+            self._window.recover()
             flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
         self._stalls.tell()
         self._stalls.serve("backward", run.block.name)

@@ -41,6 +41,10 @@ LEAST_WINDOW = 16 * 1024**2
 """Smallest window that follows the model: below this, copies are too short to hide anything."""
 
 
+BACKWARDS_WITH_ROOM = 50
+"""After so many the window that a full device has made smaller grows again."""
+
+
 class Window:
     """Bytes allowed in flight each way. See [Note: window].
 
@@ -52,6 +56,7 @@ class Window:
         self._given_bytes = given_bytes
         self._block_bytes = 0
         self._room_bytes = sys.maxsize
+        self._backwards = 0  # since the room was found too small, or was made larger
 
     def saw_block(self, offloaded_bytes: int) -> None:
         """A block offloaded this much."""
@@ -60,12 +65,19 @@ class Window:
     def shrink(self, ahead_bytes: int) -> None:
         """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on."""
         first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, ahead_bytes // 2)
+        self._backwards = 0
         if first:
             logger.warning(
                 "the device has no room for a window of %s beside what backward needs: copies in run less far ahead, "
                 "and compute may wait for them; a smaller window, or offloading less, makes room",
                 format_size(self._given_bytes or max(self._block_bytes, LEAST_WINDOW)),
             )
+
+    def recover(self) -> None:
+        """A backward begins: after many that had room, bring in twice as much."""
+        self._backwards += 1
+        if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
+            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, 1), sys.maxsize - 1), 0
 
     @property
     def out_bytes(self) -> int:
@@ -83,6 +95,29 @@ class Window:
     def held_bytes(self) -> int:
         """Most bytes held back for the turn-around."""
         return min(self.in_bytes, self.out_bytes)
+
+
+class LivingBytes:
+    """The bytes of those entries of many that are alive, without a look at each: it is asked at every saved tensor."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[weakref.ref[Entry], int] = {}
+        self._dead: deque[weakref.ref[Entry]] = deque()
+        self._total = 0
+
+    def add(self, entry: Entry) -> None:
+        """Count an entry as long as it lives."""
+        self._bytes[weakref.ref(entry, self._dead.append)] = entry.nbytes  # nothing interrupts a deque's ``append``
+        self._total += entry.nbytes
+
+    @property
+    def total(self) -> int:
+        """Bytes of the entries that are alive."""
+        while self._dead:
+            self._total -= self._bytes.pop(self._dead.popleft(), 0)
+        if not self._bytes:
+            self._total = 0  # whatever an interrupt left of a sum
+        return self._total
 
 
 class _Waiting(NamedTuple):
@@ -230,7 +265,7 @@ class CopyIn:
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
-            if reference in self._asked:
+            if reference in self._asked or entry.living_storage is not None:
                 continue
             if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._next = upcoming

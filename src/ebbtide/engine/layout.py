@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+ALIGNED_BYTES = 512
+"""How the allocators of devices align what they hand out."""
+
 
 class Layout(NamedTuple):
     """Size, stride, offset (in elements) and dtype of a tensor in its storage."""
@@ -94,6 +97,9 @@ def has_layout(tensor: torch.Tensor) -> bool:
 def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, int]:
     """Return the bytes to move for a view: the storage, or only the view's extent where that is little of it.
 
+    A part comes back at the beginning of memory that a device's allocator aligns. It begins so in its storage too: the
+    view has the alignment that it had, by which libraries choose kernels.
+
     Args:
         layout: The view.
         storage_bytes: Size of its storage.
@@ -101,8 +107,8 @@ def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, i
             storage: many overlapping windows would cross the link more often than the storage does.
     """
     first, last = layout.extent()
-    aligned = first % 16 == 0
-    apart = aligned and 2 * (taken_bytes + last - first) < storage_bytes
+    first -= first % ALIGNED_BYTES
+    apart = 2 * (taken_bytes + last - first) < storage_bytes
     return (first, last) if apart else (0, storage_bytes)
 
 

@@ -137,6 +137,12 @@ class Entry:
         return self.last - self.first
 
     @property
+    def living_storage(self) -> torch.UntypedStorage | None:
+        """The storage that was saved, if somebody else keeps it as it was: then nothing need be brought in."""
+        storage = self.storage_ref() if self.storage_ref is not None else None
+        return storage if storage is not None and not self.changed and storage.nbytes() >= self.last else None
+
+    @property
     def changed(self) -> bool:
         """Whether the storage was changed in place since it was saved."""
         return self.probe is not None and self.probe._version != self.version

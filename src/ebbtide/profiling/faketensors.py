@@ -209,6 +209,12 @@ class FakeTensorTier:
     def owns(self, tensor: torch.Tensor) -> bool:
         return True
 
+    def expect(self, nbytes: int) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
+
     def stream_of(self, tensor: torch.Tensor) -> None:
         pass
 

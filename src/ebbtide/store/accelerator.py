@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,6 +41,8 @@ class AcceleratorDevice:
             )
         self.kind = found.type
         self._used: set[torch.device] = set()
+        module = torch.get_device_module(found)
+        self._is_capturing: Callable[[], bool] = getattr(module, "is_current_stream_capturing", _is_capturing)
         self._registrar = self._find_registrar(found)
         pinned = self._registrar is not None or self._can_pin()
         asynchronous = pinned and self.kind not in _UNRELIABLE and self._can_order(found)
@@ -111,6 +114,10 @@ class AcceleratorDevice:
         """Whether the tensor lies on such a device."""
         return tensor.device.type == self.kind
 
+    def capturing(self) -> bool:
+        """Whether the current stream is captured in a graph (``torch.cuda.graph``)."""
+        return self._is_capturing()
+
     def compute_stream(self, where: torch.device) -> torch.Stream:
         """Return the stream on which the caller's thread computes now, on that device."""
         return torch.accelerator.current_stream(where)
@@ -176,3 +183,8 @@ class AcceleratorDevice:
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute and return when it is done."""
         target.copy_(source, non_blocking=False)
+
+
+def _is_capturing() -> bool:
+    stream: Any = torch.accelerator.current_stream()  # torch before 2.12 has no such method
+    return hasattr(stream, "is_capturing") and stream.is_capturing()

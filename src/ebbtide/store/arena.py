@@ -6,7 +6,8 @@ two. So the arena asks the device for few, large chunks, and lays places into th
 them into its file: one space of offsets, of which chunks are consecutive pieces. A place may lie in several pieces, and
 is then copied piece by piece; so any free byte serves, and nothing is lost between places but their alignment. A
 chunk is as large as what is missing, or as a fortieth of what there is: what is held is never more than
-3 % above the most that was ever parked at once, and a step like the one before it needs nothing new.
+3 % above the most that was ever parked at once, and a step like the one before it needs nothing new. Who knows what is
+to come says so, and the next chunk is for all of it: the first block tells how much the others will offload.
 
 An interrupt may tear the bookkeeping anywhere. ``_torn`` says so, and who comes next counts anew from the places that
 are alive: a place that was lost on the way is free, and its guard holds for its bytes.
@@ -108,7 +109,7 @@ class Arena:
         self._cooling = Cooling()
         self._torn = False
         self._pins = device.capabilities.pinned_host
-        self._top_bytes = 0
+        self._top_bytes = self._expected_bytes = 0
         self._tops: deque[int] = deque(maxlen=_REMEMBERED)
         self._count = self._used_bytes = self._peak_bytes = 0
 
@@ -137,6 +138,10 @@ class Arena:
             peak_used_bytes=self._peak_bytes,
             chunks=self._count,
         )
+
+    def expect(self, nbytes: int) -> None:
+        """Be ready for so many further bytes: the next chunk holds them, if the device gives one so large."""
+        self._expected_bytes = nbytes
 
     def take(self, nbytes: int, *, spare_bytes: int = 0) -> Place:
         """Return a place; copies into it must wait for ``place.guard.events``.
@@ -244,8 +249,9 @@ class Arena:
         cause: RuntimeError | None = None
         for pinned, generous in itertools.product(pinned_first, (True, False)):
             missing = need - self._extents.free_bytes
-            step = max(round_up(self._extents.size_bytes // _SLACK), _LEAST_CHUNK_BYTES) if generous else missing
-            step = round_up(max(step, missing))
+            usual = max(round_up(self._extents.size_bytes // _SLACK), _LEAST_CHUNK_BYTES)
+            step = max(usual, self._expected_bytes - self._extents.free_bytes) if generous else missing
+            step, self._expected_bytes = round_up(max(step, missing)), 0
             if self._budget_bytes is not None:
                 step = min(step, self._growth_bytes(self._budget_bytes))
             if step < missing:

@@ -50,6 +50,10 @@ class Device(Protocol):
         """Whether the tensor lies on such a device."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether what the caller's thread asks of the device now is recorded in a graph, to be replayed later."""
+        ...
+
     def compute_stream(self, where: torch.device) -> StreamHandle:
         """Return the stream on which the caller's thread computes now. Never asked inside ``copy``."""
         ...

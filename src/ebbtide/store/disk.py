@@ -156,6 +156,13 @@ class DiskTier:
         """Whether the tensor lies in RAM, which is what this tier spares."""
         return tensor.device.type == "cpu"
 
+    def expect(self, nbytes: int) -> None:
+        """Do nothing: a file grows without cost."""
+
+    def capturing(self) -> bool:
+        """Return False: the host has no graphs."""
+        return False
+
     def stream_of(self, tensor: torch.Tensor) -> None:
         """Return None: what the host computes is in order."""
 

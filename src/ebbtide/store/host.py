@@ -104,6 +104,10 @@ class HostTier:
         """Whether the tensor lies on the device."""
         return self.device.owns(tensor)
 
+    def capturing(self) -> bool:
+        """Whether the device records what the caller asks of it in a graph."""
+        return self.device.capturing()
+
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
         """Return the stream on which the caller computes now, where a tensor lies."""
         return self.device.compute_stream(tensor.device)
@@ -176,6 +180,11 @@ class HostTier:
         for part, piece in zip(place.parts, content.split([part.numel() for part in place.parts]), strict=True):
             part.copy_(piece)
         return HostSlot(self, place, where)
+
+    def expect(self, nbytes: int) -> None:
+        """Take host memory for so many further bytes at once, when some is taken next."""
+        with self._lock:
+            self._arena.expect(nbytes)
 
     def prefetch(self, slot: HostSlot) -> None:
         """Begin the copy-in of ``slot``, unless it has begun."""

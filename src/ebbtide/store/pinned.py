@@ -67,9 +67,10 @@ class _Mapping:
 
     def __init__(self, nbytes: int) -> None:
         self.memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            with contextlib.suppress(OSError):
-                self.memory.madvise(mmap.MADV_DONTFORK)
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # pinning costs time for each page
+            if hasattr(mmap, advice):
+                with contextlib.suppress(OSError):
+                    self.memory.madvise(getattr(mmap, advice))
         self.asked = False
         self.owner = os.getpid()
 

@@ -95,6 +95,10 @@ class Tier(Protocol):
         """Whether the tensor lies on the device whose memory is scarce."""
         ...
 
+    def capturing(self) -> bool:
+        """Whether what the caller asks of the device now is recorded in a graph, which no copy may be part of."""
+        ...
+
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
         """Return the stream on which the caller computes now, where a tensor lies; None where there are none."""
         ...
@@ -113,6 +117,10 @@ class Tier(Protocol):
             DiskFullError: The disk cannot hold it.
             CapError: The cap given by the user is reached.
         """
+        ...
+
+    def expect(self, nbytes: int) -> None:
+        """Be told how many further bytes will be parked in this pass, as far as the first block shows."""
         ...
 
     @property

@@ -176,6 +176,10 @@ class SpillTier:
         """Whether the tensor lies on the device."""
         return self.host.owns(tensor)
 
+    def capturing(self) -> bool:
+        """Whether the device records what the caller asks of it in a graph."""
+        return self.host.capturing()
+
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
         """Return the stream on which the caller computes now, where a tensor lies."""
         return self.host.stream_of(tensor)
@@ -207,6 +211,10 @@ class SpillTier:
             slot = SpillSlot(self, stage)
             self._staged.append(weakref.ref(slot))
         return slot
+
+    def expect(self, nbytes: int) -> None:
+        """Take host memory for so many further bytes at once, as far as the budget goes."""
+        self.host.expect(nbytes)
 
     def prefetch(self, slot: SpillSlot) -> None:
         """Begin to bring the bytes of ``slot`` back."""

@@ -31,11 +31,14 @@ from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
+    GRAPH_CAPTURE,
     StandIn,
     in_backward,
     is_compiled,
+    is_compiled_inside,
     is_compiled_wrapper,
     refuse_compiled_around,
+    replays_graphs,
     running_transform,
 )
 from ebbtide.wrap.others import refuse_around, refuse_taken
@@ -160,7 +163,7 @@ class Attachment:
             if self._depth and self.enabled and not in_backward():
                 self._leave_to_reentrant(scope, args, kwargs)
             return forward(*args, **kwargs)
-        if not self.enabled or scope.open or in_backward() or self._transformed():
+        if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
         engine, block = self.engine, scope.block
         if not self._depth:
@@ -237,14 +240,26 @@ class Attachment:
 
     def _transformed(self) -> bool:
         """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
-        transform = running_transform()
+        transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
         if transform is not None and transform not in self._told:
             self._told.add(transform)
             logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
         return transform is not None
 
+    def _graphed(self, module: nn.Module) -> bool:
+        """Whether a compiled block is replayed from device graphs. See [Note: device graphs]."""
+        graphed = is_compiled_inside(module) and replays_graphs()
+        if graphed and "graphed" not in self._told:
+            self._told.add("graphed")
+            logger.warning(
+                "nothing is offloaded in compiled blocks that torch replays from device graphs "
+                "(mode='reduce-overhead'): what they save lies in memory that belongs to the graphs; "
+                "hint: compile the blocks with mode='max-autotune-no-cudagraphs' or the default mode"
+            )
+        return graphed
+
     def _check_room(self) -> None:
-        """Once the first block has shown what blocks offload, see whether the store can hold the rest.
+        """Once the first block has shown what blocks offload, see whether the store can hold the rest, and tell it.
 
         Raises:
             DiskFullError: It cannot; raised in the first forward, before anything was computed from it.
@@ -254,6 +269,7 @@ class Attachment:
         self._room_checked = True
         tier, seen = self.engine.tier, next(iter(self._seen.values()))
         needed, free = seen.offloaded * (len(self._blocks) - 1), tier.free_bytes
+        tier.expect(needed)
         if tier.name == "disk" and free is not None and needed > free:
             raise DiskFullError(
                 f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks "

@@ -17,12 +17,19 @@ under a handle is found when the next forward of the model begins; should it be 
 but the forward behind it, and says so: Dynamo calls a function that is marked as constant while it traces, and leaves
 it out of the graph. So do the module hooks inside an eager block when a part of the block is compiled without their
 knowing (a method, a function that calls modules): they are taken from that part when the block's forward is over.
+
+[Note: device graphs]
+A device graph replays kernels at fixed addresses. A forward that is captured (``torch.cuda.graph``) must ask for no
+event and copy nothing to memory that changes hands, so it runs as without ebbtide. A compiled block of
+``mode="reduce-overhead"`` saves tensors in the pool of Inductor's own graphs, which checks at each replay which of them
+are alive: hooks would free nothing of that pool, and have graphs recorded anew.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +37,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
+
+GRAPH_CAPTURE = "the capture of a device graph"
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -88,6 +97,20 @@ def is_compiled(module: nn.Module) -> bool:
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Whether ``module`` is what ``torch.compile(block)`` returned: its own forward is the compiled call."""
     return "_orig_mod" in module._modules
+
+
+def is_compiled_inside(module: nn.Module) -> bool:
+    """Whether what runs behind a call of ``module`` is compiled, with or without a stand-in around it."""
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
+def replays_graphs() -> bool:
+    """Whether Inductor has made device graphs in this process. Checked with torch 2.13."""
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None:
+        return False
+    containers = trees.get_obj(trees.local, "tree_manager_containers")
+    return any(container.tree_manager is not None for container in containers.values())
 
 
 def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:

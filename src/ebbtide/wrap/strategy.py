@@ -26,9 +26,10 @@ def _wrapper_class(strategy: str) -> type | None:
 
 def found_strategy(model: nn.Module) -> str:
     """Return ``"fsdp2"``, ``"fsdp"``, ``"ddp"`` or ``"single"``: how ``model`` is wrapped now."""
+    types = {type(module) for module in model.modules()}  # asked in each pass: models have thousands of modules
     for strategy in _WRAPPERS:
         wrapper = _wrapper_class(strategy)
-        if wrapper is not None and any(isinstance(m, wrapper) for m in model.modules()):
+        if wrapper is not None and any(issubclass(t, wrapper) for t in types):
             return strategy
     return "single"
 

@@ -43,15 +43,16 @@ int64_t configure(const std::string& name, int64_t value) {
       {"poison", &c.poison},
       {"blocking", &c.blocking},
       {"races", &c.races},
-      {"timed_events", &c.timed_events}};
+      {"timed_events", &c.timed_events},
+      {"capturing", &c.capturing}};
   auto found = values.find(name);
   TORCH_CHECK(found != values.end(), "simdev has no setting ", name);
   return found->second->exchange(value);
 }
 
-void count(const char* name) {
+void count(const char* name, uint64_t by) {
   std::lock_guard<std::mutex> lock(notes().mutex);
-  ++notes().counters[name];
+  notes().counters[name] += by;
 }
 
 std::vector<std::pair<std::string, uint64_t>> counters() {

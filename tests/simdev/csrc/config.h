@@ -21,13 +21,14 @@ struct Config {
   std::atomic<int64_t> blocking{0};          // wait after each kernel and copy
   std::atomic<int64_t> races{0};             // check the order of every access. See races.h
   std::atomic<int64_t> timed_events{1};      // 0: a backend whose events keep no time
+  std::atomic<int64_t> capturing{0};         // streams say that they record a graph, and refuse what cannot be recorded
 };
 
 Config& config();
 // Sets a value by its name and returns the one before.
 int64_t configure(const std::string& name, int64_t value);
 
-void count(const char* name);
+void count(const char* name, uint64_t by = 1);
 std::vector<std::pair<std::string, uint64_t>> counters();
 
 void report_violation(std::string what);

@@ -33,6 +33,7 @@ void copy_bytes(const at::Tensor& source, const at::Tensor& target, bool non_blo
   std::vector<Access> accesses{whole(out ? source : target, !out)};
   if (pinned) accesses.push_back(whole(host, out));
   const char* name = out ? "copy_out" : "copy_in";
+  if (non_blocking) count(out ? "bytes_out" : "bytes_in", nbytes);
   count(!non_blocking ? "copies_blocking" : pinned ? "copies_async" : "copies_pageable");
   if (non_blocking && !pinned && !out) {  // the runtime reads pageable memory before it returns
     auto staged = std::make_shared<std::vector<char>>(from, from + nbytes);
@@ -93,6 +94,7 @@ at::Scalar local_scalar(const at::Tensor& self) {
   auto alias = aliases.of(self);
   auto stream = current_stream(self.device().index());
   at::Scalar found;
+  count("host_waits");
   run_and_wait(stream, "item", [&] {
     at::AutoDispatchBelowADInplaceOrView below;
     found = alias.item();

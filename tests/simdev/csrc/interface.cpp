@@ -34,6 +34,10 @@ MarkPtr mark_of(void* event) {
   return found->mark;
 }
 
+void refuse_in_capture() {
+  TORCH_CHECK(!config().capturing, "simdev: operation not permitted when stream is capturing");
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kSim; }
   c10::Device exchangeDevice(c10::Device device) const override { return at(exchange_device(device.index())); }
@@ -54,6 +58,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+    count(flag == c10::EventFlag::BACKEND_DEFAULT ? "events_timed" : "events_untimed");
     if (!*event) {
       auto* made = new Event();
       made->timed = flag == c10::EventFlag::BACKEND_DEFAULT;
@@ -68,12 +73,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!event) return;
     if (auto mark = mark_of(event)) simdev::wait(stream, mark);
   }
+  bool isStreamCapturing(const c10::Stream&) const override { return config().capturing; }
   bool queryEvent(void* event) const override {
+    refuse_in_capture();
     if (!event) return true;
     auto mark = mark_of(event);
     return !mark || query(mark);
   }
   void synchronizeEvent(void* event) const override {
+    refuse_in_capture();
+    count("host_waits");
     if (!event) return;
     if (auto mark = mark_of(event)) synchronize(mark);
     raise_late_error();
@@ -95,8 +104,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     synchronize_stream(stream);
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize_stream(stream); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    count("host_waits");
+    synchronize_stream(stream);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    count("host_waits");
+    synchronize_device(device);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     use_on_stream(data.get(), stream);
   }

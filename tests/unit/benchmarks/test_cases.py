@@ -151,3 +151,29 @@ def test_every_way_is_a_row_of_every_group() -> None:
     assert short == {(b, t) for b in (8, 16) for t in (256, 512, 1024)} and large[0].model == "Qwen3-8B"
     lines = table([Row(case=found[0], status="out of memory")])
     assert lines[-1].endswith("| plain |  |  |  |  |  |  | out of memory |")
+
+
+class Unsteady(nn.Linear):
+    """A layer that adds up in another order each time, unless torch is asked for deterministic algorithms."""
+
+    steady = True
+
+    def forward(self, input: torch.Tensor) -> Any:
+        noise = 0.0 if self.steady and torch.are_deterministic_algorithms_enabled() else torch.rand(())
+        return (super().forward(input) + noise,)
+
+
+def plainly(model: nn.Module) -> Generator[Prepared]:
+    yield Prepared(model=model)
+
+
+def test_a_gate_on_a_device_that_does_not_repeat_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(case_module.SHAPES, "linear", Shape(make=lambda: Unsteady(8, 8), feed=feed))
+    row = with_way(monkeypatch, plainly)
+    assert row.status == "ok" and len(row.seconds) == 2
+    assert row.gate == "2 gradients, bit by bit, with deterministic algorithms, at 16 tokens"
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setattr(Unsteady, "steady", False)
+    row = with_way(monkeypatch, plainly)
+    assert row.status.startswith("not compared") and not row.seconds and not row.peak_bytes
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -37,6 +37,8 @@ def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
 
 def test_every_test_file_and_suite_is_a_part(tmp_path: Path) -> None:
     found = {part.name: part.command for part in gpu.parts(tmp_path, 5)}
-    assert {path.stem for path in (gpu.ROOT / "tests" / "gpu").glob("test_*.py")} | {*gpu.SUITES} == found.keys()
+    tests = {path.stem for path in (gpu.ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert tests | {"first_contact", *gpu.SUITES} == found.keys()
+    assert list(found)[:3] == ["first_contact", *gpu.FIRST_TESTS] and list(found)[-len(gpu.SUITES) :] == [*gpu.SUITES]
     assert "default" in found["test_store"] and found["pareto"][-2:] == ("--minutes", "4")
     assert all((gpu.ROOT / "benchmarks" / "suites" / f"{suite}.py").exists() for suite in gpu.SUITES)

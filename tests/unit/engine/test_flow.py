@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
-from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, Window
+from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, LivingBytes, Window
 from ebbtide.engine.passes import Pass
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
@@ -52,6 +52,7 @@ class Entry:
         self.slot, self.nbytes, self.last = slot, nbytes, 4
         self.source: Tensor | None = torch.zeros(1) if source else None
         self.restored: Tensor | None = None
+        self.living_storage: torch.UntypedStorage | None = None
         self.changed = self.tainted = False
         self.action, self.site = Action.OFFLOAD, "site"
 
@@ -63,6 +64,12 @@ class Tier:
         self.withdraws, self.error = withdraws, error
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
+
+    def expect(self, nbytes: int) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
 
     def stream_of(self, tensor: Tensor) -> None:
         pass
@@ -310,13 +317,14 @@ def test_what_is_larger_than_the_window_comes_alone() -> None:
 
 
 def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
-    here, remade, gone, wanted = Entry(Slot()), away(), away(), away()
+    here, remade, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
     remade.restored = torch.zeros(1)
-    run = Run([wanted, gone, remade, here])
+    lives.living_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
+    run = Run([wanted, gone, remade, here, lives])
     del gone
     flow = CopyIn(run, Window(10))  # type: ignore[arg-type]
     flow.advance()
-    assert here.slot.asked == remade.slot.asked == [] and wanted.slot.asked == ["prefetch"]
+    assert here.slot.asked == remade.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
 
 
 def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
@@ -395,3 +403,15 @@ def test_the_order_of_one_backward_serves_the_next() -> None:
             expected += [i for i in reversed(range(len(run.entries))) if i not in expected]
             del y, content
             assert_nothing_left(engine)
+
+
+def test_bytes_of_entries_that_are_alive_are_counted_as_they_die() -> None:
+    living, entries = LivingBytes(), [Entry() for _ in range(5)]
+    sizes = [entry.nbytes for entry in entries]
+    for entry in entries:
+        living.add(entry)  # type: ignore[arg-type]
+    assert living.total == sum(sizes)
+    del entry, entries[1:3]
+    assert living.total == sum(sizes) - sum(sizes[1:3])
+    entries.clear()
+    assert living.total == 0

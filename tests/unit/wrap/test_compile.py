@@ -373,3 +373,25 @@ def test_blocks_compiled_by_inductor(given: dict[str, Any]) -> None:
                 assert differing(expected, training_step(model, x)) == []
             assert handle.stats().offloaded_bytes > 0
             assert_nothing_left(handle._engine)
+
+
+def test_blocks_that_are_replayed_from_device_graphs_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    from torch._inductor import cudagraph_trees
+
+    tiny = build("block")
+    compile_in_place(tiny)
+    expected = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
+        assert differences(tiny.step(), expected) == []
+        moved = handle.stats().total_copy_out_bytes
+        container: Any = cudagraph_trees.get_container(0)
+        container.tree_manager = object()  # as after the first graph
+        try:
+            for _ in range(2):
+                assert differences(tiny.step(), expected) == []
+        finally:
+            container.tree_manager = None
+        assert moved > 0 and handle.stats().total_copy_out_bytes == moved
+        assert len([r for r in caplog.records if "reduce-overhead" in r.getMessage()]) == 1
+        assert differences(tiny.step(), expected) == []
+        assert handle.stats().total_copy_out_bytes > moved

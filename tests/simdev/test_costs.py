@@ -1,0 +1,102 @@
+"""What a step costs beside its copies, counted: memory that is pinned, streams, events, waits of the host."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import ebbtide
+from ebbtide.engine.flow import BACKWARDS_WITH_ROOM, Window
+from ebbtide.engine.recompute import recompute
+from tests.gpu.test_first_light import _batch, _model, _same, _step
+from tests.simdev.device import counters
+
+
+def count(name: str) -> int:
+    return counters().get(name, 0)
+
+
+def test_contexts_with_the_same_settings_share_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.api._idle_engines", {})
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=256)
+    plain = _step(model, x)
+    model.zero_grad()
+    registered, streams = [], []
+    for _ in range(4):
+        with ebbtide.offload_saved_tensors(min_bytes=0, window="1B"):
+            loss = model(x).square().mean()
+        loss.backward()
+        assert _same(plain[1:], [p.grad for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        registered.append(count("registrations"))
+        streams.append(torch.Stream(device=x.device).stream_id)
+        gc.collect()
+    assert registered[0] == registered[-1], registered  # nothing is pinned after the first context
+    assert (streams[-1] - streams[0]) % 32 == 3, streams  # the test's own, of 32
+
+
+@pytest.mark.parametrize("policy", ["minimal", "auto"])
+def test_a_device_too_full_to_compare_recipes_offloads_instead(policy: str) -> None:
+    """The first step of a training that barely fits: what a comparison needs is not there, the step is."""
+    model, x = _model(width=256, depth=4), _batch(width=256, tokens=2048)
+    plain = _step(model, x)
+    for offloaded in (True, False):
+        model.zero_grad()
+        gc.collect()
+        torch.accelerator.synchronize()
+        with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1MiB") as handle:
+            if offloaded:
+                handle._engine.trust._compare = _no_room  # pyright: ignore
+            assert _same(plain, _step(model, x))
+            stats = handle.stats()
+        assert stats.demoted_sites == ()
+        assert (stats.recomputed_bytes == 0) is (offloaded and not stats.checkpointed_blocks)
+
+
+def _no_room(*_: object) -> bool:
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_the_window_grows_again_when_there_is_room() -> None:
+    window = Window(1 << 20)
+    window.shrink(1 << 20)
+    for _ in range(BACKWARDS_WITH_ROOM):
+        window.recover()
+        assert window.in_bytes == 1 << 19
+    window.recover()
+    assert window.in_bytes == 1 << 20
+
+
+def test_the_first_step_pins_the_memory_of_all_blocks_at_once() -> None:
+    depth = 12
+    model, x = _model(width=256, depth=depth), _batch(width=256, tokens=1024)
+    before = count("registrations")
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window="1B") as handle:
+        _step(model, x)
+        stats = handle.stats()
+        _step(model, x)
+    block_bytes = stats.offloaded_bytes // depth
+    assert block_bytes > 4 << 20
+    assert count("registrations") - before <= 2 + block_bytes // (2 << 20) + 3  # a trial, the first block, the others
+    assert stats.store["host_pinned_bytes"] <= 1.03 * stats.store["host_most_parked_bytes"]
+
+
+def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
+    plain, refused = _step(model, x), list[int]()
+    with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1MiB") as handle:
+
+        def full(*given: Any) -> torch.Tensor:
+            ahead = sum(flow.ahead_bytes for b in handle._engine._backwards.values() for flow in b.flows.values())
+            if ahead:
+                refused.append(ahead)
+                raise torch.OutOfMemoryError("no room")
+            return recompute(*given)
+
+        monkeypatch.setattr("ebbtide.engine.engine.recompute", full)
+        for _ in range(2):
+            assert _same(plain, _step(model, x))
+    assert refused

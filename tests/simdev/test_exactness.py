@@ -1,0 +1,119 @@
+"""What decides a device's bits beside values: the alignment of what comes back, kernels that differ from run to run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.engine import Expr, NodeView
+from ebbtide.engine.rules import rule_table
+from tests.gpu.test_first_light import _same, _step
+
+DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
+WIDTH, BLOCKS, STEPS = 64, 3, 3
+
+
+class Noted(torch.autograd.Function):
+    """Saves a tensor and notes how it is aligned, in forward and in backward."""
+
+    seen: list[tuple[int, int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor) -> Tensor:
+        ctx.save_for_backward(part)
+        ctx.before = part.data_ptr() % 512
+        return part.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (part,) = ctx.saved_tensors
+        Noted.seen.append((ctx.before, part.data_ptr() % 512))
+        return grad * part
+
+
+class Parts(nn.Module):
+    """Saves parts of a long storage, each at another offset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = self.linear(x).view(-1)
+        starts = [4 * k for k in range(1, 40, 3)]  # of 16 bytes each, so that no offset is a multiple of 512
+        return x + sum(Noted.apply(flat[at : at + WIDTH]).sum() for at in starts) / len(starts)
+
+
+def test_parts_of_a_storage_come_back_as_they_were_aligned() -> None:
+    model = nn.Sequential(*(Parts() for _ in range(BLOCKS))).to(DEVICE)
+    with ebbtide.enable_activation_offloading(
+        model, policy="offload", min_bytes=0, window="1B", blocks=[str(n) for n in range(BLOCKS)]
+    ) as handle:
+        Noted.seen.clear()
+        for _ in range(STEPS):
+            model(torch.ones(256, WIDTH, device=DEVICE)).square().mean().backward()
+        stats = handle.stats()
+    assert {before for before, _ in Noted.seen} > {16, 64} and all(a == b for a, b in Noted.seen)
+    whole = 256 * WIDTH * 4
+    assert 0 < stats.total_copy_out_bytes < STEPS * BLOCKS * 3 * whole  # the parts crossed, not the storages
+
+
+class Doubled(torch.autograd.Function):
+    """A function whose rule gives other bits every second time, as a sum by atomic additions may."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * 2
+
+
+class Unsteady(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Doubled.apply(self.linear(x)).sin()
+
+
+def test_a_recipe_that_does_not_repeat_itself_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = itertools.count()
+
+    def rule(n: NodeView) -> Expr | None:
+        x = n.operand("", 0)
+        return None if x is None else Expr(lambda v: v * 2 + (next(runs) % 2) * 1e-3, (x,), key=("doubled",))
+
+    monkeypatch.setattr("ebbtide.api._custom_rules", {"DoubledBackward": rule})
+    model, x = nn.Sequential(Unsteady()).to(DEVICE), torch.ones(256, WIDTH, device=DEVICE)
+    plain = _step(model, x)
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks=["0"]) as handle:
+        for _ in range(STEPS):
+            assert _same(plain, _step(model, x))
+        assert handle.stats().demoted_sites
+    assert next(runs) > 1
+
+
+def test_a_sum_along_a_dimension_is_recomputed_on_the_host_only() -> None:
+    """Its order of additions on a device changes from run to run; that of whole numbers does not matter."""
+    rule = rule_table()["CumsumBackward0"]
+    x = torch.ones(8, device=DEVICE, requires_grad=True)
+    node: Any = x.cumsum(0).grad_fn
+    asked: list[str] = []
+
+    class View:
+        device, dtype = DEVICE, torch.float32
+
+        def __getattr__(self, name: str) -> Any:
+            asked.append(name)
+            raise AttributeError(name)
+
+    assert node.name() == "CumsumBackward0" and rule(View()) is None and not asked  # type: ignore[arg-type]

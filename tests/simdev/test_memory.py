@@ -1,0 +1,80 @@
+"""Device memory by the device's own account: what is there after a forward, to the byte, and the peak of a step."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import ebbtide
+from tests.helpers.accelerator import on_device
+from tests.helpers.models import Tiny, build
+from tests.helpers.oracle import differences
+from tests.helpers.sizes import Size
+
+SIZE = Size(batch=4, tokens=256, pixels=32, layers=6)
+MODELS = ("mlp", "attention", "conv", "llama", "gpt2")
+ROUNDED = 512
+"""What the allocator makes of each request."""
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // ROUNDED) * ROUNDED
+
+
+def allocated() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated()
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Most bytes that a step takes beyond what is there before it, when nothing is new to it any more."""
+    for _ in range(3):
+        step()
+    before = allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    step()
+    torch.accelerator.synchronize()
+    return torch.accelerator.max_memory_allocated() - before
+
+
+def big(name: str) -> Tiny:
+    return on_device(build(name, size=SIZE))
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal"])
+@pytest.mark.parametrize("name", ["mlp", "attention", "conv", "dropout", "block"])
+def test_after_a_forward_nothing_is_there_but_its_output_and_what_is_kept(name: str, policy: str) -> None:
+    tiny = big(name)
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0, window=1) as handle:
+        handle._engine.trust.fingerprints = False
+        for _ in range(2):
+            tiny.step()
+        tiny.model.zero_grad(set_to_none=True)
+        before = allocated()
+        loss, outputs = tiny.loss()
+        taken, stats = allocated() - before, handle.stats()
+        outside = sum(rounded(v.untyped_storage().nbytes()) for v in {id(v): v for v in outputs.values()}.values())
+        assert stats.kept_bytes == 0 and stats.unique_bytes > 4 * outside
+        assert taken == outside + rounded(loss.untyped_storage().nbytes())
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_of_minimal_is_at_most_that_of_checkpoints(name: str) -> None:
+    checkpointed = big(name)
+    for block in checkpointed.block_list():
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    theirs = peak_of(checkpointed.step)
+    plain, tiny = big(name), big(name)
+    kept = peak_of(plain.step)
+    with ebbtide.enable_activation_offloading(tiny.model, policy="minimal", min_bytes=0, window=1):
+        ours = peak_of(tiny.step)
+        assert differences(plain.step(), tiny.step()) == []
+    print(f"{name}: plain {kept}, checkpointed {theirs}, minimal {ours} bytes")
+    assert ours <= theirs < kept
