@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.grpo import prompts
+from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.skeleton.rows import Reader
 
 if TYPE_CHECKING:
@@ -53,24 +54,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: Source, rewards: Sequ
                 hint="train on one after the other, or bring their columns into line",
             )
         made += _short(part, name, config, source.tokenizer)
-    return _as_dataset(made, names)
-
-
-def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Keep back a share of the prompts for evaluation.
-
-    Raises:
-        ConfigError: Nothing would be left to train on.
-    """
-    kept = max(1, round(len(dataset) * ratio))
-    if kept >= len(dataset):
-        raise ConfigError(
-            f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
-            expected="a share that leaves some",
-            hint="give a smaller share, or --eval_dataset",
-        )
-    parts = dataset.train_test_split(test_size=kept, seed=seed)
-    return parts["train"], parts["test"]
+    return as_dataset(made, names)
 
 
 def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
@@ -112,18 +96,3 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
         return len(tokenizer(prompt)["input_ids"])
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
     return len(ids["input_ids"])
-
-
-def _as_dataset(rows: list[prompts.Row], names: Sequence[str]) -> Dataset:
-    """Put rows into the form the trainer takes."""
-    import pyarrow
-    from datasets import Dataset
-
-    try:
-        return Dataset.from_list(rows)
-    except (pyarrow.ArrowException, TypeError) as error:
-        raise DataError(
-            f"the rows of {', '.join(names)} do not make one table: {error}",
-            expected="rows whose columns hold the same kind of value throughout",
-            hint="look for a column that is a number in one row and text in another",
-        ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError
@@ -55,7 +56,7 @@ class Grpo(Recipe[GrpoConfig]):
         from accelerate import PartialState
 
         from ebbtide_recipes.grpo import data, rewards, trainer
-        from ebbtide_recipes.language import adapters, models
+        from ebbtide_recipes.language import adapters, meta, models, tables
 
         processes = trainer.arguments(config).world_size  # also joins the other ranks
         launch.check_device(config)
@@ -74,7 +75,7 @@ class Grpo(Recipe[GrpoConfig]):
         if config.eval_dataset is not None:
             evaluation = data.load(config.eval_dataset, config, source, functions)
         elif config.split_dataset_ratio > 0:
-            dataset, evaluation = data.split(dataset, config.split_dataset_ratio, seed=config.seed)
+            dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
         data.check_count(dataset, config, processes)
         LOGGER.info("%s: %d prompts from %s", config.model, len(dataset), ", ".join(config.dataset))
         weights: Found | None = None
@@ -83,22 +84,19 @@ class Grpo(Recipe[GrpoConfig]):
         else:
             model, _ = models.load(config, source)
         trained: Any = model if made is None else adapters.put_on(model, made, config)
-        return _built(config, trained, source.tokenizer, functions, dataset, evaluation, weights)
+        return meta.built(
+            config,
+            trained,
+            weights,
+            partial(
+                trainer.build,
+                config,
+                tokenizer=source.tokenizer,
+                rewards=functions,
+                dataset=dataset,
+                evaluation=evaluation,
+            ),
+        )
 
 
 RECIPE = Grpo()
-
-
-def _built(config: GrpoConfig, model: Any, *parts: Any) -> GrpoTrainer:
-    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
-    from ebbtide_recipes.grpo import trainer
-    from ebbtide_recipes.language import meta
-
-    *others, weights = parts
-    sharded = config.fsdp_strategy != "none"
-    if weights is not None and not sharded:
-        meta.fill(model, weights)
-    built = trainer.build(config, model, *others)
-    if weights is not None and sharded:
-        meta.fill_sharded(built, weights)
-    return built

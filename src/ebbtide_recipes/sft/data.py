@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import images
 from ebbtide_recipes.sft.shapes import EXAMPLE, answer_apart, one_kind, shape_of, shaped_row, with_system
 from ebbtide_recipes.skeleton.rows import Reader, Row, split_name
@@ -74,28 +75,8 @@ def load(names: Sequence[str], reading: Reading) -> Dataset:
             expected="data sets of one shape",
             hint="train on one after the other, or bring their columns into line",
         )
-    made = _as_dataset(shaped, names)
+    made = as_dataset(shaped, names)
     return images.as_images(made) if "images" in made.column_names else made
-
-
-def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Keep back a share of the rows for evaluation.
-
-    Returns:
-        What is trained on, and what was kept back: at least one row.
-
-    Raises:
-        ConfigError: Nothing would be left to train on.
-    """
-    kept = max(1, round(len(dataset) * ratio))
-    if kept >= len(dataset):
-        raise ConfigError(
-            f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
-            expected="a share that leaves some",
-            hint="give a smaller share, or --eval_dataset",
-        )
-    parts = dataset.train_test_split(test_size=kept, seed=seed)
-    return parts["train"], parts["test"]
 
 
 def _shaped(rows: Sequence[Row], name: str, reading: Reading) -> list[Row]:
@@ -119,18 +100,3 @@ def _shaped(rows: Sequence[Row], name: str, reading: Reading) -> list[Row]:
             made = answer_apart(made, where)
         part.append(images.attach(row, made, folder, where) if seen else made)
     return part
-
-
-def _as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
-    """Put rows into the form the trainer takes."""
-    import pyarrow
-    from datasets import Dataset
-
-    try:
-        return Dataset.from_list(rows)
-    except (pyarrow.ArrowException, TypeError) as error:
-        raise DataError(
-            f"the rows of {', '.join(names)} do not make one table: {error}",
-            expected="rows whose columns hold the same kind of value throughout",
-            hint="look for a message whose content is a list in one row and text in another",
-        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import ConfigError
@@ -66,7 +67,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
     """Load model and data, and make the trainer. What can be refused comes before what takes long."""
     from accelerate import PartialState
 
-    from ebbtide_recipes.language import adapters, models
+    from ebbtide_recipes.language import adapters, meta, models, tables
     from ebbtide_recipes.sft import data, trainer
 
     trainer.arguments(config)  # also joins the other ranks
@@ -82,7 +83,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
     dataset = data.load(config.dataset, reading)
     evaluation = None if config.eval_dataset is None else data.load(config.eval_dataset, reading)
     if config.split_dataset_ratio > 0:
-        dataset, evaluation = data.split(dataset, config.split_dataset_ratio, seed=config.seed)
+        dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
     if source.sees and config.packing and "images" in dataset.column_names:
         raise ConfigError(
             "packing is true, and the rows have images", expected="one row a sequence", hint="leave --packing out"
@@ -94,23 +95,12 @@ def _prepared(config: SftConfig) -> SftTrainer:
         model, _ = models.load(config, source)
     LOGGER.info("%s: %d rows from %s", config.model, len(dataset), ", ".join(config.dataset))
     trained: Any = model if made is None else adapters.put_on(model, made, config)
-    return _built(config, trained, source, dataset, evaluation, weights)
-
-
-def _built(
-    config: SftConfig, model: Any, source: Source, dataset: Any, evaluation: Any, weights: Found | None
-) -> SftTrainer:
-    """Make the trainer; a model on meta gets its weights before, or where it is sharded once its trainer knows how."""
-    from ebbtide_recipes.language import meta
-    from ebbtide_recipes.sft import trainer
-
-    sharded = config.fsdp_strategy != "none"
-    if weights is not None and not sharded:
-        meta.fill(model, weights)
-    built = trainer.build(config, model, source.processor, dataset, evaluation)
-    if weights is not None and sharded:
-        meta.fill_sharded(built, weights)
-    return built
+    return meta.built(
+        config,
+        trained,
+        weights,
+        partial(trainer.build, config, processor=source.processor, dataset=dataset, evaluation=evaluation),
+    )
 
 
 def _reading(config: SftConfig, source: Source) -> Any:

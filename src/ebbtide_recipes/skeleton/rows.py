@@ -106,8 +106,16 @@ class Reader:
         return nearest(name, (*self.builtin, *local), count=1)
 
 
-def split_name(name: str) -> tuple[str, int | None]:
-    """Split ``NAME#N`` into the name and the number of rows; ``None``: all of them."""
+def split_name(name: str, *, of: str = "rows") -> tuple[str, int | None]:
+    """Split ``NAME#N`` into the name and a number of rows; ``None``: all of them.
+
+    Args:
+        name: As the user wrote it.
+        of: What is counted, for errors.
+
+    Raises:
+        ConfigError: The part after ``#`` is no such number.
+    """
     place, hash_, count = name.rpartition("#")
     if not hash_ or Path(name).expanduser().exists():
         return name, None
@@ -115,8 +123,8 @@ def split_name(name: str) -> tuple[str, int | None]:
         return place, int(count)
     raise ConfigError(
         f"data set {name!r} ends in #{count}",
-        expected="a name, and a number of rows above zero",
-        hint="NAME#1000 takes the first thousand rows; NAME alone takes all",
+        expected=f"a name, and a number of {of} above zero",
+        hint=f"NAME#1000 takes the first thousand {of}; NAME alone takes all",
     )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.skeleton.rows import split_name
 from ebbtide_recipes.video import clips, shapes
 from ebbtide_recipes.video.clips import IMAGES, VIDEOS, Shape
 
@@ -68,7 +69,7 @@ def load(names: Sequence[str], *, seed: int) -> list[Clip]:
     """
     found: list[Clip] = []
     for name in names:
-        place, limit = _split(name)
+        place, limit = split_name(name, of="clips")
         if place in BUILTIN:
             part = [Clip(caption=one.caption, origin=one) for one in shapes.clips(seed, limit or shapes.COUNT)]
         else:
@@ -91,7 +92,7 @@ def checked(name: str) -> Path:
         DataError: It is not there, or no listing.
         ConfigError: The part after ``#`` is not a number.
     """
-    place, _ = _split(name)
+    place, _ = split_name(name, of="clips")
     path = Path(place).expanduser()
     if place.startswith("builtin:"):
         if place not in BUILTIN:
@@ -107,19 +108,6 @@ def checked(name: str) -> Path:
         hint = "give the folder it lies in, with its caption in a .txt of the same name" if one else f"give {PLACES}"
         raise DataError(f"data set {place!r} ends in {path.suffix!r}", expected=PLACES, hint=hint)
     return path
-
-
-def _split(name: str) -> tuple[str, int | None]:
-    place, hash_, count = name.rpartition("#")
-    if not hash_ or Path(name).expanduser().exists():
-        return name, None
-    if place.strip() and count.isascii() and count.isdigit() and int(count) > 0:
-        return place, int(count)
-    raise ConfigError(
-        f"data set {name!r} ends in #{count}",
-        expected="a name, and a number of clips above zero",
-        hint="NAME#100 takes the first hundred clips; NAME alone takes all",
-    )
 
 
 def _folder(folder: Path) -> list[Clip]:

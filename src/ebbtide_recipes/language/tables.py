@@ -1,0 +1,55 @@
+"""Rows as the tables that trainers take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.skeleton.rows import Row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
+    """Return rows as one table.
+
+    Args:
+        rows: All with the same columns.
+        names: The data sets they are from, for errors.
+
+    Raises:
+        DataError: A column holds values of different kinds.
+    """
+    import pyarrow
+    from datasets import Dataset
+
+    try:
+        return Dataset.from_list(rows)
+    except (pyarrow.ArrowException, TypeError) as error:
+        raise DataError(
+            f"the rows of {', '.join(names)} do not make one table: {error}",
+            expected="rows whose columns hold the same kind of value throughout",
+            hint="look for a value that is a list or a number in one row and text in another",
+        ) from error
+
+
+def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
+    """Keep back a share of the rows for evaluation.
+
+    Returns:
+        What is trained on, and what was kept back: at least one row.
+
+    Raises:
+        ConfigError: Nothing would be left to train on.
+    """
+    kept = max(1, round(len(dataset) * ratio))
+    if kept >= len(dataset):
+        raise ConfigError(
+            f"split_dataset_ratio {ratio} of {len(dataset)} rows leaves none to train on",
+            expected="a share that leaves some",
+            hint="give a smaller share, or --eval_dataset",
+        )
+    parts = dataset.train_test_split(test_size=kept, seed=seed)
+    return parts["train"], parts["test"]
