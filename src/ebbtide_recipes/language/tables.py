@@ -31,7 +31,7 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
         raise DataError(
             f"the rows of {', '.join(names)} do not make one table: {error}",
             expected="rows whose columns hold the same kind of value throughout",
-            hint="look for a value that is a list or a number in one row and text in another",
+            hint="look for a message or value that is text in one row and something else in another",
         ) from error
 
 
