@@ -113,7 +113,8 @@ def test_a_run_folder_is_complete(plain: dict) -> None:
     assert steps[1]["learning_rate"] < 1e-2
     phases = [(event["name"], event["edge"], event["step"]) for event in events if event["event"] == "phase"]
     one = [(name, edge) for name in ("forward", "backward", "optimizer") for edge in ("begin", "end")]
-    assert phases == [(*phase, step) for step in (1, 2, 3) for phase in one]
+    loading = [("load", "begin", 0), ("load", "end", 0)]
+    assert phases == [*loading, *((*phase, step) for step in (1, 2, 3) for phase in one)]
 
 
 def test_the_log_file_carries_the_documented_figures(tiny_model: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_nothing_is_read_early_and_nothing_is_freed_early(
         with open_engine(policy, window_bytes=window_bytes, device=device) as engine, Computing(device, pauses):
             for _ in range(3):  # the second time the end of a pass is held back, the third time orders are known
                 got = observe(graph, LEAVES, engine, blocks=True, backward=schedule)
-                if "needed to remake another tensor" not in got.message:
+                if "needed to recompute another tensor" not in got.message:
                     assert compare(expected, got) == []
                 assert device.found == [] and device.violations == []
                 assert_nothing_left(engine)

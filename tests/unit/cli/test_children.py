@@ -36,7 +36,7 @@ def test_an_interrupt_while_a_child_starts_ends_it(
     with terminate_as_interrupt(), pytest.raises(error):
         run_child(WAITING, tmp_path / "run", environment=os.environ, sample_seconds=0.01)
     assert len(started) == 1
-    assert started[0].returncode is not None and started[0].returncode < 0
+    assert started[0].returncode not in (None, 0)  # 1: Python itself was interrupted while it started
 
 
 def test_interrupts_wait_and_come_once() -> None:
