@@ -97,6 +97,9 @@ def move(device: CheckedDevice) -> None:
     assert again.place is not None and again.place.spans == place.spans
     for each in (slot, again):
         device.launch("compute", device.names_of(each.take()), (), "read")
+    unread = tier.park(produce())
+    unread.prefetch()
+    unread.free()  # while its copy-in runs
     tier.park(large).free()
     for _ in range(40):
         tier.trim()
