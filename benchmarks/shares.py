@@ -94,7 +94,7 @@ def shares(tiny: Tiny) -> dict[str, Any]:
         tiny: The model with its batch; it is stepped, and left as it was.
 
     Returns:
-        ``naive_bytes``, ``blocks``, for each of ``policies`` the bytes kept, moved, remade and (part of those)
+        ``naive_bytes``, ``blocks``, for each of ``policies`` the bytes kept, moved, recomputed and (part of those)
         checkpointed, and ``moved``: the rows of ``moved_by_node`` under Auto.
 
     Raises:
@@ -142,7 +142,7 @@ def _under(tiny: Tiny, policy: str, plain: Outcome, naive: Counter[str]) -> tupl
     sizes = {
         "kept": stats.kept_bytes,
         "moved": stats.offloaded_bytes,
-        "remade": stats.recomputed_bytes - sum(block["recomputed_bytes"] for block in rerun) + checkpointed,
+        "recomputed": stats.recomputed_bytes - sum(block["recomputed_bytes"] for block in rerun) + checkpointed,
         "checkpointed": checkpointed,
         "checkpointed_blocks": stats.checkpointed_blocks,
     }
@@ -154,12 +154,12 @@ def moved_by_node(
     told: dict[Site, Candidate],
     demoted: tuple[str, ...],
 ) -> list[dict[str, Any]]:
-    """Group what was not remade by autograd node and by the reason.
+    """Group what was not recomputed by autograd node and by the reason.
 
     Args:
         sites: Storages and bytes of each action at each site in the pass.
         told: What the plan was told of each site.
-        demoted: Sites whose first remake differed.
+        demoted: Sites whose first recompute differed.
 
     Returns:
         Rows of ``node``, ``why``, ``storages`` and ``bytes``, the largest first.
@@ -181,13 +181,13 @@ def moved_by_node(
 
 
 def reason(candidate: Candidate | None, rules: dict[str, Any], *, demoted: bool) -> str:
-    """Return why a tensor is not remade under Auto; the plan was told nothing of what the engine never moves."""
+    """Return why a tensor is not recomputed under Auto; the plan was told nothing of what the engine never moves."""
     if candidate is None:
         return "never moved"
     if candidate.block_input:
         return "block input"
     if demoted:
-        return "remake differed"
+        return "recompute differed"
     if candidate.site.node == "leaf":
         return "no autograd node"
     if candidate.recompute_flops is not None:

@@ -50,7 +50,7 @@ def table(rows: list[Row]) -> list[str]:
     """Return a line for every model and aim; medians over all rounds."""
     lines = [
         "| model | way | peak: predicted | came | off | step ÷ plain: predicted | came | bound | above the bound | "
-        "stays / offloaded / remade | status |",
+        "stays / offloaded / recomputed | status |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -85,7 +85,7 @@ def _figures(found: list[Row], plain: list[Row]) -> list[str]:
         came,
         f"{bound:.3f}",
         f"{100 * (ratio - bound):+.1f} points",
-        " / ".join(format_size(said[name]) for name in ("kept_bytes", "offloaded_bytes", "remade_bytes")),
+        " / ".join(format_size(said[name]) for name in ("kept_bytes", "offloaded_bytes", "recomputed_bytes")),
     ]
 
 

@@ -29,13 +29,13 @@ MUCH = 60
 """Percent left under Auto above which the page says why."""
 
 WHY = {
-    "matrix product": "a matrix product or a convolution is between it and what else is saved: Minimal remakes it",
+    "matrix product": "a matrix product or a convolution is between it and what else is saved: Minimal recomputes it",
     "no rule": "no rule covers the node that made it",
     "operand missing": "a rule covers the node, but something that it was made from is not saved and has no rule",
     "no autograd node": "nothing tells how it was made: masks of dropout, workspaces, constants",
     "block input": "it came into the block from outside",
     "cast up, waits as it was": "saved in float32, moved as the bfloat16 that it was cast from",
-    "remake differed": "the first remake was not equal, so the site is moved",
+    "recompute differed": "the first recompute was not equal, so the site is moved",
     "never moved": "it stays under every policy: a part of a storage whose siblings may change in place, and the like",
 }
 
@@ -51,7 +51,7 @@ def measure(only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
 
 def percent(case: dict[str, Any], policy: str, what: str) -> float:
-    """Return the share of the naive bytes that a policy keeps, moves, remakes or checkpoints."""
+    """Return the share of the naive bytes that a policy keeps, moves, recomputes or checkpoints."""
     return 100.0 * case["policies"][policy][what] / case["naive_bytes"]
 
 
@@ -62,14 +62,14 @@ def left(case: dict[str, Any]) -> float:
 
 def row(case: dict[str, Any]) -> str:
     """Return a case's line of the table."""
-    auto = [f"{percent(case, 'auto', k):.0f}" for k in ("kept", "moved", "remade")]
-    minimal = [f"{percent(case, 'minimal', k):.0f}" for k in ("kept", "moved", "remade", "checkpointed")]
+    auto = [f"{percent(case, 'auto', k):.0f}" for k in ("kept", "moved", "recomputed")]
+    minimal = [f"{percent(case, 'minimal', k):.0f}" for k in ("kept", "moved", "recomputed", "checkpointed")]
     size = f"{case['naive_bytes'] / 2**20:.1f}"
     return "| " + " | ".join([case["family"], case["precision"], size, *auto, *minimal]) + " |"
 
 
 def reasons(case: dict[str, Any], most: int = 3) -> str:
-    """Return the largest groups of what Auto does not remake."""
+    """Return the largest groups of what Auto does not recompute."""
     large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:most]
     return ", ".join(f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f} ({g['why']})" for g in large)
 
@@ -83,27 +83,28 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
             part = 100.0 * group["bytes"] / case["naive_bytes"] / len(cases)
             whys[group["why"]] += part
             nodes[group["node"], group["why"]] += part
-    kept, moved, remade = (
-        sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "remade")
+    kept, moved, recomputed = (
+        sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "recomputed")
     )
     much = [c for c in cases if left(c) > MUCH]
     return [
         "Percent of the naive bytes: those of the distinct storages that autograd saves inside the blocks of plain",
-        "training, weights left out, as a second pair of hooks counts them. *Re-run* is the part of *remade* that",
+        "training, weights left out, as a second pair of hooks counts them. *Re-run* is the part of *recomputed* that",
         "belongs to blocks re-run whole. What the three lack to 100 is one value that was saved in two storages and is",
         "stored once. Every case gives the bits of plain training. All was run on a CPU, whose attention with dropout",
         "saves its softmax and a float mask; the fused kernels of a GPU do not.",
         "",
-        "| family | precision | naive MiB | Auto: kept | moved | remade | Minimal: kept | moved | remade | re-run |",
+        "| family | precision | naive MiB | Auto: kept | moved | recomputed"
+        " | Minimal: kept | moved | recomputed | re-run |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         *map(row, cases),
         "",
         "## What Auto moves, and why",
         "",
-        f"Over all {len(cases)} cases with equal weight, Auto keeps {kept:.0f} %, moves {moved:.0f} % and remakes "
-        f"{remade:.0f} %.",
+        f"Over all {len(cases)} cases with equal weight, Auto keeps {kept:.0f} %, moves {moved:.0f} % and recomputes "
+        f"{recomputed:.0f} %.",
         "",
-        "| why it is not remade | % | which means |",
+        "| why it is not recomputed | % | which means |",
         "| --- | ---: | --- |",
         *(f"| {why} | {part:.1f} | {WHY[why]} |" for why, part in whys.most_common()),
         "",

@@ -64,7 +64,7 @@ class Handle:
         return self._attachment.enabled and not self._closed
 
     def stats(self) -> Stats:
-        """Return what was saved, moved and remade: see ``Stats``."""
+        """Return what was saved, moved and recomputed: see ``Stats``."""
         return self._engine.stats()
 
     def explain(self) -> str:
@@ -171,13 +171,13 @@ def enable_activation_offloading(
             of another handle, or the file in which one was saved (``handle.plan.save("plan.json")``).
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         blocks: Paths of blocks, with ``*``; default: found by structure, and by what the first forward saves.
-        tensor_filter: False for a saved tensor that is never moved; it may be remade.
-        keep_filter: False for a saved tensor that is neither moved nor remade.
+        tensor_filter: False for a saved tensor that is never moved; it may be recomputed.
+        keep_filter: False for a saved tensor that is neither moved nor recomputed.
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
         host_budget: Most host memory for offloaded bytes.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
-        verify: Compare every restored and every remade tensor with what was saved; slow.
+        verify: Compare every restored and every recomputed tensor with what was saved; slow.
 
     Returns:
         A handle: ``stats() explain() report() disable() enable() close()``.
@@ -285,7 +285,7 @@ class offload_saved_tensors(ContextDecorator):
         min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
         window: Bytes allowed in flight each way; default: follows the largest context.
         disk_path: Directory for the disk tier.
-        verify: Compare every restored and every remade tensor with what was saved; slow.
+        verify: Compare every restored and every recomputed tensor with what was saved; slow.
 
     Raises:
         ConfigError: A value cannot be used.

@@ -36,7 +36,7 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Minimal:
-    """The memory of activation checkpointing: all that can be remade is, the rest is offloaded.
+    """The memory of activation checkpointing: all that can be recomputed is, the rest is offloaded.
 
     Blocks that the recompute rules cover badly are re-run whole (CHECKPOINT).
     """
@@ -46,8 +46,8 @@ class Minimal:
 class Auto:
     """Let ebbtide choose: it measures a few steps and makes a plan.
 
-    Until the plan is made, what is cheap is remade (element-wise chains, casts, norms, views) and the rest offloaded;
-    ``handle.plan.explain()`` says what is done and why.
+    Until the plan is made, cheap tensors are recomputed (element-wise chains, casts, norms, views) and the rest are
+    offloaded; ``handle.plan.explain()`` says what is done and why.
 
     Args:
         memory_budget: The fastest plan whose peak fits, such as ``"40GiB"``: of the device's memory, or without an
@@ -108,7 +108,7 @@ class Options:
         window_bytes: Bytes allowed in flight each way; ``None``: follows the model's largest block.
         host_budget_bytes: Most host memory to use, in bytes; ``None``: a fair share of what the machine has.
         disk_path: Directory for the disk tier's file (which never has a name there).
-        verify: Compare every restored and every remade tensor with what was saved. Slow.
+        verify: Compare every restored and every recomputed tensor with what was saved. Slow.
     """
 
     target: Literal["auto", "host", "disk"] = "auto"

@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], str]] =
         DiskError,
         "reading 4.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
         "expected a disk that takes and returns every byte\n"
-        "while reading Mlp/norm/input#0 (offload), an operand of what is remade\n"
+        "while reading Mlp/norm/input#0 (offload), an operand of what is recomputed\n"
         "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (recompute)\n"
         "hint: see the system log, or give another disk_path=...",
     ),
@@ -110,7 +110,7 @@ def test_a_cap_names_what_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt])
-def test_an_error_of_torch_while_remaking_keeps_its_class_and_message(
+def test_an_error_of_torch_while_recomputing_keeps_its_class_and_message(
     error: type[BaseException], monkeypatch: Patch
 ) -> None:
     with training("minimal", "disk") as trainee:

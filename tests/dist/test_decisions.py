@@ -23,7 +23,7 @@ LAYERS = 3
 
 
 class Attention(nn.Module):
-    """Scores are in memory, and dropped out at random: what no rule remakes grows with the square of the length."""
+    """Scores are in memory, and dropped out at random: what no rule recomputes grows with the square of the length."""
 
     def __init__(self) -> None:
         super().__init__()

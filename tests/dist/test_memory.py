@@ -63,7 +63,7 @@ def _check_formula(policy: str, count: Count, plain: Count, *, narrowed: bool) -
             assert narrowed or not plain.widened
         case "offload":
             assert count.alive == 0
-            # What was cast up is stored as it was before: fewer bytes, and remade from them.
+            # What was cast up is stored as it was before: fewer bytes, and recomputed from them.
             assert count.parked == plain.saved - count.stats["recomputed"]
             assert narrowed or count.stats["recomputed"] == 0
         case _:

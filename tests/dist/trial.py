@@ -24,8 +24,8 @@ from ebbtide.base.actions import Action, Plan
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.oracle import same_bits
 
-POLICIES = ("keep", "inputs", "offload", "minimal", "remake", "auto")
-"""``"remake"`` is minimal with no block re-run whole: as many recipes as there can be."""
+POLICIES = ("keep", "inputs", "offload", "minimal", "recompute", "auto")
+"""``"recompute"`` is minimal with no block re-run whole: as many recipes as there can be."""
 MOVING = ("offload", "minimal", "auto")
 
 Record = dict[str, Tensor | None]
@@ -177,12 +177,12 @@ def _add(findings: Findings, handle: ebbtide.Handle) -> None:
 
 
 def _enable(model: nn.Module, policy: str, options: dict[str, Any]) -> ebbtide.Handle:
-    chosen: dict[str, Any] = {"policy": "minimal" if policy == "remake" else policy}
+    chosen: dict[str, Any] = {"policy": "minimal" if policy == "recompute" else policy}
     if policy == "enable_ckpt":
         chosen = {"enable_ckpt": True}
     handle = ebbtide.enable_activation_offloading(model, min_bytes=0, window="1MiB", **chosen, **options)
-    if policy == "remake":
-        follow(handle, _Remake(handle.plan))
+    if policy == "recompute":
+        follow(handle, _Recompute(handle.plan))
     return handle
 
 
@@ -191,7 +191,7 @@ def follow(handle: ebbtide.Handle, plan: Any) -> None:
     handle._engine.plan = handle._attachment._reruns._plan = plan
 
 
-class _Remake:
+class _Recompute:
     """A plan that re-runs no block whole."""
 
     def __init__(self, plan: Plan) -> None:

@@ -46,7 +46,7 @@ class ByTable:
     """A plan for tests: one action for all storages, or what a function of the candidate says."""
 
     def __init__(self, choose: Action | Callable[[Candidate], Action]) -> None:
-        self.name, self.remakes = "table", True
+        self.name, self.recomputes = "table", True
         self._choose = choose
         self.asked: list[Candidate] = []
 
@@ -62,7 +62,7 @@ class ByTable:
 
 
 REMAKE = ByTable(lambda c: Action.OFFLOAD if c.recompute_flops is None else Action.RECOMPUTE)
-"""All that can be remade is; the rest is offloaded."""
+"""All that can be recomputed is; the rest is offloaded."""
 
 
 @contextlib.contextmanager

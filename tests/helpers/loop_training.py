@@ -297,7 +297,7 @@ class DrawnPlan:
     salt: int
     checkpoints: bool
     name: str = "drawn"
-    remakes: bool = True
+    recomputes: bool = True
 
     def choose(self, candidate: Candidate) -> Action:
         actions = [Action.KEEP, Action.OFFLOAD]

@@ -17,7 +17,7 @@ LIGHT = 0.42e-12
 def unit(
     name: str,
     nbytes: int,
-    remake: float | None = None,
+    recompute: float | None = None,
     *,
     given: bool = False,
     movable: bool = True,
@@ -27,7 +27,7 @@ def unit(
     site = Site("Layer", name, "Node", 0)
     half = nbytes // 2 if narrow else None
     return Unit(
-        site=site, nbytes=nbytes, remake_seconds=remake, block_input=given, movable=movable, narrow_bytes=half
+        site=site, nbytes=nbytes, recompute_seconds=recompute, block_input=given, movable=movable, narrow_bytes=half
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def check(
         with open_engine(policy, tier, rate=rate, window_bytes=window_bytes, verify=thread) as engine:
             for _ in range(2):  # the second time recipes are trusted
                 got = observe(graph, LEAVES, engine, blocks=True, thread=thread, backward=backward)
-                if not (engine.plan.remakes and is_an_operand_that_changed(got)):
+                if not (engine.plan.recomputes and is_an_operand_that_changed(got)):
                     assert compare(expected, got) == []
                 assert hooks_are_closed()
                 assert_nothing_left(engine)

@@ -381,7 +381,7 @@ def cube_rule(node: NodeView) -> Expr | None:
 def test_a_registered_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ebbtide.api, "_custom_rules", {})
 
-    def remade() -> tuple[int, Tensor]:
+    def recomputed() -> tuple[int, Tensor]:
         torch.manual_seed(0)
         model = nn.Sequential(Cube(), Cube())
         x = torch.randn(4, 8, requires_grad=True)
@@ -391,9 +391,9 @@ def test_a_registered_rule_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
             assert_nothing_left(handle._engine)
             return handle.stats().recomputed_bytes, x.grad
 
-    before, expected = remade()
+    before, expected = recomputed()
     ebbtide.register_recompute("CubedBackward", cube_rule)
-    after, grad = remade()
+    after, grad = recomputed()
     assert after == before + 2 * 4 * 8 * 4
     assert torch.equal(grad, expected)
 

@@ -59,7 +59,7 @@ def test_the_plan_is_made_once_and_carried_out() -> None:
         # Wide tensors that were cast up are offloaded in the narrow type, which the table does not know.
         assert stats.kept_bytes == table.predicted.kept_bytes
         assert stats.unique_bytes == (
-            table.predicted.kept_bytes + table.predicted.offloaded_bytes + table.predicted.remade_bytes
+            table.predicted.kept_bytes + table.predicted.offloaded_bytes + table.predicted.recomputed_bytes
         )
         tiny.step()
         assert table_of(handle) is table
@@ -73,7 +73,7 @@ def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
         profile = handle.plan.profile  # type: ignore[attr-defined]
         blocks = {block.name for block in profile.blocks}
         assert blocks == {f"model.layers.{i}" for i in range(len(tiny.block_list()))}
-        prices = [unit.remake_seconds for _, _, unit in profile.units()]
+        prices = [unit.recompute_seconds for _, _, unit in profile.units()]
         assert any(price is not None and price > 0 for price in prices)
         assert profile.forward_seconds > 0 and profile.backward_seconds > 0
         assert set(table_of(handle).actions) == {
@@ -112,7 +112,7 @@ def test_a_larger_batch_is_measured_anew() -> None:
         for _ in range(5):
             tiny.step()
         second = table_of(handle)
-        total = [p.kept_bytes + p.offloaded_bytes + p.remade_bytes for p in (first.predicted, second.predicted)]
+        total = [p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes for p in (first.predicted, second.predicted)]
         assert total[1] > 1.1 * total[0]
 
 

@@ -53,7 +53,7 @@ def check_case(name: str, precision: str, policy: str) -> None:
 
 
 def check_bytes(name: str, policy: str, stats: Stats) -> None:
-    """Assert that the policy did what it is for: what it moves was moved, and what it remakes was remade."""
+    """Assert that the policy did what it is for: what it moves was moved, and what it recomputes was recomputed."""
     assert stats.unique_bytes > 0 and stats.packs > 0
     assert stats.kept_bytes + stats.offloaded_bytes + stats.recomputed_bytes == stats.unique_bytes
     assert stats.saved_bytes > 0

@@ -45,8 +45,8 @@ class Candidate:
         block: Index of the block in execution order of its stack.
         bytes_: Size of the storage in bytes.
         block_input: The storage came into the block from outside.
-        recompute_flops: Multiply-add work of remaking it from what else is saved, in FLOP; ``None`` if it cannot be
-            remade. Zero for element-wise chains.
+        recompute_flops: Multiply-add work of recomputing it from what else is saved, in FLOP; ``None`` if it cannot be
+            recomputed. Zero for element-wise chains.
         kept_bytes: Bytes that graphs which are alive keep on the device by this plan.
     """
 
@@ -68,7 +68,7 @@ class Plan(Protocol):
         ...
 
     @property
-    def remakes(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether the plan may answer RECOMPUTE; if not, no recipes need to be built."""
         ...
 
@@ -83,7 +83,7 @@ class Plan(Protocol):
             kind: The block's kind.
             index: Its index.
             input_bytes: Bytes that came into a block of this kind, as last seen (0 before the first run).
-            stubborn_bytes: Bytes of this kind of block that can be neither remade nor left out, as last seen.
+            stubborn_bytes: Bytes of this kind of block that can be neither recomputed nor left out, as last seen.
         """
         ...
 

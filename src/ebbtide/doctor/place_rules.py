@@ -126,7 +126,7 @@ def slow_disk(facts: Facts) -> Said | None:
         return None
     return (
         f"the disk moves {format_size(rate)}/s: a step waits for what it offloads",
-        "give a faster disk with --disk_path, or let more be remade: policy minimal, or both flags of `ebbtide sft`",
+        "name a faster disk with --disk_path, or recompute more: policy minimal, or both flags of `ebbtide sft`",
     )
 
 
@@ -189,7 +189,7 @@ def halting(facts: Facts) -> Said | None:
         return None
     return (
         f"copies are synchronous on {facts.device.name}: each one halts compute",
-        "let more be remade and less be moved: policy minimal, or both flags of `ebbtide sft`",
+        "recompute more and move less: policy minimal, or both flags of `ebbtide sft`",
     )
 
 

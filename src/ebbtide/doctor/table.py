@@ -57,10 +57,10 @@ def _measured_rows(facts: Facts) -> list[Row]:
             f"half precision; {_flop(machine.flop32_per_second)} float32",
         ),
         ("attention", _flop(machine.attention_flop_per_second), "fused and causal, if the device has it"),
-        ("copies of memory", _rate(machine.memory_bytes_per_second), "what element-wise remaking runs at"),
+        ("copies of memory", _rate(machine.memory_bytes_per_second), "what element-wise recomputing runs at"),
         ("copy-out", _rate(out), f"1 GiB of activations leaves in {_seconds(1024**3 / out)}"),
         ("copy-in", _rate(into), f"and is back in {_seconds(1024**3 / into)}"),
-        ("a byte out and in", f"{balance:,.0f} FLOP", "what costs less is quicker remade than waited for"),
+        ("a byte out and in", f"{balance:,.0f} FLOP", "what costs less is quicker recomputed than waited for"),
     ]
     if facts.both_ways is not None:
         rows.append(("both ways at once", f"x{facts.both_ways:.2f}", _both(facts.both_ways)))

@@ -60,8 +60,8 @@ class Engine:
         tier: Where offloaded bytes wait.
         options: Sizes and switches.
         bus: Told of blocks, stalls and passes.
-        tensor_filter: False for a tensor that is never moved (it may be remade).
-        keep_filter: False for a tensor that is neither moved nor remade.
+        tensor_filter: False for a tensor that is never moved (it may be recomputed).
+        keep_filter: False for a tensor that is neither moved nor recomputed.
         model_weights: All parameters and buffers of the model, asked for at the start of each pass.
         weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
         rules: Node name → how its output is made again; default: the built-in ones.
@@ -175,9 +175,9 @@ class Engine:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
-        return (self._tensor_filter is None or self._tensor_filter(tensor)) and self.may_remake(tensor)
+        return (self._tensor_filter is None or self._tensor_filter(tensor)) and self.may_recompute(tensor)
 
-    def may_remake(self, tensor: torch.Tensor) -> bool:
+    def may_recompute(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be dropped and made again."""
         return self._keep_filter is None or self._keep_filter(tensor)
 
@@ -214,7 +214,7 @@ class Engine:
         run = functools.partial(evaluate_now, recipe, base, self._content)
         return self.trust.holds((block, numerics), entry, recipe, base, run)
 
-    def remake_alone(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
+    def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
         """Return what recomputes a tensor from operands that are there, to be timed; None if it may not be."""
         if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
@@ -267,12 +267,12 @@ class Engine:
     def _operand(
         self, target: Entry, backward: _Backward | None, run: BlockRun | None, entry: Entry
     ) -> torch.Tensor | None:
-        """Return the bytes of an operand of what is remade if they need no recompute, else None."""
+        """Return the bytes of an operand of what is recomputed if they need no recompute, else None."""
         try:
             return self._content(entry, backward, run)
         except BaseException as error:
             if entry is not target:
-                note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of what is remade")
+                note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
 
     def _content(
@@ -370,7 +370,7 @@ class Engine:
     # Counting
 
     def stats(self) -> Stats:
-        """Return what was saved, moved and remade. See ``Stats``."""
+        """Return what was saved, moved and recomputed. See ``Stats``."""
         tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
         with self.lock:

@@ -73,8 +73,8 @@ def record_of(running: Running) -> Record | None:
 def computes_as_told(module: nn.Module | None) -> bool:
     """Whether a layer computes what its attributes say: its forward is torch's own, or only leads to that.
 
-    A subclass may hand other constants or weights to the function than its attributes; what is remade from those would
-    be right in one step and wrong in another.
+    A subclass may hand other constants or weights to the function than its attributes; a tensor recomputed from those
+    would be right in one step and wrong in another.
     """
     return module is not None and "forward" not in vars(module) and _class_computes_as_told(type(module))
 

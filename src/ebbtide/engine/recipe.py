@@ -6,7 +6,7 @@ It is built when the tensor is saved, and holds no autograd node: a recipe that 
 backward had freed that node, and would make cycles that nobody collects.
 
 Evaluation is iterative, in topological order. Every saved operand is read through its entry, which keeps what was
-remade until its last reader in this backward; without that, a diamond of depth 12 costs 24,510 evaluations.
+recomputed until its last reader in this backward; without that, a diamond of depth 12 costs 24,510 evaluations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebbtide.engine.layout import with_layout
 from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
 
 MAX_DEPTH = 48
-"""Longer chains of values nobody saved are not remade."""
+"""Longer chains of values nobody saved are not recomputed."""
 
 Reader = Callable[[Entry], torch.Tensor | None]
 """Returns an entry's content if it needs no recompute, else None."""
@@ -67,7 +67,7 @@ Operand = Expr | Ticket | LightTicket | Watched
 
 
 def _depth(operand: Operand) -> int:
-    """Return the length of the longest chain that must be remade before an operand is there."""
+    """Return the length of the longest chain that must be recomputed before an operand is there."""
     if isinstance(operand, Ticket):
         return 0 if operand.entry.recipe is None else operand.entry.recipe.depth
     return operand.depth if isinstance(operand, Expr) else 0

@@ -192,8 +192,8 @@ class BlockRun:
     def _saved_input(self, tensor: torch.Tensor) -> Ticket | None:
         """Return a ticket of what came into the block, if it or a view of it was saved and its bytes were stored.
 
-        One that an earlier block remakes is left out: its weights may be gone by now, and chains would grow from block
-        to block.
+        One that an earlier block recomputes is left out: its weights may be gone by now, and chains would grow from
+        block to block.
         """
         engine = self.engine
         if type(tensor) not in engine.tensor_types or not has_layout(tensor):
@@ -239,7 +239,7 @@ class BlockRun:
         is_input = self._inputs.holds(storage) or self._inputs.casts(base)
         name = outer.node if outer is not None else node.name() if node is not None else "leaf"
         site = self._site("input" if is_input else name)
-        weight = self.weights.copied(base, self._innermost) if whole and engine.may_remake(tensor) else None
+        weight = self.weights.copied(base, self._innermost) if whole and engine.may_recompute(tensor) else None
         recipe = None
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
@@ -249,8 +249,8 @@ class BlockRun:
             and not self._inputs.holds(storage)
             and node is not None
             and self.builder is not None
-            and engine.may_remake(tensor)
-            and engine.plan.remakes
+            and engine.may_recompute(tensor)
+            and engine.plan.recomputes
         ):
             recipe = self.builder.recipe(node, base.output_nr)
         taken = engine.index.bytes_apart(storage, at)
@@ -300,7 +300,7 @@ class BlockRun:
             narrow_bytes=None if narrow is None else narrow.nbytes,
             prepare=None
             if recipe is None
-            else functools.partial(engine.remake_alone, self.block.name, entry, recipe, base),
+            else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
         )
 
     def _carry_out(

@@ -195,7 +195,7 @@ class Stats:
         copy_in_bytes_per_second: Rate while copying; None if unknown.
         total_recomputes: Tensors made again since then.
         total_recompute_seconds: Time spent on that, on the host's clock.
-        demoted_sites: Sites whose first remake differed, or failed, and that are offloaded instead.
+        demoted_sites: Sites whose first recompute differed, or failed, and that are offloaded instead.
         live_tickets: Tickets alive now.
         store_bytes: Bytes of store that live tickets hold now; 0 as soon as the last graph is dead.
         store: What the store holds, by name. Host memory: ``host_held_bytes``, ``host_pinned_bytes``,

@@ -1,11 +1,11 @@
-"""A measured step: how long each block takes, what it saves, and what remaking that costs.
+"""A measured step: how long each block takes, what it saves, and what recomputing that costs.
 
 [Note: a measured step]
 Events cut one step into stretches, one after the other: a block's forward begins or ends, a block shows in backward,
 the backward ends. A stretch belongs to the block that began it; what lies between two blocks belongs to the one before;
 what lies between the last forward and the first backward is the turn-around; what lies between the end of the backward
 and the next pass is the tail. Blocks of other graphs, which may come in between, end a stretch like any other and are
-not counted. Each kind of saved tensor that can be remade is remade right after it was saved, from operands that are
+not counted. Each kind of saved tensor that has a recipe is recomputed right after it was saved, from operands that are
 there, and timed: what an operand costs is the operand's own.
 
 [Note: memory that is there anyway]
@@ -47,8 +47,8 @@ class TimedUnit:
         block_input: It came into the block from outside.
         movable: The user's filters let it be offloaded.
         action: What was done with it in the measured step.
-        remake_seconds: Time of making it again; None if that cannot be done.
-        remake_flops: Multiply-add work of that, in FLOP.
+        recompute_seconds: Time of making it again; None if that cannot be done.
+        recompute_flops: Multiply-add work of that, in FLOP.
         narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
     """
 
@@ -57,8 +57,8 @@ class TimedUnit:
     block_input: bool
     movable: bool
     action: Action
-    remake_seconds: float | None
-    remake_flops: float | None = None
+    recompute_seconds: float | None
+    recompute_flops: float | None = None
     narrow_bytes: int | None = None
 
 
@@ -71,7 +71,7 @@ class TimedBlock:
         kind: Its class.
         units: What it saved, in that order.
         forward_seconds: From the start of its forward to what follows, without waits for copies.
-        backward_seconds: The same of its backward; remakes included.
+        backward_seconds: The same of its backward; recomputes included.
         forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
         backward_peak_bytes: The same of its backward.
         forward_anyway_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: memory
@@ -135,7 +135,7 @@ class _Unit:
     block_input: bool
     movable: bool
     action: Action
-    remake: Edges | None
+    recompute: Edges | None
     flops: float | None
 
 
@@ -146,7 +146,7 @@ class _Block:
     forward: _Stretches = field(default_factory=_Stretches)
     backward: _Stretches = field(default_factory=_Stretches)
     units: list[_Unit] = field(default_factory=list[_Unit])
-    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing remakes
+    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing recomputes
 
 
 class _Pass:
@@ -159,7 +159,7 @@ class _Pass:
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
         self.turned = False
-        self.remakes: dict[tuple[Site, int], Edges | None] = {}
+        self.recomputes: dict[tuple[Site, int], Edges | None] = {}
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
     def anyway_bytes(self, known: int) -> int:
@@ -293,11 +293,11 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        key, remakes = (unit.site, unit.bytes_), self._pass.remakes
-        if prepare is not None and key not in remakes:
+        key, recomputes = (unit.site, unit.bytes_), self._pass.recomputes
+        if prepare is not None and key not in recomputes:
             began = self._meter.moment(run.where or self._where)
-            remake = prepare()
-            remakes[key] = None if remake is None else self._time(remake, run.where or self._where)
+            recompute = prepare()
+            recomputes[key] = None if recompute is None else self._time(recompute, run.where or self._where)
             block.aside.append((began, self._meter.moment(run.where or self._where)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
@@ -305,16 +305,16 @@ class StepTimer:
             _Unit(
                 site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action,
-                remake=None if prepare is None else remakes[key], flops=unit.recompute_flops,
+                recompute=None if prepare is None else recomputes[key], flops=unit.recompute_flops,
             )
         )  # fmt: skip
 
     # Inside
 
-    def _time(self, remake: Callable[[], object], where: torch.device | None) -> Edges:
-        remake()  # warms up
+    def _time(self, recompute: Callable[[], object], where: torch.device | None) -> Edges:
+        recompute()  # warms up
         began = self._meter.moment(where)
-        remake()
+        recompute()
         return began, self._meter.moment(where)
 
     def _cut(self, then: _Stretches | None) -> None:
@@ -343,8 +343,8 @@ class StepTimer:
                     TimedUnit(
                         site=u.site, nbytes=u.nbytes, narrow_bytes=u.narrow_bytes, block_input=u.block_input,
                         movable=u.movable, action=u.action,
-                        remake_seconds=None if u.remake is None else meter.seconds(*u.remake),
-                        remake_flops=None if u.remake is None else u.flops,
+                        recompute_seconds=None if u.recompute is None else meter.seconds(*u.recompute),
+                        recompute_flops=None if u.recompute is None else u.flops,
                     )
                     for u in block.units
                 ),

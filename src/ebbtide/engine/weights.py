@@ -53,7 +53,7 @@ class Weights:
         return key in self._own or key in self._passing or self._model.include(storage)
 
     def usable(self, weight: torch.Tensor) -> bool:
-        """Whether a weight has its bytes when the block's backward remakes."""
+        """Whether a weight has its bytes when the block's backward recomputes."""
         return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
 
     def read_now(self, node: Any) -> bool:
@@ -71,7 +71,7 @@ class Weights:
         since are tensors like any other.
 
         Where a part of the block is an FSDP unit of its own, its weights have bytes again when the part's backward
-        reads the copy, but not yet when the block remakes other tensors: see ``Entry.part_only``.
+        reads the copy, but not yet when the block recomputes other tensors: see ``Entry.part_only``.
 
         Args:
             tensor: A saved tensor.

@@ -4,7 +4,7 @@
 A ``DTensor`` or a jagged nested tensor has no memory of its own (its storage reports bytes that are not there); its
 class names the tensors inside (``__tensor_flatten__``). Each of those is packed like any saved tensor and the ticket
 puts them together again. A change in place counts on the outer tensor only, so the tickets of the inner ones carry a
-probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, never remade.
+probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, never recomputed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The bound: how little a step can cost at some memory, whatever the schedule.
 
 [Note: the linear program]
-Let ``K`` bytes stay, ``O`` bytes be offloaded and the rest be remade. What is remade is what costs least per byte, so
+Let ``K`` bytes stay, ``O`` bytes be offloaded and the rest be recomputed, cheapest per byte first, so that
 its time ``R(K + O)`` is convex. Copies out hide behind the forward and the head (``F``), copies in behind the backward
-(``B``) and the remakes; what does not hide is a stall:
+(``B``) and the recomputes; what does not hide is a stall:
 
     overhead(K, O) = max(0, M(O) / out_rate - F) + max(R(K + O), M(O) / in_rate - B)
 
@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 from ebbtide.planner.profile import Profile
 
 
-class Remakes:
+class Recomputes:
     """The least time of making so many bytes again: the cheapest per byte first.
 
     Args:
@@ -31,16 +31,16 @@ class Remakes:
 
     def __init__(self, profile: Profile) -> None:
         able = sorted(
-            (unit.remake_seconds / unit.nbytes, unit.nbytes)
+            (unit.recompute_seconds / unit.nbytes, unit.nbytes)
             for _, _, unit in profile.units()
-            if unit.remake_seconds is not None and unit.nbytes
+            if unit.recompute_seconds is not None and unit.nbytes
         )
         self.bytes_up_to = [0, *accumulate(nbytes for _, nbytes in able)]
         self._seconds_up_to = [0.0, *accumulate(rate * nbytes for rate, nbytes in able)]
         self._rates = [rate for rate, _ in able]
 
     def seconds(self, nbytes: float) -> float:
-        """Return the least time of remaking ``nbytes``; infinite when no rule covers so many."""
+        """Return the least time of recomputing ``nbytes``; infinite when no rule covers so many."""
         if nbytes <= 0:
             return 0.0
         place = bisect_left(self.bytes_up_to, nbytes)
@@ -89,7 +89,7 @@ class Bound:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._remakes, self._crossings = profile, Remakes(profile), Crossings(profile)
+        self._profile, self._recomputes, self._crossings = profile, Recomputes(profile), Crossings(profile)
         self._total = profile.saved_bytes
         self._hides_out = profile.forward_seconds + profile.turn_seconds
         self._hides_in = profile.backward_seconds
@@ -109,12 +109,14 @@ class Bound:
     def _overhead(self, leave: float, offloaded: float) -> float:
         rates, moved = self._profile.rates, self._crossings.moved(offloaded)
         out = max(0.0, moved / rates.out_bytes_per_second - self._hides_out)
-        return out + max(self._remakes.seconds(leave - offloaded), moved / rates.in_bytes_per_second - self._hides_in)
+        return out + max(
+            self._recomputes.seconds(leave - offloaded), moved / rates.in_bytes_per_second - self._hides_in
+        )
 
     def _corners(self, leave: float) -> list[float]:
         """Return where straight pieces of the overhead meet."""
         rates = self._profile.rates
-        kinks = {leave - nbytes for nbytes in self._remakes.bytes_up_to} | {
+        kinks = {leave - nbytes for nbytes in self._recomputes.bytes_up_to} | {
             0.0,
             leave,
             self._crossings.offloaded(rates.out_bytes_per_second * self._hides_out),
@@ -130,6 +132,6 @@ class Bound:
         return corners + crossings
 
     def _gap(self, leave: float, offloaded: float) -> float:
-        """Return by how much the remakes take longer than the copies in that do not hide."""
+        """Return by how much the recomputes take longer than the copies in that do not hide."""
         late = self._crossings.moved(offloaded) / self._profile.rates.in_bytes_per_second - self._hides_in
-        return self._remakes.seconds(leave - offloaded) - late
+        return self._recomputes.seconds(leave - offloaded) - late

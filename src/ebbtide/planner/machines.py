@@ -1,7 +1,7 @@
 """Machines that need not be there: what a device computes, reads and moves in a second.
 
 Rates are those of single measurements that others published, at their best; a step reaches less of them, all alike, so
-that ratios (what hides, what is worth remaking) are nearer to the truth than times are.
+that ratios (what hides, what is worth recomputing) are nearer to the truth than times are.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ class Unit:
         narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not.
         block_input: It came into the block from outside.
         movable: It may be offloaded.
-        remake_seconds: Time of making it again from what else is saved; None if it cannot be.
-        remake_flops: Multiply-add work of that, in FLOP; None if it cannot be.
+        recompute_seconds: Time of making it again from what else is saved; None if it cannot be.
+        recompute_flops: Multiply-add work of that, in FLOP; None if it cannot be.
     """
 
     site: Site
@@ -33,8 +33,8 @@ class Unit:
     narrow_bytes: int | None = None
     block_input: bool = False
     movable: bool = True
-    remake_seconds: float | None = None
-    remake_flops: float | None = None
+    recompute_seconds: float | None = None
+    recompute_flops: float | None = None
 
     @property
     def moved_bytes(self) -> int:
@@ -43,8 +43,8 @@ class Unit:
 
     @property
     def stubborn(self) -> bool:
-        """Whether it stays whatever the plan: it can be neither moved nor remade."""
-        return not self.movable and self.remake_seconds is None
+        """Whether it stays whatever the plan: it can be neither moved nor recomputed."""
+        return not self.movable and self.recompute_seconds is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class BlockProfile:
         name: Path of the module in the model.
         kind: Its class.
         forward_seconds: From the start of its forward to the start of what follows, without stalls.
-        backward_seconds: The same of its backward, without stalls and remakes.
+        backward_seconds: The same of its backward, without stalls and recomputes.
         units: What it saves, in that order.
         forward_beside_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_beside_bytes: The same while its backward runs.
@@ -128,7 +128,7 @@ class Profile:
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)
-                _check(f"remake_seconds of {unit.site}", unit.remake_seconds or 0.0)
+                _check(f"recompute_seconds of {unit.site}", unit.recompute_seconds or 0.0)
 
     def units(self) -> Iterator[tuple[int, int, Unit]]:
         """Yield every unit with the place of its block and its own place there."""
@@ -158,7 +158,7 @@ class Profile:
 
     @property
     def step_seconds(self) -> float:
-        """Time of the step when everything stays: no copies, no remakes."""
+        """Time of the step when everything stays: no copies, no recomputes."""
         beside = self.lead_seconds + self.turn_seconds + self.tail_seconds
         return self.forward_seconds + self.backward_seconds + beside
 

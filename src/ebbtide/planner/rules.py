@@ -11,8 +11,8 @@ CHECKPOINT_ABOVE = 3.0
 """A block whose stubborn bytes exceed this many times its inputs is re-run whole under ``Minimal``."""
 
 CHEAP_FLOP_PER_BYTE = 4.0
-"""What costs no more than this is remade under ``Auto``: element-wise chains, depthwise convolutions of a few taps. No
-matrix product of a useful width is as cheap."""
+"""``Auto`` recomputes tensors that cost no more than this: element-wise chains, depthwise convolutions of a few taps.
+No matrix product of a useful width is as cheap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class _PolicyPlan:
     text: str
 
     @property
-    def remakes(self) -> bool:
+    def recomputes(self) -> bool:
         return isinstance(self.policy, (Auto, Minimal))
 
     def explain(self) -> str:
@@ -75,20 +75,20 @@ def plan_for(policy: Policy) -> Plan:
         case Keep():
             return _KeepPlan(policy, "keep", "everything stays on the device; bytes are counted, nothing is saved")
         case Offload():
-            return _OffloadPlan(policy, "offload", "every storage worth moving leaves once; nothing is remade")
+            return _OffloadPlan(policy, "offload", "every storage worth moving leaves once; nothing is recomputed")
         case Inputs():
             return _InputsPlan(policy, "inputs", "what comes into a block is offloaded; the rest stays")
         case Minimal():
             return _MinimalPlan(
                 policy,
                 "minimal",
-                "all that can be remade is, matrix products too; block inputs, attention outputs and what no "
+                "all that can be recomputed is, matrix products too; block inputs, attention outputs and what no "
                 "rule covers are offloaded; blocks that the rules cover badly are re-run whole",
             )
         case Auto():
             return _AutoPlan(
                 policy,
                 "auto",
-                "by rule: what is cheap is remade (element-wise chains, casts, norms, views: at most "
+                "by rule: what is cheap is recomputed (element-wise chains, casts, norms, views: at most "
                 f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded",
             )

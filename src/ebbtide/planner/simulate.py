@@ -5,7 +5,7 @@ It is the engine's own (``ebbtide.engine.flow``). A storage that is offloaded is
 saved, one copy at a time; when more than the window is in flight, compute waits for the oldest. When backward begins,
 copies that have not begun are withdrawn and their bytes are there. From a block's backward on, what comes next is
 brought in, in the order in which it will be read, never more ahead of its reader than the window; a reader whose bytes
-are not there waits. What is remade is computed just before it is read.
+are not there waits. What is recomputed is computed just before it is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Simulated:
     Attributes:
         step_seconds: Its time.
         overhead_seconds: Beyond the step that keeps everything.
-        remake_seconds: Time of remakes in it.
+        recompute_seconds: Time of recomputes in it.
         stalls: Seconds that each block waited for copies, forward and backward together.
         levels_bytes: Most bytes of what blocks have saved: in each block's forward, at the turn-around, and in each
             block's backward, the last block's first.
@@ -41,13 +41,13 @@ class Simulated:
         offloaded_bytes: Bytes that leave, or would if there were time.
         moved_bytes: Bytes that cross the link for that: fewer where they are stored in a narrower type.
         served_bytes: Of those that leave, bytes that had not at the turn-around: backward reads them where they were.
-        remade_bytes: Bytes that are dropped and made again.
+        recomputed_bytes: Bytes that are dropped and made again.
         handling_seconds: Compute time that moving took beside the copies.
     """
 
     step_seconds: float
     overhead_seconds: float
-    remake_seconds: float
+    recompute_seconds: float
     stalls: tuple[float, ...]
     levels_bytes: tuple[int, ...]
     peak_bytes: int
@@ -56,7 +56,7 @@ class Simulated:
     offloaded_bytes: int
     moved_bytes: int
     served_bytes: int
-    remade_bytes: int
+    recomputed_bytes: int
     handling_seconds: float
 
     @property
@@ -182,13 +182,13 @@ class _Step:
     def _block_backward(self, place: int, coming: _CopyIn) -> None:
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
-        back = 0  # remade or brought in, and not yet released
+        back = 0  # recomputed or brought in, and not yet released
         coming.advance()
         level = self.held + coming.ahead_bytes
         for number in reversed(range(len(block.units))):
             unit, action = block.units[number], actions[number]
             if action is Action.RECOMPUTE:
-                self.now += unit.remake_seconds or 0.0
+                self.now += unit.recompute_seconds or 0.0
                 back += unit.nbytes
             elif (parked := self.parked.get((place, number))) is not None and not parked.resident:
                 self.handle()
@@ -265,17 +265,17 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     step.turn()
     step.backward()
     by_action = dict.fromkeys(Action, 0)
-    remade, moved = 0.0, 0
+    recomputed, moved = 0.0, 0
     for place, number, unit in profile.units():
         action = assignment[place][number]
         by_action[action] += unit.nbytes
         moved += unit.moved_bytes if action is Action.OFFLOAD else 0
-        remade += (unit.remake_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
+        recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
     seconds = step.now + profile.tail_seconds
     return Simulated(
         step_seconds=seconds,
         overhead_seconds=seconds - profile.step_seconds,
-        remake_seconds=remade,
+        recompute_seconds=recomputed,
         stalls=tuple(step.stalls),
         levels_bytes=tuple(step.levels),
         peak_bytes=step.peak,
@@ -284,6 +284,6 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         offloaded_bytes=by_action[Action.OFFLOAD],
         moved_bytes=moved,
         served_bytes=step.served_bytes,
-        remade_bytes=by_action[Action.RECOMPUTE],
+        recomputed_bytes=by_action[Action.RECOMPUTE],
         handling_seconds=step.handling_seconds,
     )

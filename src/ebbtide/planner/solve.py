@@ -1,11 +1,11 @@
 """Choosing: the fastest step that fits a budget, or the least memory within a slowdown.
 
 [Note: the search]
-Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that are offloaded, ``O``; the rest is remade,
-cheapest per byte first. The bound says which ``O`` is best for each ``K`` if copies hid perfectly; a few smaller ones
-are simulated beside it, because real copies come in blocks and in order. Within a candidate some of the last blocks
-keep their bytes (backward wants them first; how many is tried too), and all else is spread evenly over the blocks, so
-that copies come at an even pace. ``K`` is found by halving.
+Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that are offloaded, ``O``; the rest are
+recomputed, cheapest per byte first. The bound says which ``O`` is best for each ``K`` if copies hid perfectly; a few
+smaller ones are simulated too, because real copies come in blocks and in order. Within a candidate some of the last
+blocks keep their bytes (backward wants them first; how many is tried too), and all else is spread evenly over the
+blocks, so that copies come at an even pace. ``K`` is found by halving.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.4, 0.0)
 """Of the bytes that the bound would offload, how many are tried."""
 
 TAILS = (0, 1, 2, 4, 8)
-"""Of how many last blocks all that is not remade stays, if there is room: the numbers tried."""
+"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried."""
 
 DISTURBANCE = 0.05
 """Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
-them. What is remade faster than that is not moved."""
+them. What is recomputed faster than that is not moved."""
 
 GRAIN = 0.01
 """Peaks that differ by less than this part of what is saved are alike when the least memory is looked for."""
@@ -118,10 +118,10 @@ def follow(profile: Profile, plan: Plan) -> Solution:
     def action(place: int, unit: Unit) -> Action:
         candidate = Candidate(
             site=unit.site, block_name=profile.blocks[place].name, block=place, bytes_=unit.nbytes,
-            block_input=unit.block_input, recompute_flops=unit.remake_flops,
+            block_input=unit.block_input, recompute_flops=unit.recompute_flops,
         )  # fmt: skip
         chosen = plan.choose(candidate)
-        if chosen is Action.RECOMPUTE and unit.remake_seconds is None:
+        if chosen is Action.RECOMPUTE and unit.recompute_seconds is None:
             chosen = Action.OFFLOAD
         return Action.KEEP if chosen is Action.OFFLOAD and not unit.movable else chosen
 
@@ -221,7 +221,7 @@ class _Search:
         )
 
     def _assign(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Assignment:
-        """Return actions that remake the cheapest until no more than so many bytes are kept and moved.
+        """Return actions that recompute the cheapest until no more than so many bytes are kept and moved.
 
         Args:
             kept_bytes: Bytes that may stay.
@@ -269,17 +269,17 @@ class _Search:
 
 
 def _cheapest_first(profile: Profile) -> list[tuple[int, int]]:
-    """Return the units that can be remade, cheapest per byte first; those of one site spread over the blocks.
+    """Return the units that can be recomputed, cheapest per byte first; those of one site spread over the blocks.
 
     Times that were measured differ a little from block to block: a site has the mean of its blocks.
     """
     per_site: dict[tuple[Site, int], list[tuple[int, int]]] = defaultdict(list)
     seconds: dict[tuple[Site, int], float] = defaultdict(float)
     for place, number, unit in profile.units():
-        if unit.remake_seconds is not None and unit.nbytes:
+        if unit.recompute_seconds is not None and unit.nbytes:
             key = (unit.site, unit.nbytes)
             per_site[key].append((place, number))
-            seconds[key] += unit.remake_seconds
+            seconds[key] += unit.recompute_seconds
     cost = {key: seconds[key] / len(where) / key[1] for key, where in per_site.items()}
     ordered: list[tuple[int, int]] = []
     for key in sorted(per_site, key=lambda key: (cost[key], key[0])):

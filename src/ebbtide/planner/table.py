@@ -16,8 +16,11 @@ from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
 from ebbtide.planner.solve import Solution
 
-SCHEMA = 1
+SCHEMA = 2
 """Of the plan file."""
+
+_SCHEMA_1 = {"remade_bytes": "recomputed_bytes"}
+"""What the fields of a prediction were called in schema 1, which is still read."""
 
 MICROSECONDS_PER_MB = 1e6 * 1e6
 """In a second per byte."""
@@ -36,7 +39,7 @@ class Prediction:
         kept_bytes: Of what the blocks save, bytes that stay.
         offloaded_bytes: Bytes that are offloaded.
         moved_bytes: What crosses the link for that, each way: less where it is stored in a narrower type.
-        remade_bytes: Bytes that are dropped and made again.
+        recomputed_bytes: Bytes that are dropped and made again.
     """
 
     step_seconds: float
@@ -47,7 +50,7 @@ class Prediction:
     kept_bytes: int
     offloaded_bytes: int
     moved_bytes: int
-    remade_bytes: int
+    recomputed_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,7 @@ class TablePlan:
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
 
     @property
-    def remakes(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether recipes are needed."""
         return True
 
@@ -94,11 +97,11 @@ class TablePlan:
         """Say what was chosen, what it should cost, and why, a line per site kind."""
         p = self.predicted
         head = (
-            f"of {format_size(p.kept_bytes + p.offloaded_bytes + p.remade_bytes)} that blocks save, "
+            f"of {format_size(p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes)} that blocks save, "
             f"{format_size(p.kept_bytes)} stay, {format_size(p.offloaded_bytes)} are offloaded, "
-            f"{format_size(p.remade_bytes)} are remade; predicted: peak {format_size(p.peak_bytes)} (everything kept: "
-            f"{format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, {p.overhead_percent:+.1f} % "
-            f"(no schedule: less than {p.bound_percent:+.1f} %)"
+            f"{format_size(p.recomputed_bytes)} are recomputed; predicted: peak {format_size(p.peak_bytes)} "
+            f"(everything kept: {format_size(p.peak_everything_kept_bytes)}), step {p.step_seconds:.4g} s, "
+            f"{p.overhead_percent:+.1f} % (no schedule: less than {p.bound_percent:+.1f} %)"
         )
         return "\n".join([head, *self.reasons])
 
@@ -147,7 +150,7 @@ def table_plan(solution: Solution, name: str) -> TablePlan:
         kept_bytes=found.kept_bytes,
         offloaded_bytes=found.offloaded_bytes,
         moved_bytes=found.moved_bytes,
-        remade_bytes=found.remade_bytes,
+        recomputed_bytes=found.recomputed_bytes,
     )
     return TablePlan(name=name, actions=actions, predicted=predicted, reasons=_reasons(solution))
 
@@ -160,12 +163,13 @@ def load_plan(path: str | Path) -> TablePlan:
     """
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        if document["schema"] != SCHEMA:
+        if document["schema"] not in (1, SCHEMA):
             raise ValueError(f"schema {document['schema']!r}")
+        predicted = {_SCHEMA_1.get(name, name): value for name, value in document["predicted"].items()}
         return TablePlan(
             name=str(document["name"]),
             actions={_key(row): Action(row[5]) for row in document["actions"]},
-            predicted=Prediction(**document["predicted"]),
+            predicted=Prediction(**predicted),
             reasons=tuple(map(str, document["reasons"])),
         )
     except OSError as error:
@@ -174,7 +178,7 @@ def load_plan(path: str | Path) -> TablePlan:
             expected="a plan file",
             hint="handle.plan.save(path) writes one once the plan is made",
         ) from error
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise DataError(
             f"{str(path)!r} is no plan file of this release ({type(error).__name__}: {error})",
             expected=f"a file that handle.plan.save(path) wrote (schema {SCHEMA})",
@@ -191,20 +195,20 @@ def _reasons(solution: Solution) -> tuple[str, ...]:
     """Say for each site kind what was done with it in how many blocks, and why; the largest first."""
     groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     nbytes: dict[Site, int] = defaultdict(int)
-    remake: dict[Site, float | None] = {}
+    recompute: dict[Site, float | None] = {}
     for place, number, unit in solution.profile.units():
         groups[unit.site][solution.assignment[place][number]] += 1
         nbytes[unit.site] += unit.nbytes
-        remake[unit.site] = None if unit.remake_seconds is None else unit.remake_seconds / max(unit.nbytes, 1)
+        recompute[unit.site] = None if unit.recompute_seconds is None else unit.recompute_seconds / max(unit.nbytes, 1)
     moving = 1 / solution.profile.rates.out_bytes_per_second
     lines: list[str] = []
     for site in sorted(groups, key=lambda s: -nbytes[s]):
         done = ", ".join(f"{action.value} x{count}" for action, count in groups[site].items() if count)
-        seconds = remake[site]
+        seconds = recompute[site]
         if seconds is None:
-            cost = "no rule makes it again"
+            cost = "no recompute rule"
         else:
-            cost = f"again: {seconds * MICROSECONDS_PER_MB:.3g} us/MB"
+            cost = f"recompute: {seconds * MICROSECONDS_PER_MB:.3g} us/MB"
         lines.append(
             f"{format_size(nbytes[site]):>10}  {done:<28}  {site} ({cost}; a copy that does not hide: "
             f"{moving * MICROSECONDS_PER_MB:.3g} us/MB)"

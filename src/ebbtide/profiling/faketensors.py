@@ -2,7 +2,7 @@
 
 [Note: a simulated step]
 torch's ``FakeTensorMode`` runs the model's own code, forward and backward, with the engine's own hooks on it, so what
-is saved, and from what it can be remade, is found as in a real step. A dispatch mode stands for the machine: every
+is saved, and from what it can be recomputed, is found as in a real step. A dispatch mode stands for the machine: every
 operator moves a clock on by the time that it would take (its FLOP at the machine's rate, or its bytes at the rate of
 the memory, whichever is longer), and every storage counts while it lives. The clock and the account are what a measured
 step asks its meter for (``ebbtide.engine.timing``), so that all that follows is the same as for one that was measured.

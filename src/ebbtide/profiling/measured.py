@@ -1,10 +1,10 @@
 """``Auto``: measure a few steps, then let the planner choose.
 
 [Note: Auto's steps]
-The first pass warms up and goes by rule (``ebbtide.planner.rules``): what is cheap is remade, the rest offloaded, which
-is near the least memory there is, so that who comes out of memory gets this far. The next ones are measured, still by
-rule. From then on the plan is a table made for that step. A pass that saves clearly more than the measured one is
-measured too, and the plan made anew.
+The first pass warms up and goes by rule (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest offloaded.
+That is near the least memory there is, so that a model that ran out of memory gets this far. The next passes are
+measured, still by rule. From then on the plan is a table made for that step. A pass that saves clearly more than the
+measured one is measured too, and the plan made anew.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class MeasuredPlan:
         return self._by_rule.name
 
     @property
-    def remakes(self) -> bool:
+    def recomputes(self) -> bool:
         """Whether recipes are needed."""
         return True
 
@@ -193,7 +193,7 @@ def profile_of(
 ) -> Profile:
     """Return what the planner needs to know of a measured step.
 
-    Remakes that it did are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
+    Its recomputes are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
     blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is
     there anyway if that is more: the two may be the same bytes.
 
@@ -233,12 +233,12 @@ def profile_of(
 
 
 def _block(block: TimedBlock) -> BlockProfile:
-    remade = sum(unit.remake_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
+    recomputed = sum(unit.recompute_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
     return BlockProfile(
         name=block.name,
         kind=block.kind,
         forward_seconds=block.forward_seconds,
-        backward_seconds=max(block.backward_seconds - remade, 0.0),
+        backward_seconds=max(block.backward_seconds - recomputed, 0.0),
         units=tuple(
             Unit(
                 site=unit.site,
@@ -246,8 +246,8 @@ def _block(block: TimedBlock) -> BlockProfile:
                 narrow_bytes=unit.narrow_bytes,
                 block_input=unit.block_input,
                 movable=unit.movable,
-                remake_seconds=unit.remake_seconds,
-                remake_flops=unit.remake_flops,
+                recompute_seconds=unit.recompute_seconds,
+                recompute_flops=unit.recompute_flops,
             )
             for unit in block.units
         ),
@@ -274,7 +274,9 @@ def _fastest(steps: list[TimedStep]) -> TimedStep:
         replace(
             block,
             units=tuple(
-                replace(unit, remake_seconds=_least(step.blocks[place].units[number].remake_seconds for step in steps))
+                replace(
+                    unit, recompute_seconds=_least(step.blocks[place].units[number].recompute_seconds for step in steps)
+                )
                 for number, unit in enumerate(block.units)
             ),
             forward_seconds=min(step.blocks[place].forward_seconds for step in steps),

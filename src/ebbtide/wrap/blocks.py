@@ -228,7 +228,7 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the weights of ``module`` and of what is below it, down to the next FSDP units.
 
     These have bytes in the forward and in the backward of ``module``. A unit nested below it is resharded again while
-    the backward of ``module`` remakes, so its weights do not count.
+    the backward of ``module`` recomputes, so its weights do not count.
     """
     pending = [module]
     while pending:

@@ -37,7 +37,7 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 
 
 _STUBBORN = {"input_bytes": 1, "stubborn_bytes": 2**62}
-"""What a block has seen of which nothing can be remade: a plan that does not re-run it re-runs none."""
+"""What a block has seen of which nothing can be recomputed: a plan that does not re-run it re-runs none."""
 
 
 class Reruns:

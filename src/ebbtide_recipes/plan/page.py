@@ -19,7 +19,7 @@ from ebbtide_recipes.plan.ways import ROOM, Way
 
 GIB = 1024**3
 
-SCHEMA = 1
+SCHEMA = 2
 """Of what ``--json`` prints."""
 
 _ALWAYS = ("model", "max_length", "torch_dtype")

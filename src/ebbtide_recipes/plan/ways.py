@@ -177,7 +177,7 @@ def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
             unit.nbytes
             for unit in block.units
             # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
-            if unit.remake_seconds is None and not unit.block_input and unit.narrow_bytes is None
+            if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
         if plan.block_action(block.kind, place, input_bytes=given, stubborn_bytes=stubborn) is Action.CHECKPOINT:
             return True

@@ -32,7 +32,7 @@ def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None
 def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
     said = {
         "peak_bytes": 204 * MIB, "overhead_percent": 4.0, "bound_percent": 2.0, "kept_bytes": MIB,
-        "offloaded_bytes": 2 * MIB, "remade_bytes": 3 * MIB,
+        "offloaded_bytes": 2 * MIB, "recomputed_bytes": 3 * MIB,
     }  # fmt: skip
     budget = planned(memory_budget=300 * MIB)
     rows = [

@@ -65,7 +65,7 @@ def test_shares_of_a_chain_are_known_beforehand() -> None:
         "auto": (0, 2 * WORDS, 4 * WORDS),
         "minimal": (0, 2 * WORDS, 4 * WORDS),
     }
-    assert {p: (f["kept"], f["moved"], f["remade"]) for p, f in found["policies"].items()} == expected
+    assert {p: (f["kept"], f["moved"], f["recomputed"]) for p, f in found["policies"].items()} == expected
     assert found["moved"] == [{"node": "input", "why": "block input", "storages": 2, "bytes": 2 * WORDS}]
 
 
@@ -79,7 +79,7 @@ def test_a_step_that_differs_gives_no_figures(monkeypatch: pytest.MonkeyPatch) -
 def test_bytes_of_a_family_make_the_whole(name: str) -> None:
     found = shares(build(name))
     for policy in found["policies"].values():
-        assert policy["kept"] + policy["moved"] + policy["remade"] == pytest.approx(found["naive_bytes"], rel=0.1)
+        assert policy["kept"] + policy["moved"] + policy["recomputed"] == pytest.approx(found["naive_bytes"], rel=0.1)
     assert sum(group["bytes"] for group in found["moved"]) <= found["naive_bytes"]
 
 
@@ -88,7 +88,7 @@ def test_bytes_of_a_family_make_the_whole(name: str) -> None:
     [
         (None, False, "never moved"),
         (_told(block_input=True, flops=None), False, "block input"),
-        (_told(), True, "remake differed"),
+        (_told(), True, "recompute differed"),
         (_told("leaf", flops=None), False, "no autograd node"),
         (_told("MmBackward0", flops=1e6), False, "matrix product"),
         (_told(flops=None), False, "operand missing"),
@@ -117,7 +117,7 @@ def test_groups_are_by_node_and_reason_and_the_rest_was_narrowed() -> None:
 
 
 def _case(moved: int) -> dict[str, Any]:
-    sizes = {"kept": 0, "moved": moved, "remade": 1024 - moved, "checkpointed": 0, "checkpointed_blocks": 0}
+    sizes = {"kept": 0, "moved": moved, "recomputed": 1024 - moved, "checkpointed": 0, "checkpointed_blocks": 0}
     groups = [
         {"node": "MmBackward0", "why": "matrix product", "storages": 1, "bytes": moved - 8},
         {"node": "leaf", "why": "no autograd node", "storages": 1, "bytes": 8},
@@ -134,4 +134,4 @@ def test_only_cases_of_which_much_is_left_are_explained() -> None:
     assert reasons(_case(768)) == "MmBackward0 74 (matrix product)"  # under one percent is not named
     text = "\n".join(tables([_case(256), _case(768)]))
     assert "| one | fp32 | 75 | MmBackward0 74 (matrix product) |" in text and "| one | fp32 | 25 |" not in text
-    assert "Auto keeps 0 %, moves 50 % and remakes 50 %." in text
+    assert "Auto keeps 0 %, moves 50 % and recomputes 50 %." in text

@@ -39,7 +39,7 @@ def twice(make: Callable[[Tensor], Tensor], x: Tensor, engine: Engine | None, we
     return [loss.detach(), *(g.detach() for g in found), *(g for g in again if g is not None)]
 
 
-@pytest.mark.parametrize("plan", ["remake", "offload"])
+@pytest.mark.parametrize("plan", ["recompute", "offload"])
 @pytest.mark.parametrize("node", sorted(RULES))
 def test_the_gradient_of_a_gradient_goes_through_every_rule(node: str, plan: str) -> None:
     make = RULES[node]
@@ -51,7 +51,7 @@ def test_the_gradient_of_a_gradient_goes_through_every_rule(node: str, plan: str
         if "is not implemented" not in str(error):
             raise
         pytest.skip(f"torch: {error}")
-    with open_engine(REMAKE if plan == "remake" else plan, verify=True) as engine:
+    with open_engine(REMAKE if plan == "recompute" else plan, verify=True) as engine:
         for _ in range(2):
             got = twice(make, x, engine, weights)
             assert len(expected) == len(got) and all(map(same_bits, expected, got))

@@ -35,7 +35,7 @@ from tests.helpers.engines import (
 
 Opener = Callable[..., AbstractContextManager[Any]]
 Case = Callable[[Leaves, Opener, int], list[Tensor]]
-PLANS: dict[str, Any] = {**{name: name for name in POLICIES}, "remake": REMAKE}
+PLANS: dict[str, Any] = {**{name: name for name in POLICIES}, "recompute": REMAKE}
 CASES: list[Any] = []
 
 
@@ -333,7 +333,7 @@ VARIANTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_rule_that_nobody_checks_is_right(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trust may be fooled by a zero, so a rule must be right without it: no remake is compared here."""
+    """Trust may be fooled by a zero, so a rule must be right without it: no recompute is compared here."""
     monkeypatch.setattr(Trust, "_compare", lambda *given: True)
     make = VARIANTS[variant]
 

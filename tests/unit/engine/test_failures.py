@@ -280,7 +280,7 @@ def test_a_note_tells_where_a_tensor_was_saved(data: tuple[Tensor, Tensor, Tenso
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-@pytest.mark.parametrize("where", ["rule", "first remake"])
+@pytest.mark.parametrize("where", ["rule", "first recompute"])
 def test_no_memory_says_nothing_about_a_rule(where: str, error: type[BaseException]) -> None:
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     bomb = Bomb(error)

@@ -317,14 +317,14 @@ def test_what_is_larger_than_the_window_comes_alone() -> None:
 
 
 def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
-    here, remade, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
-    remade.restored = torch.zeros(1)
+    here, recomputed, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
+    recomputed.restored = torch.zeros(1)
     lives.living_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
-    run = Run([wanted, gone, remade, here, lives])
+    run = Run([wanted, gone, recomputed, here, lives])
     del gone
     flow = CopyIn(run, Window(10))  # type: ignore[arg-type]
     flow.advance()
-    assert here.slot.asked == remade.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
+    assert here.slot.asked == recomputed.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
 
 
 def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:

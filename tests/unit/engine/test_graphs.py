@@ -191,7 +191,7 @@ def test_reused_addresses_are_not_one_storage(tier: str) -> None:
     check_everywhere(program, {"x": x}, tiers=[tier])
 
 
-def test_a_diamond_is_remade_in_a_line() -> None:
+def test_a_diamond_is_recomputed_in_a_line() -> None:
     """Depth 12: each value is made of the one before it, twice. Without a cache that is 2^12 evaluations."""
     x = leaf(4, 4)
 

@@ -193,7 +193,7 @@ ALLOWED = {
         residual_in_place,
     )
 }
-PLANS = {**{k: k for k in POLICIES}, "remake": REMAKE}
+PLANS = {**{k: k for k in POLICIES}, "recompute": REMAKE}
 
 
 def the_leaves() -> dict[str, Tensor]:
@@ -234,7 +234,7 @@ def test_what_plain_training_allows_is_allowed(name: str, plan: str, tier: str) 
     strict=True,
     raises=ModifiedInPlaceError,
     reason="a recipe may name a bias, or a tensor that only another branch saved; plain autograd lets those change "
-    "before backward, and the remake refuses (an error with a hint, never a wrong gradient)",
+    "before backward, and the recompute refuses (an error with a hint, never a wrong gradient)",
 )
 @pytest.mark.parametrize("case", ["bias", "branch"])
 def test_an_operand_that_the_reader_itself_did_not_save_may_change(case: str) -> None:

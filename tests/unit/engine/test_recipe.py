@@ -68,7 +68,7 @@ def test_a_structure_is_the_operators_and_operand_types_and_no_sizes() -> None:
     assert len({made("a", x), made("b", x), made("a", x.double()), made("a", x[0])}) == 4
 
 
-def test_long_chains_are_not_remade() -> None:
+def test_long_chains_are_not_recomputed() -> None:
     x = leaf(4, 4)
     with open_engine(REMAKE) as engine:
         for links, action in ((MAX_DEPTH - 4, Action.RECOMPUTE), (MAX_DEPTH + 4, Action.OFFLOAD)):
@@ -179,7 +179,7 @@ def test_a_right_rule_is_used() -> None:
     with open_engine(REMAKE, rules=rules_with(right)) as engine:
         for _ in range(2):
             assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
-            assert any(s.node == "CubeBackward" for s in _remade(engine)) and not engine.trust.demoted
+            assert any(s.node == "CubeBackward" for s in _recomputed(engine)) and not engine.trust.demoted
 
 
 @pytest.mark.parametrize("rule", [wrong, wrong_shape, fails_late])
@@ -191,7 +191,7 @@ def test_a_wrong_rule_is_demoted_and_gradients_stay_right(
         engine.bus.subscribe(lambda kind, fields: heard.append((kind, fields)))
         for _ in range(3):
             assert compare(observe(cubed, leaves), observe(cubed, leaves, engine)) == []
-            assert not any(s.node == "CubeBackward" for s in _remade(engine))
+            assert not any(s.node == "CubeBackward" for s in _recomputed(engine))
         assert engine.stats().demoted_sites == ("Block/(block)/CubeBackward#0",)
         assert caplog.text.count("not recomputed, Block/(block)/CubeBackward#0") == 1, "said once"
         assert [f["code"] for kind, f in heard if kind == "message"] == ["demoted"]
@@ -263,7 +263,7 @@ def test_register_recompute_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) 
         assert any(s.node == "CubeBackward" and a is Action.RECOMPUTE for s, a in sites), sites
 
 
-def _remade(engine: Any) -> list[Any]:
+def _recomputed(engine: Any) -> list[Any]:
     return [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
 
 
@@ -298,5 +298,5 @@ def test_a_value_of_which_a_view_was_saved_is_an_operand(outside: bool) -> None:
             else:
                 assert compare(expected, observe(flattened, leaves, engine)) == []
             assert_nothing_left(engine)
-        remade = [s.node for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
-        assert "AddBackward0" in remade, engine.last_pass.sites
+        recomputed = [s.node for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
+        assert "AddBackward0" in recomputed, engine.last_pass.sites

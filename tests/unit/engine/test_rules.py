@@ -201,8 +201,8 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
             got = type(expected)(outputs=kept, grads={"x": grabbed.grad})
             assert compare(expected, got) == []
             last = "CloneBackward0" if view else node
-            remade = [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
-            assert last in {s.node for s in remade}, (step, engine.last_pass.sites, engine.trust.demoted)
+            recomputed = [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
+            assert last in {s.node for s in recomputed}, (step, engine.last_pass.sites, engine.trust.demoted)
             assert engine.stats().recomputed_bytes > 0 and engine.stats().total_recomputes > before
             assert engine.stats().demoted_sites == ()
             current[0] = None
@@ -286,7 +286,7 @@ def test_another_shape_of_a_rule(name: str, dtype: torch.dtype) -> None:
     run(make, dtype, view=False, node=node)
 
 
-def test_a_remade_batch_norm_counts_no_batch_twice() -> None:
+def test_a_recomputed_batch_norm_counts_no_batch_twice() -> None:
     norm = nn.BatchNorm1d(6)
     x = leaf(4, 6)
     with open_engine(REMAKE) as engine:

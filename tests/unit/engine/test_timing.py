@@ -203,11 +203,11 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
     calls: list[str] = []
 
     def prepared(seconds: float) -> Callable[[], Callable[[], object]]:
-        def remake() -> None:
-            calls.append("remake")
+        def recompute() -> None:
+            calls.append("recompute")
             scene.spend(seconds)
 
-        return lambda: remake
+        return lambda: recompute
 
     runs: list[Any] = []
     for name in ("a", "b"):
@@ -225,10 +225,10 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
     scene.backward(runs)
     scene.forward(Pass(), "a")
     (step,) = scene.found
-    assert calls == ["remake"] * 2  # once to warm up, once timed
-    assert [block.forward_seconds for block in step.blocks] == [0.0, 0.0]  # the remakes were not the block's own
+    assert calls == ["recompute"] * 2  # once to warm up, once timed
+    assert [block.forward_seconds for block in step.blocks] == [0.0, 0.0]  # the recomputes were not the block's own
     for block in step.blocks:
-        assert [u.remake_seconds for u in block.units] == [0.5, None, None]
+        assert [u.recompute_seconds for u in block.units] == [0.5, None, None]
         assert [u.movable for u in block.units] == [True, False, True]
         assert [u.narrow_bytes for u in block.units] == [4, None, None]
         assert [u.action for u in block.units] == [Action.OFFLOAD, Action.KEEP, Action.OFFLOAD]

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.bound import Bound, Remakes
+from ebbtide.planner.bound import Bound, Recomputes
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
 
 
-def test_the_cheapest_per_byte_is_remade_first() -> None:
+def test_the_cheapest_per_byte_is_recomputed_first() -> None:
     rates = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
-    remakes = Remakes(alike(1, (unit("dear", 10, 10.0), unit("cheap", 100, 1.0), unit("never", 5)), rates))
-    assert remakes.seconds(0) == 0
-    assert remakes.seconds(50) == pytest.approx(0.5)
-    assert remakes.seconds(105) == pytest.approx(1.0 + 5.0)
-    assert remakes.seconds(110) == pytest.approx(11.0)
-    assert remakes.seconds(111) == math.inf
+    recomputes = Recomputes(alike(1, (unit("dear", 10, 10.0), unit("cheap", 100, 1.0), unit("never", 5)), rates))
+    assert recomputes.seconds(0) == 0
+    assert recomputes.seconds(50) == pytest.approx(0.5)
+    assert recomputes.seconds(105) == pytest.approx(1.0 + 5.0)
+    assert recomputes.seconds(110) == pytest.approx(11.0)
+    assert recomputes.seconds(111) == math.inf
 
 
 def test_everything_kept_costs_nothing() -> None:
@@ -56,7 +56,7 @@ def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
     choices = [
         [Action.KEEP]
         + [Action.OFFLOAD] * unit.movable
-        + [Action.RECOMPUTE] * (unit.remake_seconds is not None)
+        + [Action.RECOMPUTE] * (unit.recompute_seconds is not None)
         for _, _, unit in sites
     ]  # fmt: skip
     for actions in product(*choices):

@@ -56,14 +56,14 @@ def test_what_has_not_left_at_the_turn_is_read_where_it_is() -> None:
     assert found.levels_bytes == (10, 20, 30, 30, 30, 20, 10)
 
 
-def test_what_is_remade_costs_its_time_in_backward_and_no_memory_before() -> None:
+def test_what_is_recomputed_costs_its_time_in_backward_and_no_memory_before() -> None:
     profile = alike(2, (unit("a", 10, 0.5),), FAST, turn_beside_bytes=3)
     found = run(profile, R)
-    assert found.overhead_seconds == found.remake_seconds == 1.0
-    assert (found.remade_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")
+    assert found.overhead_seconds == found.recompute_seconds == 1.0
+    assert (found.recomputed_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")
 
 
-def test_remakes_hide_copies_in() -> None:
+def test_recomputes_hide_copies_in() -> None:
     """A block that computes longer leaves more time to whatever comes in."""
     units = (unit("a", 6), unit("b", 1, 2.0))
     slow_in = Rates(out_bytes_per_second=1e9, in_bytes_per_second=2.0)
@@ -83,15 +83,15 @@ def test_a_block_that_saves_nothing_takes_its_time() -> None:
 
 
 @given(profiles())
-def test_more_that_stays_is_never_slower_than_all_offloaded_or_remade(profile: Profile) -> None:
+def test_more_that_stays_is_never_slower_than_all_offloaded_or_recomputed(profile: Profile) -> None:
     keep = simulate(profile, [[K] * len(b.units) for b in profile.blocks])
     other = simulate(
         profile,
-        [[OFF if u.movable else R if u.remake_seconds is not None else K for u in b.units] for b in profile.blocks],
+        [[OFF if u.movable else R if u.recompute_seconds is not None else K for u in b.units] for b in profile.blocks],
     )
     assert keep.overhead_seconds == pytest.approx(0)
     assert other.overhead_seconds >= -1e-9
     assert other.step_seconds == pytest.approx(
-        profile.step_seconds + other.stall_seconds + other.remake_seconds + other.handling_seconds
+        profile.step_seconds + other.stall_seconds + other.recompute_seconds + other.handling_seconds
     )
     assert keep.kept_bytes == profile.saved_bytes

@@ -62,7 +62,7 @@ def test_small_steps_whose_handling_does_not_pay_keep_everything() -> None:
     assert found.predicted.kept_bytes == 4 * 1010
 
 
-def test_what_is_nearly_free_to_remake_is_remade_and_what_is_dear_is_offloaded() -> None:
+def test_what_is_nearly_free_to_recompute_is_recomputed_and_what_is_dear_is_offloaded() -> None:
     rates = Rates(out_bytes_per_second=100.0, in_bytes_per_second=1e12)
     profile = alike(8, (unit("light", 100, 1e-4), unit("dear", 100, 5.0)), rates, window_bytes=400)
     found = shrink(profile, 0.01)
@@ -71,8 +71,8 @@ def test_what_is_nearly_free_to_remake_is_remade_and_what_is_dear_is_offloaded()
     assert sum(actions[1] is Action.OFFLOAD for actions in found.assignment) >= 6
 
 
-def test_what_may_not_move_is_remade_or_stays() -> None:
-    units = (unit("fixed", 100, movable=False), unit("remade", 100, 0.0, movable=False), unit("free", 100))
+def test_what_may_not_move_is_recomputed_or_stays() -> None:
+    units = (unit("fixed", 100, movable=False), unit("recomputed", 100, 0.0, movable=False), unit("free", 100))
     found = shrink(alike(4, units, FAST), 10.0)
     assert {actions[:2] for actions in map(tuple, found.assignment)} == {(Action.KEEP, Action.RECOMPUTE)}
 

@@ -49,7 +49,7 @@ def test_what_the_table_does_not_know_goes_by_rule() -> None:
     assert ask(plan(), "light", "another.block", flops=None) is Action.OFFLOAD
 
 
-def test_what_can_no_longer_be_remade_is_offloaded() -> None:
+def test_what_can_no_longer_be_recomputed_is_offloaded() -> None:
     assert ask(plan(), "light") is Action.RECOMPUTE
     assert ask(plan(), "light", flops=None) is Action.OFFLOAD
 
@@ -65,13 +65,24 @@ def test_a_larger_batch_keeps_no_more_bytes() -> None:
 def test_what_it_says_has_the_figures_and_the_reasons() -> None:
     text = table_plan(shrink(PROFILE, 0.05), "auto").explain()
     assert "predicted: peak" in text and "everything kept: 1.2 KiB" in text
-    assert "Layer/dear/Node#0" in text and "no rule makes it again" in text and "us/MB" in text
+    assert "Layer/dear/Node#0" in text and "no recompute rule" in text and "us/MB" in text
 
 
 def test_a_plan_file_comes_back_the_same(tmp_path: Path) -> None:
     found = plan()
     found.save(tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == found
+
+
+def test_a_plan_file_of_schema_1_is_read(tmp_path: Path) -> None:
+    found, path = plan(), tmp_path / "plan.json"
+    found.save(path)
+    document = json.loads(path.read_text())
+    assert document["schema"] == 2
+    document["schema"] = 1
+    document["predicted"]["remade_bytes"] = document["predicted"].pop("recomputed_bytes")
+    path.write_text(json.dumps(document))
+    assert load_plan(path) == found
 
 
 def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
@@ -81,7 +92,7 @@ def test_a_plan_that_cannot_be_written_says_where(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", '{"schema": 2}', '{"schema": 1, "name": "x", "predicted": {}, "reasons": [], "actions": []}'],
+    ["", "{", "[]", "{}", '{"schema": 3}', '{"schema": 1, "name": "x", "predicted": {}, "reasons": [], "actions": []}'],
 )
 def test_another_file_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "plan.json"

@@ -22,17 +22,17 @@ MB = 10**6
 RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)
 
 
-def unit(name: str, nbytes: int, action: Action, remake: float | None = None) -> TimedUnit:
+def unit(name: str, nbytes: int, action: Action, recompute: float | None = None) -> TimedUnit:
     site = Site("Layer", name, "Node", 0)
     return TimedUnit(
-        site=site, nbytes=nbytes, block_input=False, movable=True, action=action, remake_seconds=remake
+        site=site, nbytes=nbytes, block_input=False, movable=True, action=action, recompute_seconds=recompute
     )  # fmt: skip
 
 
 def step(
     *, blocks: int = 4, scale: float = 1.0, nbytes: int = 100 * MB, peak: int | None = None, slower: float = 1.0
 ) -> TimedStep:
-    """Return a measured step of blocks that remade half of what they saved and offloaded the other half."""
+    """Return a measured step of blocks that recomputed half of what they saved and offloaded the other half."""
     units = (unit("light", nbytes, Action.RECOMPUTE, 0.25), unit("dear", nbytes, Action.OFFLOAD, 30.0))
     return TimedStep(
         blocks=tuple(
@@ -60,7 +60,7 @@ def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action
     )  # fmt: skip
 
 
-def test_remakes_that_the_step_did_are_taken_out_of_its_backward() -> None:
+def test_recomputes_that_the_step_did_are_taken_out_of_its_backward() -> None:
     profile = profile_of(step(), RATES, None)
     assert [block.backward_seconds for block in profile.blocks] == [2.0] * 4
     assert profile.step_seconds == pytest.approx(4 * 3.0 + 0.75)
@@ -82,7 +82,7 @@ def test_without_measured_memory_nothing_is_made_up() -> None:
 
 def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
-    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to remake, as far as FLOP tell
+    assert ask(plan, "dear") is Action.RECOMPUTE  # by rule: free to recompute, as far as FLOP tell
     assert plan.saw_step(step(scale=9.0))
     assert plan.saw_step(step())
     assert plan.saw_step(step(slower=3.0)) is False

@@ -60,7 +60,7 @@ def saved(profile: Profile) -> list[tuple[Any, ...]]:
             u.narrow_bytes,
             u.block_input,
             u.movable,
-            u.remake_seconds is not None,
+            u.recompute_seconds is not None,
         )
         for block in profile.blocks
         for u in block.units
@@ -237,7 +237,7 @@ def test_a_plan_made_on_paper_is_carried_out(policy: str, tmp_path: Path) -> Non
             assert not differences(plain, tiny.step())
         stats = handle.stats()
     found = plan.predicted
-    assert found.kept_bytes + found.offloaded_bytes + found.remade_bytes == stats.unique_bytes
+    assert found.kept_bytes + found.offloaded_bytes + found.recomputed_bytes == stats.unique_bytes
     assert stats.kept_bytes == found.kept_bytes
     assert stats.offloaded_bytes == found.moved_bytes
 

@@ -163,7 +163,7 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
 def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result) -> None:
     few = tuple(
         dataclasses.replace(
-            b, units=tuple(dataclasses.replace(u, remake_seconds=None, remake_flops=None) for u in b.units)
+            b, units=tuple(dataclasses.replace(u, recompute_seconds=None, recompute_flops=None) for u in b.units)
         )
         for b in result.profile.blocks
     )
@@ -435,4 +435,4 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
         module(**model.batch_of(config)).loss.backward()
     stats = handle.stats()
     assert stats.offloaded_bytes == predicted.offloaded_bytes
-    assert stats.recomputed_bytes == predicted.remade_bytes
+    assert stats.recomputed_bytes == predicted.recomputed_bytes

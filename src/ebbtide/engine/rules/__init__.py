@@ -3,7 +3,7 @@
 [Note: rules]
 A rule is given a ``NodeView`` and returns an ``Expr``, or None when an operand cannot be had. It must call the very
 operator that made the value, on operands of the very dtype and layout, so that the result is equal bit by bit; the
-first remake at every site is compared with the tensor that is there, and a site that differs is demoted. Operators
+first recompute at every site is compared with the tensor that is there, and a site that differs is demoted. Operators
 that draw random numbers have no rule (dropout's result is made again from the mask that it saved). Numbers that
 autograd does not keep (``x + 1``, ``masked_fill(mask, -inf)``) cannot be had. The table was made from a census of what
 model families save, not by hand (``benchmarks/suites/families.py``); a new rule needs a line in ``elements``,

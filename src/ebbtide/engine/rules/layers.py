@@ -41,7 +41,7 @@ def _group_norm(n: NodeView) -> Expr | None:
 
 
 def _batch_norm(eps_name: str) -> Rule:
-    """Rule for a batch norm. In training it takes the batch's own statistics, and a remake touches no running ones."""
+    """Rule for a batch norm. In training it takes the batch's statistics; a recompute touches no running ones."""
 
     def rule(n: NodeView) -> Expr | None:
         if n.output_nr:
