@@ -75,6 +75,7 @@ def _figures(found: list[Row], plain: list[Row]) -> list[str]:
     if not plans:
         return ["", format_size(peak), "", "", came, "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
+    said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in results that were written before
     bound = 1 + said["bound_percent"] / 100
     has_peak = found[0].case.way.startswith(planned(memory_budget=""))  # measured for a budget only
     return [

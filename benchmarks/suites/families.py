@@ -144,8 +144,11 @@ def page(folder: Path) -> str:
 
 
 def cases_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the cases in a results folder."""
-    return json.loads((folder / "run.json").read_text())["cases"]
+    """Return the cases in a results folder; older folders say ``remade`` for ``recomputed``."""
+    cases: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["cases"]
+    for shares in (shares for case in cases for shares in case["policies"].values() if "remade" in shares):
+        shares["recomputed"] = shares.pop("remade")
+    return cases
 
 
 def newest() -> Path:

@@ -165,7 +165,9 @@ def load_plan(path: str | Path) -> TablePlan:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
         if document["schema"] not in (1, SCHEMA):
             raise ValueError(f"schema {document['schema']!r}")
-        predicted = {_SCHEMA_1.get(name, name): value for name, value in document["predicted"].items()}
+        predicted: dict[str, Any] = {
+            _SCHEMA_1.get(str(name), str(name)): v for name, v in document["predicted"].items()
+        }
         return TablePlan(
             name=str(document["name"]),
             actions={_key(row): Action(row[5]) for row in document["actions"]},
