@@ -146,8 +146,8 @@ def page(folder: Path) -> str:
 def cases_of(folder: Path) -> list[dict[str, Any]]:
     """Return the cases in a results folder; older folders say ``remade`` for ``recomputed``."""
     cases: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["cases"]
-    for shares in (shares for case in cases for shares in case["policies"].values() if "remade" in shares):
-        shares["recomputed"] = shares.pop("remade")
+    for found in (found for case in cases for found in case["policies"].values() if "remade" in found):
+        found["recomputed"] = found.pop("remade")
     return cases
 
 
