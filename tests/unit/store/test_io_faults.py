@@ -80,7 +80,7 @@ def test_every_write_and_every_read_may_fail(call: str, number: int, kind: type[
     with training(policy, "disk", window=WINDOW) as trainee:
         with instead_of(call, failing(number)) as counting:
             assert outcome(trainee) is None
-        assert counting.calls >= 3
+        assert counting.calls >= 2  # the first input is not read back where its owner keeps it
         noticed = 0
         for when in range(1, counting.calls + 1):
             with instead_of(call, failing(number), when):
@@ -130,7 +130,7 @@ def test_what_is_written_and_read_in_parts_comes_whole(policy: str, monkeypatch:
         for name in calls:
             monkeypatch.setattr(os, name, in_parts(name))
         assert outcome(trainee) is None
-        assert min(calls.values()) > 20
+        assert min(calls.values()) >= 16
         monkeypatch.undo()
         trainee.assert_recovers()
 
