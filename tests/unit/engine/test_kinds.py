@@ -168,7 +168,7 @@ def test_windows_on_one_storage_do_not_add_up() -> None:
 
 def test_little_of_a_large_storage_moves_alone() -> None:
     assert moved(lambda v: [v["x"].cumsum(0)[16:18] ** 2], {"x": leaf(64, 8)}) == 2 * 8 * 4
-    # A part begins where device allocators align what they hand out: at a multiple of 512 bytes, here at the first byte.
+    # A part begins where allocators of devices align: at a multiple of 512 bytes, here at the first byte.
     assert moved(lambda v: [v["x"].cumsum(0)[4:6] ** 2], {"x": leaf(64, 8)}) == 6 * 8 * 4
 
 
