@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], str]] =
         DiskError,
         "reading 4.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
         "expected a disk that takes and returns every byte\n"
-        "while reading Mlp/norm/input#0 (offload), an operand of what is recomputed\n"
+        "while reading Mlp/norm/input#0 (offload), an operand of a recompute\n"
         "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (recompute)\n"
         "hint: see the system log, or give another disk_path=...",
     ),
