@@ -37,6 +37,9 @@ from ebbtide_recipes.skeleton import checkpoints
 from ebbtide_recipes.skeleton import run as skeleton
 from tests.integrations.ranks import fresh_world, grpo_values
 
+RECIPES: dict[type[Any], Any] = {SftConfig: SFT, GrpoConfig: GRPO}
+"""The recipe that trains a config; ``video_killed.py`` adds its own."""
+
 CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 LIMIT_SECONDS = 900
 """A training that takes longer ends itself: nothing outlives the test."""
@@ -107,7 +110,7 @@ def rank_main(config: Any, rank: int, ranks: int, kill: Kill | None, writing: in
         if kill is not None and kill.rank == rank and kill.changes is not None:
             sys.addaudithook(at_change(kill.changes))
         with world:
-            skeleton.main(GRPO if isinstance(config, GrpoConfig) else SFT, config)
+            skeleton.main(RECIPES[type(config)], config)
         code = 0
     finally:
         os._exit(code)

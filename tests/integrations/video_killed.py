@@ -12,7 +12,6 @@ from typing import Any
 
 import diffusers  # noqa: F401 - before forks
 
-from ebbtide_recipes.skeleton import run
 from ebbtide_recipes.video import trainer  # noqa: F401 - before forks
 from ebbtide_recipes.video.config import VideoConfig
 from ebbtide_recipes.video.recipe import RECIPE
@@ -37,5 +36,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.set_defaults(ranks=1)
     killed.settings = settings  # type: ignore[assignment]
-    killed.main = lambda config: run.main(RECIPE, config)  # type: ignore[assignment]
+    killed.RECIPES[VideoConfig] = RECIPE
     print(json.dumps(killed.run(parser.parse_args())))
