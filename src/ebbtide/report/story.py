@@ -53,7 +53,9 @@ def happened(run: Run) -> list[str]:
         said.append(f"{size(summary['memory_saved_bytes'])} less than plain training would hold ({percent:.1f} %).")
     if summary.get("stall_seconds") is not None:
         share = _stall_share(run)
-        said.append(f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of all steps." if share else "."))
+        said.append(
+            f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of the steps counted." if share else ".")
+        )
     checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
     if checkpointed:
         said.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
@@ -131,5 +133,6 @@ def messages(run: Run) -> list[str]:
 
 
 def _stall_share(run: Run) -> float | None:
-    seconds = sum(event["seconds"] for event in run.all("step") if event.get("seconds"))
+    steps = run.all("step")[run.summary.get("warm_up_steps") or 0 :]
+    seconds = sum(event["seconds"] for event in steps if event.get("seconds"))
     return 100 * run.summary["stall_seconds"] / seconds if seconds else None

@@ -116,7 +116,10 @@ def test_the_folder_holds_a_model_and_its_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kinds", "damage", "words"),
-    [({}, b"GGML", "is no GGUF file; expected GGUF of version 2 or 3"), ({"token_embd": 12}, b"GGUF", "of ggml type 12")],
+    [
+        ({}, b"GGML", "is no GGUF file; expected GGUF of version 2 or 3"),
+        ({"token_embd": 12}, b"GGUF", "of ggml type 12"),
+    ],
 )
 def test_another_file_is_refused(tmp_path: Path, kinds: dict[str, int], damage: bytes, words: str) -> None:
     path = tmp_path / "model.gguf"
