@@ -89,15 +89,17 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     counted = [step for step in steps if steady.counts(step.get("step"))] or steps
     timed = [step for step in counted if steady.timed(step.get("step"))] or counted
     seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
-    tokens = [step["tokens"] for step in timed if step.get("tokens") is not None]
-    known = len(seconds) == len(tokens) == len(timed) and sum(seconds) > 0
+    rates = [
+        step["tokens"] / step["seconds"] for step in timed if step.get("tokens") is not None and step.get("seconds")
+    ]
+    known = len(rates) == len(timed) > 0
     rewards = [step.get("reward") for step in steps]
     return {
         "steps": len(steps),
         "warm_up_steps": len(steady.warm_up) if len(steps) > 1 else 0,
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
-        "tokens_per_second": sum(tokens) / sum(seconds) if known else None,
+        "tokens_per_second": median(rates) if known else None,
         "loss": [step.get("loss") for step in steps],
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }

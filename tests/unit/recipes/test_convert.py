@@ -20,7 +20,8 @@ METADATA = {
     "llama.rope.dimension_count": HIDDEN // HEADS, "llama.context_length": 128, "llama.rope.freq_base": 1e4,
     "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 1,
     "tokenizer.ggml.padding_token_id": 1, "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": [3, 3, 1, 1, 1], "tokenizer.ggml.merges": ["a b"], "tokenizer.chat_template": "{{ x }}",
+    "tokenizer.ggml.token_type": [3, 3, 1, 1, 1], "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.chat_template": "{{ x }}",
 }  # fmt: skip
 SHAPES = {
     "token_embd": (VOCABULARY, HIDDEN), "output_norm": (HIDDEN,), "blk.0.attn_norm": (HIDDEN,),

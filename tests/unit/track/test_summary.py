@@ -41,7 +41,7 @@ def test_the_first_step_counts_for_no_time_or_rate(tmp_path):
     summary = run(tmp_path, [begin(), *slow, *phases(2, 10.0), *phases(3, 20.0, backward=4.0)])
     assert summary["steps"] == 3
     assert summary["step_seconds_median"] == (3.5 + 5.5) / 2
-    assert summary["tokens_per_second"] == 140 / 9.0
+    assert summary["tokens_per_second"] == (70 / 3.5 + 70 / 5.5) / 2  # the median, as for the steps
     assert summary["loss"] == [3.0, 2.0, 1.0]
 
 
