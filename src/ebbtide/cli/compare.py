@@ -174,7 +174,8 @@ def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None
     runs = rounds * len(modes)
     each = "" if steps is None else f" of {steps} steps"
     said = [
-        f"{len(modes)} modes, {rounds} rounds in turn: {runs} runs{each}, one after the other, each a fresh process."
+        f"{_times(len(modes), 'mode')}, {_times(rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
+        "one after the other, each a fresh process."
     ]
     said += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
     if steps is not None and steps < warm_up + 2:
@@ -187,6 +188,10 @@ def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None
     said.append("A run takes some 10 to 30 s to start; how long all will take is said after the first step.\n")
     for line in said:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _times(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _steps(arguments: Sequence[str], config: Any) -> int | None:

@@ -109,7 +109,7 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
         cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
         rows.append((name, *cells))
-    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "saved", "copy-out", "copy-in")
+    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "not kept", "copy-out", "copy-in")
     return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
 
 
