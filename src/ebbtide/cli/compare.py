@@ -126,12 +126,15 @@ def compare(
 
     _check(arguments, modes, rounds, out)
     console = Console() if console is None else console
-    config = None if command is not None else _check_recipe(recipe, arguments, modes, out)
+    config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
+    steps = _steps(arguments, config)
+    _announce(console, modes, rounds, steps)
     if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
-    steps = _steps(arguments, config)
+    if config is not None:
+        _check_recipe(recipe, arguments, modes, out)
     warm_up = warm_up_steps()
-    _announce(console, modes, rounds, steps, warm_up)
+    console.print(_counted_words(steps, warm_up), markup=False, highlight=False, soft_wrap=True)
     command = [sys.executable, "-m", "ebbtide.cli", recipe] if command is None else list(command)
     orders = [[*modes[turn % len(modes) :], *modes[: turn % len(modes)]] for turn in range(rounds)]
     board = Board(out=out, modes=tuple(modes), console=console, warm_up=warm_up)
@@ -169,8 +172,8 @@ def warm_up_steps() -> int:
     return 1 + MEASURED_STEPS
 
 
-def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None, warm_up: int) -> None:
-    """Say what will be done, before anything is."""
+def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None) -> None:
+    """Say what will be done, before anything is, imports that take seconds included."""
     runs = rounds * len(modes)
     each = "" if steps is None else f" of {steps} steps"
     said = [
@@ -178,16 +181,19 @@ def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None
         "one after the other, each a fresh process."
     ]
     said += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
-    if steps is not None and steps < warm_up + 2:
-        said.append(
-            f"{steps} steps are too few to see Auto's plan at work, which it makes after {warm_up}\n"
-            f"hint: --max_steps {DEFAULT_STEPS}"
-        )
-    else:
-        said.append(f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.")
-    said.append("A run takes some 10 to 30 s to start; how long all will take is said after the first step.\n")
+    said.append("A run takes some 10 to 30 s to start; how long all will take is said after the first step.")
     for line in said:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _counted_words(steps: int | None, warm_up: int) -> str:
+    """Say which steps will count, or that there are too few."""
+    if steps is None or steps >= warm_up + 2:
+        return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
+    return (
+        f"{steps} steps are too few to see Auto's plan at work, which it makes after {warm_up}\n"
+        f"hint: --max_steps {DEFAULT_STEPS}\n"
+    )
 
 
 def _times(number: int, noun: str) -> str:
@@ -256,16 +262,10 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> Any:
-    """Let the recipe refuse its arguments in each mode, before a child is started for them.
-
-    Returns:
-        Its config, as the arguments have it.
-    """
-    config = read(recipe, arguments, others=("modes", "rounds", "out"))
+def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> None:
+    """Let the recipe refuse its arguments in each mode, before a child is started for them."""
     for mode in modes:
         check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
-    return config
 
 
 def _set_twice(config: Any) -> list[str]:

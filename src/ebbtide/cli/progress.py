@@ -97,9 +97,10 @@ class Progress:
         for line in lines:
             if '"event": "phase"' in line and not self._running and json.loads(line).get("name") == "forward":
                 self._running = True
-                self._starts.append(self._clock() - self._began)
+                self._step_began = self._clock()
+                self._starts.append(self._step_began - self._began)
             elif '"event": "step"' in line:
-                self._done += 1
+                self._done, self._step_began = self._done + 1, self._clock()
                 if (seconds := json.loads(line).get("seconds")) is not None:
                     self._seconds.append(seconds)
 
@@ -108,9 +109,11 @@ class Progress:
         if not self._running:
             words += f"starting, {self._clock() - self._began:.0f} s{self._last_output()}"
         else:
-            words += f"step {self._done}" + ("" if self._steps is None else f" of {self._steps}") + " done"
+            words += f"{self._done}" + ("" if self._steps is None else f" of {self._steps}") + " steps done"
             if self._seconds and self._done:
-                words += f", {self._seconds[-1]:.1f} s"
+                words += f", {self._seconds[-1]:.1f} s each"
+            if self._done != self._steps and (since := self._clock() - self._step_began) >= SAY_SECONDS:
+                words += f", the next for {since:.0f} s"
         left = self.seconds_left()
         return words if left is None else f"{words}; {duration(left)} left in all"
 

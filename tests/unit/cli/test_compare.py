@@ -294,11 +294,10 @@ def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
-    config = module._check_recipe("sft", [str(file)], ["plain"], tmp_path / "out")
+    config = module.read("sft", [str(file)])
     assert module._steps([], config) == 2
     assert module._set_twice(config) == ["activation_cpu_offload", "output_dir"]
 
@@ -333,3 +332,15 @@ def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):
         "--save", "false",
     ]  # fmt: skip
     assert "false" not in module._flags("sft", "ebbtide-minimal", ["--save=true"], tmp_path)
+
+
+def test_it_says_what_it_will_do_before_the_recipe_is_imported(tmp_path, monkeypatch):
+    screen = console()
+
+    def refuse(*_arguments):
+        assert "1 mode, 3 rounds in turn: 3 runs of 5 steps" in screen.file.getvalue()
+        raise ConfigError("found", expected="expected", hint="hint")
+
+    monkeypatch.setattr(module, "check", refuse)
+    with pytest.raises(ConfigError, match="found"):
+        compare(["--max_steps", "5"], modes=["plain"], out=tmp_path / "out", console=screen)

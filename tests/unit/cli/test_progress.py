@@ -49,16 +49,19 @@ def test_plain_lines_say_how_far_and_how_long(tmp_path):
     followed.at(5.0)
     followed.at(12.0, ("phase", {"name": "load", "edge": "begin", "step": 0}))
     followed.at(20.0, FORWARD)
-    followed.at(26.0, step(6.0))
-    followed.at(32.0, step(6.0))
+    followed.at(31.0)
+    followed.at(32.0, step(12.0))
     followed.at(38.0, step(6.0))
+    followed.at(44.0, step(6.0))
     assert followed.lines() == [
         "1 of 2  round 1, plain  starting, 0 s",
         "1 of 2  round 1, plain  starting, 12 s: making the model (once)",
-        "1 of 2  round 1, plain  step 0 of 4 done",
-        # 3 steps of 6 s, and a run of 20 s and 4 steps.
-        "1 of 2  round 1, plain  step 1 of 4 done, 6.0 s; about 60 s left in all",
-        "1 of 2  round 1, plain  step 3 of 4 done, 6.0 s; about 50 s left in all",
+        "1 of 2  round 1, plain  0 of 4 steps done",
+        "1 of 2  round 1, plain  0 of 4 steps done, the next for 11 s",
+        # 3 steps of 12 s, and a run of 20 s and 4 steps.
+        "1 of 2  round 1, plain  1 of 4 steps done, 12.0 s each; about 2 min left in all",
+        # A step of 6 s, the median, and a run of 20 s and 4 steps.
+        "1 of 2  round 1, plain  3 of 4 steps done, 6.0 s each; about 50 s left in all",
     ]
     assert "\r" not in followed.file.getvalue()
 
