@@ -46,18 +46,20 @@ def peak_parts(run: Run) -> str | None:
         "gradients": gradients or 0,
         "activations": max(round(measured(run.summary).get("activation_bytes") or 0), 0),
     }
-    held = [f"{name} {size(count)}" for name, count in parts.items() if count]
+    stays = sum(parts[name] for name in ("weights", "optimizer state", "moving average"))
+    parts["libraries"] = max(round(measured(run.summary).get("floor_bytes") or 0) - stays, 0)
     rest = peak.bytes_ - sum(parts.values())
+    parts[_REST] = max(rest, 0)
+    held = [f"{name} {size(count)}" for name, count in parts.items() if count]
     largest = max(parts, key=lambda name: parts[name])
     words = peak_sentence(run).replace(f"{run.name}: ", f"{run.name}: the peak is ", 1).removesuffix(".")
-    if rest >= 0:
-        words += f": {', '.join(held)}, all else {size(rest)} (libraries, head and loss, workspace, unused heap)"
-    else:
-        words += f": {', '.join(held)}, not all of it at once"
+    words += f": {', '.join(held)}" + (", not all of it at once" if rest < 0 else "")
     return f"{words}. The largest part: {largest}{_LOWERED.get(largest, '')}."
 
 
+_REST = "the rest (head and loss, workspace, unused heap)"
 _LOWERED = {
+    _REST: "; fewer tokens in a forward (--max_length, --per_device_train_batch_size) have less",
     "optimizer state": "; adapters (--train_type lora) have little",
     "gradients": "; adapters (--train_type lora) have few",
     "weights": "; --torch_dtype bfloat16 halves them",
