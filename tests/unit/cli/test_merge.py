@@ -2,7 +2,6 @@ import pytest
 
 from ebbtide.cli.merge import latest_whole_round, loss_equal, medians, merge, step_ratio
 
-
 MIB = 1024**2
 
 
