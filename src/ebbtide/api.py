@@ -133,8 +133,8 @@ class Handle:
                     "(was the whole model compiled after it was enabled? compile its blocks instead)"
                 )
             if stats.memory_saved_percent is not None:
-                saved = stats.memory_saved_bytes / 1e9
-                logger.info("Memory saved: %.2f GB (%.0f%% reduction)", saved, stats.memory_saved_percent)
+                saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
+                logger.info("Memory saved: %.2f GiB of the %.2f GiB that blocks save for the backward pass", saved, of)
             if not self._engine.live_entries:
                 self._engine.tier.close()
 

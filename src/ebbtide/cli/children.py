@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
 _POLITE_SECONDS = 20.0
+_LOOK_SECONDS = 0.5
 _TAIL_LINES = 25
 
 
@@ -40,7 +41,14 @@ class Ended:
     tail: str
 
 
-def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str, str], sample_seconds: float) -> Ended:
+def run_child(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    environment: Mapping[str, str],
+    sample_seconds: float,
+    look: Callable[[], None] = lambda: None,
+) -> Ended:
     """Run a command and write the memory of its process family to ``outside.jsonl``.
 
     Its output goes to ``output.txt``. The child leads a process group of its own: an interrupt ends the whole family,
@@ -51,6 +59,7 @@ def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str,
         folder: The child's run folder; made here.
         environment: Its whole environment.
         sample_seconds: Time between two samples.
+        look: Called now and then while the child runs.
 
     Raises:
         KeyboardInterrupt: This process was interrupted; the child has been ended before.
@@ -68,10 +77,19 @@ def run_child(command: Sequence[str], folder: Path, *, environment: Mapping[str,
             sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
             sampler.start()
             try:
-                code = child.wait()
+                while (code := _wait(child)) is None:
+                    look()
             finally:
                 sampler.stop()
     return Ended(folder=folder, code=code, seconds=time.monotonic() - began, tail=_tail(folder / OUTPUT_FILE))
+
+
+def _wait(child: subprocess.Popen[bytes]) -> int | None:
+    """Wait for a child, but not for long; return its exit code, ``None`` if it still runs."""
+    try:
+        return child.wait(_LOOK_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 @contextmanager

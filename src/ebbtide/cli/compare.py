@@ -3,39 +3,57 @@
 [Note: a fair comparison]
 Each child is a fresh process, so nothing warm is handed from one mode to the next. Modes take turns as first, second
 and third over the rounds, and step times are compared within a round. Memory is watched from this process, the same
-way for all modes, with the engine in them or without. All children get the same environment.
+way for all modes, with the engine in them or without. Every child gets the caller's environment as it is: plain
+training is plain as users have it. ``Auto`` makes its plan after some steps; these warm up, and count in no mode.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
-from ebbtide.cli.children import Ended, run_child
-from ebbtide.cli.merge import latest_whole_round, merge, spread_of
+from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
+from ebbtide.cli.board import Board
+from ebbtide.cli.children import OUTPUT_FILE, run_child
+from ebbtide.cli.merge import spread_of
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.progress import Progress
 from ebbtide.cli.recipe import RECIPES, check, read
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
-from ebbtide.report import Run, html, load_run
-from ebbtide.report.table import headline, measured, number, size
-from ebbtide.track import write_summary
 
 MODES: dict[str, tuple[str, str]] = {
     "plain": ("false", "false"),
     "checkpointing": ("false", "true"),
     "ebbtide": ("true", "false"),
     "ebbtide-minimal": ("true", "true"),
+    "plain-malloc": ("false", "false"),
 }
 """Each mode's values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
+
+DOES: dict[str, str] = {
+    "plain": "ordinary training; nothing is set",
+    "checkpointing": "the trainer's own activation checkpointing",
+    "ebbtide": "the default policy, Auto",
+    "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
+    "plain-malloc": "ordinary training; glibc gives freed memory back at once",
+}
+"""What each mode is, in words."""
+
+_ALLOCATORS = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "OMP_NUM_THREADS")
+"""Variables of the caller's own that change memory or time: recorded, never set."""
+
+VARIABLES: dict[str, dict[str, str]] = {
+    "plain-malloc": {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"},
+}
+"""Environment variables of a mode, beside the caller's own; the other modes have none."""
 
 Stopped = Literal["", "interrupted", "terminated"]
 
@@ -44,18 +62,9 @@ OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
 DEFAULT_RECIPE = "sft"
-DEFAULT_STEPS = 4
-"""Steps of each child when the arguments name neither steps, nor epochs, nor a file."""
-
-VARIABLES = {
-    # glibc raises its mmap threshold, up to 32 MiB, whenever a larger block is freed, and keeps what lies below it: the
-    # resident size then tells what a process once used and not what it uses. A fixed one lets freed tensors leave.
-    "MALLOC_MMAP_THRESHOLD_": "1048576",
-    "MALLOC_TRIM_THRESHOLD_": "1048576",
-    # Memory that comes fresh from the kernel is cleared page by page; huge pages make that cheap, in every mode alike.
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
-"""What every child finds in its environment, unless the caller's own says otherwise."""
+DEFAULT_STEPS = 7
+"""Steps of each child when the arguments name neither steps, nor epochs, nor a file: three warm up, three are
+timed, one measures activation memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,104 +126,87 @@ def compare(
 
     _check(arguments, modes, rounds, out)
     console = Console() if console is None else console
-    if command is None and (set_twice := _check_recipe(recipe, arguments, modes, out)):
+    config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
+    steps = _steps(arguments, config)
+    _announce(console, modes, rounds, steps)
+    if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")
+    if config is not None:
+        _check_recipe(recipe, arguments, modes, out)
+    warm_up = warm_up_steps()
+    console.print(_counted_words(steps, warm_up), markup=False, highlight=False, soft_wrap=True)
     command = [sys.executable, "-m", "ebbtide.cli", recipe] if command is None else list(command)
     orders = [[*modes[turn % len(modes) :], *modes[: turn % len(modes)]] for turn in range(rounds)]
-    variables = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
-    board = _Board(out=out, modes=tuple(modes), console=console)
-    environment = _environment(recipe, arguments, rounds, orders, variables, sample_seconds)
+    board = Board(out=out, modes=tuple(modes), console=console, warm_up=warm_up)
+    environment = _environment(recipe, arguments, rounds, orders, modes, sample_seconds)
+    progress = Progress(console, runs=rounds * len(modes), steps=steps, output=OUTPUT_FILE)
     stopped: Stopped = ""
     with terminate_as_interrupt():
         try:
             for turn, order in enumerate(orders, start=1):
                 for mode in order:
                     folder = out / f"round-{turn}" / mode
-                    with console.status(f"round {turn} of {rounds}: {mode}"):
+                    progress.begin(f"round {turn}, {mode}", folder)
+                    try:
                         ended = run_child(
                             [*command, *arguments, *_flags(recipe, mode, arguments, folder)],
                             folder,
-                            environment={**os.environ, **variables},
+                            environment={**os.environ, **VARIABLES.get(mode, {})},
                             sample_seconds=sample_seconds,
+                            look=progress.look,
                         )
+                    finally:
+                        progress.end()
                     board.add(turn, rounds, mode, ended)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             console.print(f"{stopped}: the child was ended; what is finished is reported", style="yellow")
-        return board.finish(environment, stopped=stopped)
+        modes_merged = board.finish(environment)
+        return CompareResult(out=out, modes=modes_merged, environment=environment, stopped=stopped)
 
 
-class _Board:
-    """Collects what the children left, says so, and writes the result."""
+def warm_up_steps() -> int:
+    """Return how many steps of a run do not count, in any mode: those that ``Auto`` needs for its plan."""
+    from ebbtide.profiling.measured import MEASURED_STEPS
 
-    def __init__(self, *, out: Path, modes: Sequence[str], console: Any) -> None:
-        self._out, self._modes, self._console = out, modes, console
-        self._rounds: dict[int, dict[str, Run]] = {}
-        self._failures: dict[str, list[str]] = {}
-
-    def add(self, turn: int, rounds: int, mode: str, ended: Ended) -> None:
-        """Read a child's folder and print its line."""
-        head = f"round {turn} of {rounds}  {mode:<16}"
-        problem, run = _read(mode, ended)
-        if run is None:
-            self._failures.setdefault(mode, []).append(f"round {turn}: {problem}")
-            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
-            self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
-            return
-        self._rounds.setdefault(turn, {})[mode] = run
-        view = measured(run.summary)
-        said = [
-            f"{ended.seconds:.1f} s",
-            f"peak {size(view.get('peak_bytes'))}",
-            f"activations {size(view.get('activation_bytes'))}",
-            f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
-        ]
-        self._console.print(head + "  ".join(said), highlight=False, markup=False, soft_wrap=True)
-
-    def finish(self, environment: dict[str, Any], *, stopped: Stopped) -> CompareResult:
-        """Merge, write ``summary.json`` and ``report.html``, print the table."""
-        summaries = {turn: {mode: run.summary for mode, run in by.items()} for turn, by in self._rounds.items()}
-        modes = merge(summaries, self._modes, self._failures)
-        result = CompareResult(out=self._out, modes=modes, environment=environment, stopped=stopped)
-        written = {"schema": SCHEMA, "modes": modes, "environment": environment}
-        self._out.mkdir(parents=True, exist_ok=True)
-        (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
-        shown = latest_whole_round(self._rounds, self._modes)
-        if shown:
-            html(shown, self._out / REPORT_FILE, comparison=written)
-            self._print(modes)
-        return result
-
-    def _print(self, modes: Sequence[Mapping[str, Any]]) -> None:
-        from rich.table import Table
-
-        strings = headline(modes, [str(mode["mode"]) for mode in modes])
-        # What a narrow terminal has no room for stands in report.html.
-        dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
-        shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
-        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        for index in shown:
-            head = strings.columns[index].replace(" memory", "\nmemory").replace(" / ", "\n/ ")
-            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
-        for row in strings.rows:
-            cells = [row[index] for index in shown]
-            table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
-        self._console.print()
-        self._console.print(table)
-        self._console.print(f"\n{self._out / REPORT_FILE}", markup=False, highlight=False, soft_wrap=True)
+    return 1 + MEASURED_STEPS
 
 
-def _read(mode: str, ended: Ended) -> tuple[str, Run | None]:
-    """Read a child's run folder; a problem in words if it did not end well."""
-    try:
-        # Once more, now that the outside samples are complete: the child wrote its own before it ended.
-        summary = write_summary(ended.folder)
-        run = dataclasses.replace(load_run(ended.folder), name=mode)
-    except DataError as error:
-        return (f"exit code {ended.code}" if ended.code else str(error)), None
-    if ended.code or summary["status"] != "ok":
-        return f"exit code {ended.code}, {run.error or summary['status']}", None
-    return "", run
+def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None) -> None:
+    """Say what will be done, before anything is, imports that take seconds included."""
+    runs = rounds * len(modes)
+    each = "" if steps is None else f" of {steps} steps"
+    said = [
+        f"{_times(len(modes), 'mode')}, {_times(rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
+        "one after the other, each a fresh process."
+    ]
+    said += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
+    said.append("A run takes some 10 to 30 s to start; how long all will take is said after the first step.")
+    for line in said:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _counted_words(steps: int | None, warm_up: int) -> str:
+    """Say which steps will count, or that there are too few."""
+    if steps is None or steps >= warm_up + 2:
+        return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
+    return (
+        f"{steps} steps are too few to see Auto's plan at work, which it makes after {warm_up}\n"
+        f"hint: --max_steps {DEFAULT_STEPS}\n"
+    )
+
+
+def _times(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _steps(arguments: Sequence[str], config: Any) -> int | None:
+    """Return the steps of each child as the arguments or the recipe's config have them; ``None`` if they do not."""
+    if config is not None:
+        return config.max_steps if config.max_steps > 0 else None
+    following = dict(itertools.pairwise([*arguments, ""]))
+    named = following.get("--max_steps", "")
+    return int(named) if named.isdigit() else None
 
 
 def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> list[str]:
@@ -270,15 +262,16 @@ def _check_folder(out: Path) -> None:
         )
 
 
-def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> list[str]:
-    """Let the recipe refuse its arguments in each mode, before a child is started for them.
-
-    Returns:
-        The names that a file sets and that compare sets for each child.
-    """
-    config = read(recipe, arguments, others=("modes", "rounds", "out"))
+def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> None:
+    """Let the recipe refuse its arguments in each mode, before a child is started for them."""
     for mode in modes:
         check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
+
+
+def _set_twice(config: Any) -> list[str]:
+    """Return the names that a file sets and that compare sets for each child."""
+    if config is None:
+        return []
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     return [name for name in OWN_FLAGS if getattr(config, name) != defaults[name]]
 
@@ -288,11 +281,12 @@ def _environment(
     arguments: Sequence[str],
     rounds: int,
     orders: Sequence[Sequence[str]],
-    variables: Mapping[str, str],
+    modes: Sequence[str],
     sample_seconds: float,
 ) -> dict[str, Any]:
+    own = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ALLOCATORS)}
     return {
-        "variables": dict(variables),
+        "variables": {mode: VARIABLES[mode] for mode in modes if mode in VARIABLES} | ({"all": own} if own else {}),
         "recipe": recipe,
         "arguments": list(arguments),
         "rounds": rounds,

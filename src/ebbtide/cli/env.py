@@ -19,7 +19,6 @@ PACKAGES = (
     "accelerate",
     "datasets",
     "tokenizers",
-    "gguf",
     "numpy",
     "tyro",
     "PyYAML",

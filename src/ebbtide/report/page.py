@@ -116,7 +116,7 @@ def _memory_words(summary: Mapping[str, Any]) -> str:
     kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
     return (
         f"Memory is {kind}. Activation memory is memory when the loss is there and backward has not begun, "
-        "less memory as that forward began; medians over the steps after the first."
+        "less memory as that forward began, in the step whose heap was trimmed or the median over the steps that count."
     )
 
 

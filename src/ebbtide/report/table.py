@@ -38,11 +38,21 @@ def measured(summary: Summary) -> Mapping[str, Any]:
     return (section(summary, "outside") if on_cpu else {}) or section(summary, "inside")
 
 
+_SMALLEST_BYTES = 4 * 1024**2
+"""Less activation memory than this in plain training is within the noise of a process's resident size."""
+
+
 def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
-    """Return by how much the measured activation memory is below plain's, in percent."""
+    """Return by how much the measured activation memory is below plain's, in percent.
+
+    A forward that ends with less memory than it began with has saved all of plain's, not more: it took memory that an
+    earlier phase had left.
+    """
     ours = measured(summary).get("activation_bytes")
     theirs = measured(plain).get("activation_bytes") if plain else None
-    return 100 * (1 - ours / theirs) if ours is not None and theirs else None
+    if ours is None or theirs is None or theirs < _SMALLEST_BYTES:
+        return None
+    return 100 * (1 - max(ours, 0) / theirs)
 
 
 def plain_of(summaries: Sequence[Summary]) -> Summary | None:
@@ -99,7 +109,7 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         cells += [rate(summary.get("copy_out_bytes_per_second")), rate(summary.get("copy_in_bytes_per_second"))]
         cells += [size(summary.get("peak_device_bytes")), size(summary.get("peak_host_bytes"))]
         rows.append((name, *cells))
-    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "saved", "copy-out", "copy-in")
+    heads = ("mode", "saved tensors", "storages", "kept", "offloaded", "recomputed", "not kept", "copy-out", "copy-in")
     return Table(columns=(*heads, "device peak", "host peak"), rows=tuple(rows))
 
 
@@ -147,8 +157,8 @@ def size(value: float | None) -> str:
     """Write a size, or that it is not known."""
     if value is None:
         return ABSENT
-    # Modes may differ by less than a tenth of a GiB; smaller units have digits enough.
-    return format_size(value, digits=2 if value >= 1024**3 else 1)
+    # Modes may differ by less than a tenth of a GiB; smaller units have digits enough. Below zero is noise.
+    return format_size(max(value, 0), digits=2 if value >= 1024**3 else 1)
 
 
 def rate(value: float | None) -> str:

@@ -8,37 +8,40 @@ from statistics import median
 from typing import Any
 
 from ebbtide.base.runs import Event
+from ebbtide.track.steady import Steady
 
 Curve = Sequence[tuple[float, int]]
 """Memory over time: seconds of the run's clock and bytes."""
 
 
-def phase_figures(events: Sequence[Event], curve: Curve) -> dict[str, dict[str, Any]]:
+def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict[str, dict[str, Any]]:
     """Return the figures of every phase, in the order in which phases first began.
 
-    They are taken from the steps after the first, see [Note: steady steps]; a phase that only the first step has is
+    They are taken from the steps after the warm-up, see [Note: steady steps]; a phase that only the warm-up has is
     taken from there.
 
     Args:
         events: Of the run file.
         curve: Memory samples in the order of time.
+        steady: Which steps count.
 
     Returns:
         By the phase's name: ``seconds_median`` (of the sums over a step), ``peak_bytes`` (the highest sample in the
         phase) and ``rise_bytes`` (the most by which a sample was above the one at the phase's begin).
     """
     spans = _spans(events)
-    first = next((step for name, step, _, _ in spans if name == "forward"), None)
     times = [t for t, _ in curve]
     figures: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for name, _, _, _ in spans):
         own = [span for span in spans if span[0] == name]
-        steady = [span for span in own if span[1] != first] or own
+        counted = [span for span in own if steady.counts(span[1])] or own
+        timed = [span for span in counted if steady.timed(span[1])] or counted
         seconds: dict[Any, float] = {}
         peaks: list[int] = []
         rises: list[int] = []
-        for _, step, begin, end in steady:
+        for _, step, begin, end in timed:
             seconds[step] = seconds.get(step, 0.0) + end - begin
+        for _, _, begin, end in counted:
             # The sample of an edge is taken just after it: the one at the end belongs to the phase.
             within = [size for _, size in curve[bisect_left(times, begin) : bisect_right(times, end) + 1]]
             if within:

@@ -1,9 +1,7 @@
 """Makes ``summary.json`` of a run folder's events: arithmetic on what was recorded, nothing measured here.
 
-[Note: steady steps]
-The first step warms allocators and caches and, with a plan that measures, is not yet the planned one. Times, rates and
-memory are taken from the steps after it; with a single step, from that one, except the outside view, which then is
-unknown. What is not known is ``None``, never 0.
+Times, rates and memory are taken from the steps after the warm-up, see [Note: steady steps] in ``steady.py``; with a
+single step, from that one, except the views of memory, which then are unknown. What is not known is ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -18,15 +16,17 @@ from typing import Any
 
 from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SCHEMA, SUMMARY_FILE, Event, read_events
 from ebbtide.track.phases import phase_figures
+from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
 
 
-def summarise(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> dict[str, Any]:
     """Summarise a run folder.
 
     Args:
         folder: Holds ``run.jsonl``, and ``outside.jsonl`` if another process sampled this one's memory.
+        warm_up: As ``steady_steps`` takes it.
 
     Returns:
         ``summary.json`` of schema 1 as values. A run without ``run_end`` has the status ``"killed"``.
@@ -39,30 +39,36 @@ def summarise(folder: str | os.PathLike[str]) -> dict[str, Any]:
     begin = _last(events, "run_begin") or {}
     end = _last(events, "run_end")
     outside = folder / OUTSIDE_FILE
+    steady = steady_steps(events, warm_up)
+    inside = _inside(events, steady, "rss_bytes" if begin.get("device") == "cpu" else "device_bytes")
     host, device = _peak(events, "rss_bytes", begin, end), _peak(events, "device_bytes", begin, end)
     return {
         "schema": SCHEMA,
         **{key: begin.get(key) for key in ("ebbtide", "torch", "device", "world_size", "model", "mode")},
-        **_pace(events),
+        **_pace(events, steady),
         "peak_device_bytes": host if begin.get("device") == "cpu" else device,
         "peak_host_bytes": host,
-        **_activations(events),
-        **_copies(events),
+        **_activations(events, steady),
+        **_copies(events, steady),
         "plan": _plan(events),
-        "inside": _inside(events, "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"),
-        "phases": phase_figures(events, _best_curve(events, outside, begin)),
+        "inside": inside,
+        "phases": phase_figures(events, _best_curve(events, outside, begin), steady),
         "status": end["status"] if end else "killed",
-        "outside": _outside(events, read_events(outside)) if events and outside.exists() else None,
+        "outside": _outside(events, steady, read_events(outside), inside) if events and outside.exists() else None,
     }
 
 
-def write_summary(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> dict[str, Any]:
     """Summarise a run folder and write its ``summary.json``, whole or not at all.
+
+    Args:
+        folder: As ``summarise`` takes it.
+        warm_up: As ``steady_steps`` takes it.
 
     Raises:
         DataError: As ``summarise``.
     """
-    summary = summarise(folder)
+    summary = summarise(folder, warm_up=warm_up)
     path = Path(folder) / SUMMARY_FILE
     draft = path.with_suffix(".json.part")
     draft.write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n")
@@ -78,17 +84,22 @@ def _last(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in reversed(events) if event["event"] == kind), None)
 
 
-def _pace(events: Sequence[Event]) -> dict[str, Any]:
+def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     steps = _all(events, "step")
-    steady = steps[1:] or steps
-    seconds = [step["seconds"] for step in steady if step.get("seconds") is not None]
-    tokens = [step["tokens"] for step in steady if step.get("tokens") is not None]
-    known = len(seconds) == len(tokens) == len(steady) and sum(seconds) > 0
+    counted = [step for step in steps if steady.counts(step.get("step"))] or steps
+    timed = [step for step in counted if steady.timed(step.get("step"))] or counted
+    seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
+    rates = [
+        step["tokens"] / step["seconds"] for step in timed if step.get("tokens") is not None and step.get("seconds")
+    ]
+    known = len(rates) == len(timed) > 0
     rewards = [step.get("reward") for step in steps]
     return {
         "steps": len(steps),
+        "warm_up_steps": len(steady.warm_up) if len(steps) > 1 else 0,
+        "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
-        "tokens_per_second": sum(tokens) / sum(seconds) if known else None,
+        "tokens_per_second": median(rates) if known else None,
         "loss": [step.get("loss") for step in steps],
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
@@ -104,13 +115,12 @@ def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) 
     return max(sampled, default=None)
 
 
-def _activations(events: Sequence[Event]) -> dict[str, Any]:
+def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     """Take the bytes of the largest pass: all five from one pass, so that they belong together."""
     passes = _all(events, "pass_end")
-    steps = _all(events, "step")
-    steady = [p for p in passes if steps and p["t"] > steps[0]["t"]] or passes
+    counted = [p for p in passes if p["t"] > steady.begins] or passes
     # max() keeps the first of equals; the last pass is the one that the final plan made.
-    largest = max(reversed(steady), key=lambda p: p.get("unique_bytes") or 0, default=None)
+    largest = max(reversed(counted), key=lambda p: p.get("unique_bytes") or 0, default=None)
     bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
     baseline, kept = bytes_["unique"], bytes_["kept"]
     if largest and largest.get("checkpointed"):
@@ -126,11 +136,13 @@ def _activations(events: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def _copies(events: Sequence[Event]) -> dict[str, Any]:
+def _copies(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     engine_ran = any(event["event"] == "pass_end" for event in events)
     stats = _last(events, "stats") or {}
+    counts = any(step["t"] > steady.begins for step in _all(events, "step"))
+    stalls = [e for e in _all(events, "stall") if e["t"] > steady.begins or not counts]
     return {
-        "stall_seconds": sum(e["seconds"] for e in _all(events, "stall")) if engine_ran else None,
+        "stall_seconds": sum(e["seconds"] for e in stalls) if engine_ran else None,
         "copy_out_bytes_per_second": stats.get("copy_out_bytes_per_second"),
         "copy_in_bytes_per_second": stats.get("copy_in_bytes_per_second"),
     }
@@ -148,24 +160,31 @@ def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tu
     return [(e["t"], e[field]) for e in samples if e.get(field) is not None and e["t"] >= events[0]["t"]]
 
 
-def _outside(events: Sequence[Event], samples: Sequence[Event]) -> dict[str, Any]:
+def _outside(
+    events: Sequence[Event], steady: Steady, samples: Sequence[Event], inside: dict[str, Any]
+) -> dict[str, Any]:
     """Read the steady steps off an outside sampler's curve: see [Note: the same two instants].
 
-    The floor is the last sample before the forward, so that nothing of the forward can be in it.
+    The floor is the last sample before the forward, so that nothing of the forward can be in it. Where the heap was
+    trimmed the two instants are the run's own samples: the sampler would also see the trimming half done.
     """
     # A folder that was overwritten may still hold the samples of the run before.
     curve = [(e["t"], e["rss_bytes"]) for e in samples if e["t"] >= events[0]["t"]]
-    return _view(events, curve, before=lambda times, instant: bisect_left(times, instant) - 1, at=_nearest)
+    view = _view(events, steady, curve, before=lambda times, instant: bisect_left(times, instant) - 1, at=_nearest)
+    if steady.trimmed and inside["activation_bytes"] is not None:
+        view |= {key: inside[key] for key in ("floor_bytes", "activation_bytes")}
+    return view
 
 
-def _inside(events: Sequence[Event], field: str) -> dict[str, Any]:
+def _inside(events: Sequence[Event], steady: Steady, field: str) -> dict[str, Any]:
     """Do the same with the run's own samples, which are taken just after each edge."""
     curve = [(e["t"], e[field]) for e in _all(events, "memory") if e.get(field) is not None]
-    return _view(events, curve, before=_next, at=_next)
+    return _view(events, steady, curve, before=_next, at=_next)
 
 
 def _view(
     events: Sequence[Event],
+    steady: Steady,
     curve: Sequence[tuple[float, int]],
     *,
     before: Callable[[Sequence[float], float], int | None],
@@ -177,18 +196,17 @@ def _view(
     The floor is memory as a forward begins; activation memory is memory when the loss is there and backward has not
     begun, less the floor. Both instants exist in every mode, with the engine or without it, so modes can be compared.
     """
-    forwards = _forwards(events)
-    steady = [(begin, end) for begin, end, step in forwards if step != forwards[0][2]]
+    counted = [forward for forward in _forwards(events) if steady.counts(forward[2])]
     times = [t for t, _ in curve]
     floors: list[int] = []
     activations: list[int] = []
-    for begin, end in steady:
+    for begin, end, _ in [forward for forward in counted if forward[2] in steady.trimmed] or counted:
         low, high = before(times, begin), at(times, end)
         if low is not None and low >= 0 and high is not None:
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
-    during = [size for t, size in curve if steady and steady[0][0] <= t <= last]
+    during = [size for t, size in curve if counted and counted[0][0] <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
         "floor_bytes": median(floors) if floors else None,

@@ -1,9 +1,38 @@
-"""``python -m ebbtide_recipes.language.convert MODEL.gguf FOLDER``: turn a GGUF file into a model folder."""
+"""``python -m ebbtide_recipes.language.convert MODEL.gguf FOLDER``: turn the built-in model's file into a folder.
+
+transformers reads GGUF too, but parses the file four times string by string (100 s where this takes under 10), and its
+releases differ in whether weights stay packed. This is for one model: Llama's blocks, GPT-2's tokenizer.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ebbtide_recipes.language import gguf
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_INSIDE = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""Names of modules in the file, and in transformers' Llama; of a block those behind ``blk.N``."""
+
+_CONTROL = 3
+"""The type of tokens that no text contains."""
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -12,23 +41,92 @@ def convert(source: Path, folder: Path) -> None:
     Args:
         source: The ``.gguf`` file.
         folder: Where the model goes; made here.
-    """
-    import torch
-    import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    place, name = str(source.parent), source.name
-    # transformers 5.2x can keep the weights packed, and refuses to save what it loaded from GGUF either way: the
-    # weights go into a fresh model, whose strict load says so if any of them is still packed.
-    packed = getattr(transformers, "GgufConfig", None)
-    options = {"quantization_config": packed(dequantize=True)} if packed is not None else {}
-    loaded = AutoModelForCausalLM.from_pretrained(place, gguf_file=name, dtype=torch.float32, **options)
-    config = AutoConfig.from_pretrained(place, gguf_file=name)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict(), strict=True)
-    model.generation_config = loaded.generation_config
+    Raises:
+        DataError: The file cannot be read.
+    """
+    from transformers import LlamaForCausalLM
+
+    file = gguf.read(source)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config_of(file.metadata)).to(torch.float32)
+    weights = {_name(name): tensor for name, tensor in file.weights.items()}
+    for name in weights:
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            weights[name] = _halves_apart(weights[name], head=model.config.head_dim)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    model.load_state_dict(weights, strict=True, assign=True)
+    model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(place, gguf_file=name).save_pretrained(folder)
+    tokenizer_of(file.metadata).save_pretrained(folder)
+
+
+def config_of(metadata: dict[str, Any]) -> LlamaConfig:
+    """Return the model's config as a file's metadata describes it."""
+    from transformers import LlamaConfig
+
+    llama = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
+    tokens = {name: metadata[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding", "unknown")}
+    return LlamaConfig(
+        vocab_size=llama["vocab_size"],
+        hidden_size=llama["embedding_length"],
+        intermediate_size=llama["feed_forward_length"],
+        num_hidden_layers=llama["block_count"],
+        num_attention_heads=llama["attention.head_count"],
+        num_key_value_heads=llama["attention.head_count_kv"],
+        head_dim=llama["rope.dimension_count"],
+        max_position_embeddings=llama["context_length"],
+        rms_norm_eps=llama["attention.layer_norm_rms_epsilon"],
+        rope_parameters={"rope_type": "default", "rope_theta": llama["rope.freq_base"]},
+        tie_word_embeddings=True,
+        bos_token_id=tokens["bos"],
+        eos_token_id=tokens["eos"],
+        pad_token_id=tokens["padding"],
+        dtype="float32",
+    )
+
+
+def tokenizer_of(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
+    """Return the tokenizer that a file's metadata describes: byte pairs, as GPT-2 has them."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    own = {key.removeprefix("tokenizer."): v for key, v in metadata.items() if key.startswith("tokenizer.")}
+    tokens: list[str] = own["ggml.tokens"]
+    merges = [tuple(pair.split(" ")) for pair in own["ggml.merges"]]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=merges,
+            continuing_subword_prefix="",
+            end_of_word_suffix="",
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    control = [token for token, kind in zip(tokens, own["ggml.token_type"], strict=True) if kind == _CONTROL]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=own["chat_template"],
+        **{f"{ours}_token": tokens[own[f"ggml.{theirs}_token_id"]] for ours, theirs in names.items()},
+    )
+
+
+def _name(name: str) -> str:
+    """Return transformers' name of a tensor."""
+    module, kind = name.rsplit(".", 1)
+    if not module.startswith("blk."):
+        return f"{_OUTSIDE[module]}.{kind}"
+    _, number, inner = module.split(".")
+    return f"model.layers.{number}.{_INSIDE[inner]}.{kind}"
+
+
+def _halves_apart(weight: torch.Tensor, *, head: int) -> torch.Tensor:
+    """Undo ggml's order of a head's rows, in which the two halves that rotary embedding turns are interleaved."""
+    return weight.view(-1, head // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 if __name__ == "__main__":

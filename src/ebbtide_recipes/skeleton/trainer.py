@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
+from ebbtide.track.heap import trim_heap
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
 from ebbtide_recipes.skeleton.steps import StepRecorder
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 ArgumentsT = TypeVar("ArgumentsT", bound=TrainingArguments)
 
 LOGGER = logging.getLogger("ebbtide.recipes")
+
+_STEPS_TO_TRIM = 3
+"""A run of fewer steps has one at most whose time counts, and that one keeps its heap."""
 
 _TRACKERS = {"azure_ml": "azureml-sdk", "tensorboard": "tensorboardX"}
 """Packages of trackers that are not called as transformers calls the tracker."""
@@ -59,13 +63,22 @@ class RecordedTrainer(Trainer):
             return super().compute_loss(model, inputs, *args, **kwargs)
         step = self.state.global_step + 1
         tokens = self.tokens_in(inputs)
+        trims = self._trims(step)
+        if trims and trim_heap():
+            BUS.emit("trim", step=step)
         BUS.emit("phase", name="forward", edge="begin", step=step)
         result = super().compute_loss(model, inputs, *args, **kwargs)
         if self.recorder is not None:
             self.recorder.micro_batch(accuracy=self.accuracy(), tokens=tokens)
+        if trims:
+            trim_heap()
         BUS.emit("phase", name="forward", edge="end", step=step)
         BUS.emit("phase", name="backward", edge="begin", step=step)
         return result
+
+    def _trims(self, step: int) -> bool:
+        """Whether a step measures memory with a trimmed heap: a recorded run's last, see [Note: steady steps]."""
+        return BUS.active and step == self.state.max_steps >= _STEPS_TO_TRIM and not torch.accelerator.is_available()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward; backward's end is here."""
@@ -112,6 +125,34 @@ class RecordedTrainer(Trainer):
             checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if BUS.active and not self._parts_emitted:
+            self._parts_emitted = True
+            self._emit_parts()
+
+    _parts_emitted = False
+
+    def weight_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights on this process, by part of the model."""
+        return {"model": bytes_of(self.model.parameters())}
+
+    def _emit_parts(self) -> None:
+        """Report the bytes that models and optimizer hold on this process, once they all are there."""
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        BUS.emit(
+            "parts",
+            step=self.state.global_step,
+            weights=self.weight_bytes(),
+            gradient_bytes=bytes_of(p for p in self.model.parameters() if p.requires_grad),
+            optimizer_bytes=bytes_of(value for value in states if isinstance(value, torch.Tensor)),
+            average_bytes=self.average_bytes(),
+        )
+
+    def average_bytes(self) -> int:
+        """Return the bytes of a moving average of the weights, where the recipe keeps one."""
+        return 0
 
     def save_more(self, folder: Path) -> None:
         """Write, on every rank, what else a checkpoint needs for an exact resume; its seal comes after."""
@@ -254,6 +295,13 @@ def name_present_blocks(model: PreTrainedModel) -> None:
     """
     there = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
+
+
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors on this process; of sharded ones, of its shards."""
+    from torch.distributed.tensor import DTensor
+
+    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def save(trainer: RecordedTrainer, folder: Path) -> None:

@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
-from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, shared_arguments
+from ebbtide_recipes.skeleton.trainer import RecordedTrainer, bytes_of, made, shared_arguments
 from ebbtide_recipes.video import export, samples
 from ebbtide_recipes.video.buckets import BucketSampler
 from ebbtide_recipes.video.distill import Distillation
@@ -110,28 +110,16 @@ class VideoTrainer(RecordedTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        step = self.state.global_step
-        if BUS.active and step > self._parts_at_step:
-            self._parts_at_step = self.state.max_steps
-            self._emit_parts()
-        if self.showing.every is not None and step % self.showing.every == 0:
+        if self.showing.every is not None and self.state.global_step % self.showing.every == 0:
             self.show()
 
-    _parts_at_step = 0
+    def weight_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights on this process, by model."""
+        return {name: bytes_of(part.parameters()) for name, part in self.module.named_children()}
 
-    def _emit_parts(self) -> None:
-        """Report the bytes that models and optimizer hold on this process, once they all are there."""
-        parts = {name: _bytes(part.parameters()) for name, part in self.module.named_children()}
-        trained = _bytes(p for p in self.module.parameters() if p.requires_grad)
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
-        BUS.emit(
-            "parts",
-            step=self.state.global_step,
-            weights=parts,
-            gradient_bytes=trained,
-            optimizer_bytes=_bytes(value for value in states if isinstance(value, torch.Tensor)),
-            average_bytes=0 if self.average is None else self.average.bytes,
-        )
+    def average_bytes(self) -> int:
+        """Return the bytes of the moving average; 0 without one."""
+        return 0 if self.average is None else self.average.bytes
 
     def show(self) -> None:
         """Make samples of the weights as they are, or of their average; all processes together."""
@@ -278,10 +266,3 @@ def _resharded(model: torch.nn.Module) -> Generator[None, None, None]:
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def _bytes(tensors: Any) -> int:
-    """Return the bytes of tensors on this process; of sharded ones, of its shards."""
-    from torch.distributed.tensor import DTensor
-
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

@@ -1,10 +1,12 @@
 """Stands in for a recipe: writes a run folder by mode, with memory that truly rises and falls; no model, no torch.
 
 The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails; --wait
-makes it wait to be interrupted.
+makes it wait to be interrupted. The first three steps are slow and hold nothing; with ebbtide a plan is made after
+them, or after --plan_after steps.
 """
 
 import json
+import mmap
 import os
 import signal
 import sys
@@ -42,11 +44,21 @@ def be_seen():
         pass
 
 
+def pages(size):
+    """Return memory that is there, and that goes back to the system when it is dropped: no allocator keeps it."""
+    memory = mmap.mmap(-1, size)
+    for start in range(0, size, mmap.PAGESIZE):
+        memory[start] = 1
+    return memory
+
+
 def train(name):
-    for step in range(1, 4):
+    steps, planned = int(flag("--max_steps", 3)), int(flag("--plan_after", 3))
+    for step in range(1, steps + 1):
+        warm = step <= min(3, steps - 1)
         be_seen()
         emit("phase", name="forward", edge="begin", step=step)
-        activations = bytearray(b"\1") * (HEIGHT[name] * MIB)
+        activations = pages(1 if warm else HEIGHT[name] * MIB)
         be_seen()
         emit("phase", name="forward", edge="end", step=step)
         emit("phase", name="backward", edge="begin", step=step)
@@ -54,7 +66,11 @@ def train(name):
         del activations
         emit("phase", name="backward", edge="end", step=step)
         loss = 1 / 3 / step + (1e-16 if flag("--uneven") == name else 0)
-        emit("step", step=step, loss=loss, seconds=SECONDS[name], tokens=100)
+        emit("step", step=step, loss=loss, seconds=SECONDS[name] * (10 if warm else 1), tokens=100)
+        if step == 1:
+            emit("parts", step=1, weights={"model": 8 * MIB}, gradient_bytes=8 * MIB, optimizer_bytes=16 * MIB)
+        if step == planned and name.startswith("ebbtide"):
+            emit("plan", name="auto", text="the plan")
 
 
 def main():

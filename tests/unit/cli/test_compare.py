@@ -15,6 +15,7 @@ from rich.console import Console
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
+from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 
 FAKE = Path(__file__).with_name("fake_child.py")
@@ -30,7 +31,7 @@ def console():
 def done(tmp_path_factory):
     """One comparison of two rounds, looked at by several tests."""
     out, screen = tmp_path_factory.mktemp("compare") / "out", console()
-    return compare(["--max_steps", "3"], rounds=2, out=out, command=CHILD, console=screen), screen.file.getvalue()
+    return compare(["--max_steps", "7"], rounds=2, out=out, command=CHILD, console=screen), screen.file.getvalue()
 
 
 def test_each_mode_gets_its_flags_and_its_memory_is_seen_from_outside(done):
@@ -42,7 +43,7 @@ def test_each_mode_gets_its_flags_and_its_memory_is_seen_from_outside(done):
         outside = by_mode[name]["outside"]
         assert outside["activation_bytes"] == pytest.approx(height * MIB, abs=6 * MIB), name
         assert outside["peak_bytes"] >= outside["floor_bytes"] + outside["activation_bytes"] - 6 * MIB
-        assert outside["samples"] >= 18
+        assert outside["samples"] >= 42
     assert by_mode["ebbtide"]["saved_percent"] == pytest.approx(100 * (1 - 32 / 96), abs=8)
 
 
@@ -76,25 +77,84 @@ def test_summary_page_and_table_are_written(done):
 
 def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     narrow = Console(file=io.StringIO(), width=80)
-    module._Board(out=done[0].out, modes=("plain",), console=narrow)._print(done[0].modes)
+    Board(out=done[0].out, modes=("plain",), console=narrow, warm_up=3).print_table(done[0].modes)
+    assert all(len(line) <= 80 for line in narrow.file.getvalue().splitlines())
     lines = narrow.file.getvalue().splitlines()
-    assert all(len(line) <= 80 for line in lines[:-1])
     assert next(line for line in lines if line.startswith("checkpointing")).split()[-2:] == ["×2.00", "equal"]
     assert "…" not in narrow.file.getvalue()
 
 
-def test_the_environment_of_children_is_set_and_recorded(done, tmp_path, monkeypatch):
-    assert done[0].environment["variables"] == {
-        "MALLOC_MMAP_THRESHOLD_": "1048576",
-        "MALLOC_TRIM_THRESHOLD_": "1048576",
-        "THP_MEM_ALLOC_ENABLE": "1",
-    }
+SHOW = "import os; print({n: v for n, v in sorted(os.environ.items()) if n.startswith(('MALLOC_', 'THP_'))})"
+
+
+def test_every_mode_has_the_callers_environment_and_one_has_more(tmp_path, monkeypatch):
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    out, child, modes = tmp_path / "out", [sys.executable, "-c", SHOW], list(module.MODES)
+    result = compare([], modes=modes, rounds=1, out=out, command=child, console=console())
+    seen = {mode: (out / "round-1" / mode / "output.txt").read_text().strip() for mode in modes}
+    own = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+    assert seen == {mode: str(own if mode == "plain-malloc" else {}) for mode in modes}
+    assert result.environment["variables"] == {"plain-malloc": own}
+
+
+def test_what_the_caller_has_set_is_passed_on_and_recorded(tmp_path, monkeypatch):
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "0")
-    child = [sys.executable, "-c", "import os; print(os.environ['THP_MEM_ALLOC_ENABLE'], 'was seen')"]
+    child = [sys.executable, "-c", SHOW]
     result = compare([], modes=["plain"], rounds=1, out=tmp_path / "out", command=child, console=console())
-    assert result.environment["variables"]["THP_MEM_ALLOC_ENABLE"] == "0"
-    assert (tmp_path / "out" / "round-1" / "plain" / "output.txt").read_text() == "0 was seen\n"
+    assert result.environment["variables"]["all"]["THP_MEM_ALLOC_ENABLE"] == "0"
+    assert "THP_MEM_ALLOC_ENABLE" in (tmp_path / "out" / "round-1" / "plain" / "output.txt").read_text()
     assert result.exit_code == 1
+
+
+def test_it_says_at_once_what_it_will_do(done):
+    head = done[1].partition("round 1 of 2")[0]
+    assert "3 modes, 2 rounds in turn: 6 runs of 7 steps, one after the other" in head
+    assert "checkpointing    the trainer's own activation checkpointing" in head
+    assert "The first 3 steps of every run warm up" in head
+    assert "\r" not in done[1] and "1 of 6  round 1, plain  starting" in head
+
+
+def test_steps_before_the_plan_count_in_no_mode(done):
+    """The first three steps of the fake are ten times as slow, and their forwards hold nothing."""
+    for mode in done[0].modes:
+        assert (mode["steps"], mode["warm_up_steps"], mode["timed_steps"]) == (7, 3, 4)
+        assert mode["step_seconds_median"] < 0.1
+    assert "The first 3 of 7 steps warm up and do not count." in done[1]
+
+
+def test_too_few_steps_for_a_plan_are_said_to_be(tmp_path):
+    screen = console()
+    compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    assert "3 steps are too few to see Auto's plan at work, which it makes after 3\nhint: --max_steps 7" in (
+        screen.file.getvalue()
+    )
+
+
+def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_path):
+    screen = console()
+    arguments = ["--max_steps", "7", "--plan_after", "4"]
+    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    assert [mode["warm_up_steps"] for mode in result.modes] == [4, 4]
+    assert "The first 4 of 7 steps warm up" in screen.file.getvalue()
+    written = json.loads((tmp_path / "round-1" / "plain" / "summary.json").read_text())
+    assert written["warm_up_steps"] == 4
+
+
+def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
+    screen = console()
+    arguments = ["--max_steps", "7", "--plan_after", "6"]
+    result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
+    assert "A plan was corrected after step 6, so some of the counted steps" in screen.file.getvalue()
+
+
+def test_what_holds_the_peak_is_said_from_the_runs_own_record(done):
+    line = next(line for line in done[1].splitlines() if line.startswith("plain: the peak is"))
+    assert "in forward of step" in line or "in backward of step" in line
+    assert "weights 8.0 MiB, optimizer state 16.0 MiB" in line
+    assert "activations 9" in line  # 96 MiB or a little less
+    assert any(line.startswith("ebbtide: the peak is") for line in done[1].splitlines())
 
 
 def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
@@ -207,7 +267,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         ),
         (["--out", ""], "--out is ''; expected a folder"),
         (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
-        (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 4`"),
+        (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 7`"),
         (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
         (["no.yaml"], "there is no file 'no.yaml'"),
         (
@@ -234,12 +294,12 @@ def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+def test_what_a_file_says_of_the_modes_is_told_to_have_no_effect(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("activation_cpu_offload: true\noutput_dir: elsewhere\nmax_steps: 2\n")
-    told = module._check_recipe("sft", [str(file)], ["plain"], tmp_path / "out")
-    assert told == ["activation_cpu_offload", "output_dir"]
+    config = module.read("sft", [str(file)])
+    assert module._steps([], config) == 2
+    assert module._set_twice(config) == ["activation_cpu_offload", "output_dir"]
 
 
 def test_a_comparison_in_which_nothing_began_does_not_block_the_next(tmp_path):
@@ -272,3 +332,15 @@ def test_children_of_a_recipe_do_not_save_models_unless_asked(tmp_path):
         "--save", "false",
     ]  # fmt: skip
     assert "false" not in module._flags("sft", "ebbtide-minimal", ["--save=true"], tmp_path)
+
+
+def test_it_says_what_it_will_do_before_the_recipe_is_imported(tmp_path, monkeypatch):
+    screen = console()
+
+    def refuse(*_arguments):
+        assert "1 mode, 3 rounds in turn: 3 runs of 5 steps" in screen.file.getvalue()
+        raise ConfigError("found", expected="expected", hint="hint")
+
+    monkeypatch.setattr(module, "check", refuse)
+    with pytest.raises(ConfigError, match="found"):
+        compare(["--max_steps", "5"], modes=["plain"], out=tmp_path / "out", console=screen)

@@ -2,8 +2,11 @@ import pytest
 
 from ebbtide.cli.merge import latest_whole_round, loss_equal, medians, merge, step_ratio
 
+MIB = 1024**2
+
 
 def summary(seconds=1.0, loss=(1.0, 0.5), activation=100, **fields):
+    activation *= MIB
     outside = {"activation_bytes": activation, "peak_bytes": 2 * activation}
     return {"step_seconds_median": seconds, "loss": list(loss), "device": "cpu", "outside": outside, **fields}
 
@@ -73,3 +76,14 @@ def test_pictures_show_the_last_round_that_is_whole_else_the_last_of_each():
     assert latest_whole_round({1: {"a": 1, "b": 2}, 2: {"a": 3}}, ["a", "b"]) == [1, 2]
     assert latest_whole_round({1: {"b": 2}, 2: {"a": 3}, 3: {"a": 4}}, ["a", "b", "c"]) == [4, 2]
     assert latest_whole_round({}, ["a"]) == []
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "saved"),
+    [(100, 25, 75.0), (100, -5, 100.0), (1, 2, None), (-5, 1, None)],
+    ids=["less", "below the floor", "both are noise", "unknown"],
+)
+def test_what_is_saved_is_never_more_than_there_was(plain, ours, saved):
+    """Of GRPO 107 % was told: the floor still held what generation had left, and the forward used that."""
+    rounds = {1: {"plain": summary(activation=plain), "ebbtide": summary(activation=ours)}}
+    assert merge(rounds, ["plain", "ebbtide"], {})[1]["saved_percent"] == saved

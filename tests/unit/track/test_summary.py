@@ -41,8 +41,54 @@ def test_the_first_step_counts_for_no_time_or_rate(tmp_path):
     summary = run(tmp_path, [begin(), *slow, *phases(2, 10.0), *phases(3, 20.0, backward=4.0)])
     assert summary["steps"] == 3
     assert summary["step_seconds_median"] == (3.5 + 5.5) / 2
-    assert summary["tokens_per_second"] == 140 / 9.0
+    assert summary["tokens_per_second"] == (70 / 3.5 + 70 / 5.5) / 2  # the median, as for the steps
     assert summary["loss"] == [3.0, 2.0, 1.0]
+
+
+def made_plan_after(steps, *, total):
+    """Events of steps of 3.5 s each, the warm-up's slower; a plan is made before the first and after ``steps``."""
+    events = [begin(), event(0.5, "plan", name="auto", text="by rule"), pass_end(1.0, unique=1, kept=1)]
+    for step in range(1, total + 1):
+        start = 10.0 * step
+        events += phases(step, start, backward=6.0 if step <= steps else 2.0)
+        events.append(event(start + 1, "stall", where="backward", block=0, seconds=1.0 if step <= steps else 0.25))
+        if step == steps:
+            events.append(event(start + 9, "plan", name="auto", text="measured"))
+    return events
+
+
+def test_steps_before_the_last_plan_warm_up_and_count_for_nothing(tmp_path):
+    summary = run(tmp_path, made_plan_after(3, total=6))
+    assert (summary["warm_up_steps"], summary["timed_steps"]) == (3, 3)
+    assert summary["step_seconds_median"] == 3.5
+    assert summary["stall_seconds"] == 0.75
+    assert summary["phases"]["backward"]["seconds_median"] == 2.0
+    assert len(summary["loss"]) == 6
+
+
+def test_a_comparison_says_how_many_steps_warm_up(tmp_path):
+    write_events(tmp_path / "run.jsonl", made_plan_after(3, total=6))
+    assert summarise(tmp_path, warm_up=5)["timed_steps"] == 1
+    # Not enough steps: one is left out, as for a run that has no plan.
+    assert summarise(tmp_path, warm_up=6)["warm_up_steps"] == 1
+
+
+def test_a_plan_told_after_the_last_step_has_no_warm_up(tmp_path):
+    events = [begin(), *phases(1, 1.0), *phases(2, 10.0), event(20.0, "plan", name="auto", text="what it became")]
+    assert run(tmp_path, events)["warm_up_steps"] == 1
+
+
+def test_activations_come_from_the_trimmed_step_and_times_from_the_others(tmp_path):
+    """Before the trim the allocator keeps what was freed: the forward seems to add nothing."""
+    steps = [*phases(1, 10.0), *phases(2, 20.0), event(29.0, "trim", step=3), *phases(3, 30.0, forward=1.5)]
+    inside = [memory(t, 900) for t in (10.001, 11.001, 20.001, 21.001)] + [memory(30.001, 500), memory(31.501, 900)]
+    outside = [memory(t, size) for t, size in ((9.9, 900), (20.9, 950), (29.9, 700), (31.5, 850))]
+    summary = run(tmp_path, [begin(), *steps, *inside], outside)
+    assert (summary["timed_steps"], summary["step_seconds_median"]) == (1, 3.5)
+    assert summary["phases"]["forward"]["seconds_median"] == 1.0
+    for view in ("inside", "outside"):
+        assert (summary[view]["floor_bytes"], summary[view]["activation_bytes"]) == (500, 400)
+    assert summary["outside"]["peak_bytes"] == 950
 
 
 def test_what_is_not_known_is_null(tmp_path):

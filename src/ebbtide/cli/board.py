@@ -1,0 +1,143 @@
+"""Collects what the runs of a comparison left, prints their lines and the table, and writes the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.cli.children import Ended
+from ebbtide.cli.merge import latest_whole_round, merge
+from ebbtide.report import Run, html, load_run
+from ebbtide.report.story import peak_parts
+from ebbtide.report.table import headline, measured, number, size
+from ebbtide.track import write_summary
+from ebbtide.track.steady import steps_before_plan
+
+_LEAST_COUNTED = 2
+"""Steps that count however late a plan was corrected: one whose time counts, and the trimmed one."""
+
+
+class Board:
+    """Collects what the children left, says so, and writes the result.
+
+    Args:
+        out: The comparison's folder.
+        modes: In the order in which they are listed.
+        console: A rich console.
+        warm_up: Steps of each child that do not count.
+    """
+
+    def __init__(self, *, out: Path, modes: Sequence[str], console: Any, warm_up: int) -> None:
+        self._out, self._modes, self._console, self._warm_up = out, modes, console, warm_up
+        self._rounds: dict[int, dict[str, Run]] = {}
+        self._failures: dict[str, list[str]] = {}
+
+    def add(self, turn: int, rounds: int, mode: str, ended: Ended) -> None:
+        """Read a child's folder and print its line."""
+        head = f"round {turn} of {rounds}  {mode:<16}"
+        problem, run = _read(mode, ended, self._warm_up)
+        if run is None:
+            self._failures.setdefault(mode, []).append(f"round {turn}: {problem}")
+            self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
+            return
+        self._rounds.setdefault(turn, {})[mode] = run
+        view = measured(run.summary)
+        said = [
+            f"{ended.seconds:.1f} s",
+            f"peak {size(view.get('peak_bytes'))}",
+            f"activations {size(view.get('activation_bytes'))}",
+            f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
+        ]
+        self._print(head + "  ".join(said))
+
+    def finish(self, environment: dict[str, Any]) -> list[dict[str, Any]]:
+        """Merge, write ``summary.json`` and ``report.html``, print the table; return one summary a mode."""
+        late = self._wait_for_plans()
+        summaries = {turn: {mode: run.summary for mode, run in by.items()} for turn, by in self._rounds.items()}
+        modes = merge(summaries, self._modes, self._failures)
+        written = {"schema": SCHEMA, "modes": modes, "environment": environment}
+        self._out.mkdir(parents=True, exist_ok=True)
+        (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
+        shown = latest_whole_round(self._rounds, self._modes)
+        if shown:
+            html(shown, self._out / REPORT_FILE, comparison=written)
+            self.print_table(modes)
+            self._print("")
+            for line in [*_counted(shown), *late, *_peaks(shown)]:
+                self._print(line)
+            self._print(f"\n{self._out / REPORT_FILE}")
+        return modes
+
+    def _wait_for_plans(self) -> list[str]:
+        """Leave out the steps before the last plan of any run, in every run alike; say where a plan came too late."""
+        runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
+        made = max((steps_before_plan(run.events) for run in runs), default=0)
+        room = min((int(run.summary["steps"]) for run in runs), default=0) - _LEAST_COUNTED
+        if made <= self._warm_up:
+            return []
+        warm_up = max(self._warm_up, min(made, room))
+        if warm_up > self._warm_up:
+            self._warm_up = warm_up
+            for by_mode in self._rounds.values():
+                for mode, run in by_mode.items():
+                    summary = write_summary(run.folder, warm_up=warm_up)
+                    by_mode[mode] = dataclasses.replace(run, summary=summary)
+        late = f"A plan was corrected after step {made}, so some of the counted steps ran under another one: "
+        return [late + "more --max_steps show the last."] if made > warm_up else []
+
+    def print_table(self, modes: Sequence[Mapping[str, Any]]) -> None:
+        """Print the table of the modes."""
+        from rich.table import Table
+
+        strings = headline(modes, [str(mode["mode"]) for mode in modes])
+        # What a narrow terminal has no room for stands in report.html.
+        dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
+        shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        for index in shown:
+            head = strings.columns[index].replace(" memory", "\nmemory").replace(" / ", "\n/ ")
+            table.add_column(head, justify="left" if index == 0 else "right", no_wrap=True)
+        for row in strings.rows:
+            cells = [row[index] for index in shown]
+            table.add_row(*cells, style="bold" if row[0].startswith("ebbtide") else None)
+        self._print("")
+        self._console.print(table)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _counted(runs: Sequence[Run]) -> list[str]:
+    """Say which steps count, if that is the same in all runs."""
+    counts = {(run.summary["warm_up_steps"], run.summary["steps"], run.summary["timed_steps"]) for run in runs}
+    if len(counts) != 1:
+        return []
+    warm_up, steps, timed = counts.pop()
+    trimmed = any(run.all("trim") for run in runs) and steps - warm_up > timed
+    said = f"The first {warm_up} of {steps} steps warm up and do not count."
+    return [said + (f" Activation memory is step {steps}'s, times are those of the other {timed}." if trimmed else "")]
+
+
+def _peaks(runs: Sequence[Run]) -> list[str]:
+    """Say what holds the peak of plain training and of the first mode with ebbtide."""
+    chosen = [next((run for run in runs if run.name.startswith(name)), None) for name in ("plain", "ebbtide")]
+    return [words for run in chosen if run is not None and (words := peak_parts(run)) is not None]
+
+
+def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:
+    """Read a child's run folder; a problem in words if it did not end well."""
+    try:
+        # Once more, now that the outside samples are complete: the child wrote its own before it ended.
+        summary = write_summary(ended.folder, warm_up=warm_up)
+        run = dataclasses.replace(load_run(ended.folder), name=mode)
+    except DataError as error:
+        return (f"exit code {ended.code}" if ended.code else str(error)), None
+    if ended.code or summary["status"] != "ok":
+        return f"exit code {ended.code}, {run.error or summary['status']}", None
+    return "", run

@@ -1,0 +1,25 @@
+"""Giving back what the C allocator keeps of freed memory, so that a process's resident size is what it uses."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+
+def trim_heap() -> bool:
+    """Return the free pages of glibc's heap to the system.
+
+    They come back one page fault at a time: a forward after this is some percent slower.
+
+    Returns:
+        Whether it was possible: Linux with glibc's allocator.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return False
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    trim(0)
+    return True

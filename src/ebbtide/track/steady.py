@@ -1,0 +1,66 @@
+"""Which steps of a run count.
+
+[Note: steady steps]
+The first step warms allocators and caches, and under ``Auto`` the steps before the last plan are not the planned ones:
+they warm up, and no figure is taken from them. A comparison leaves out the same number of steps in every mode. A
+process's resident size also holds what its allocator keeps of freed memory; so in one step, the last of a recipe's run,
+the free memory of the heap is given back at both edges of the forward (the event ``trim``). Activation memory is taken
+from that step, and times from the others: memory that comes fresh from the kernel is slower.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.base.runs import Event
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """The steps of a run, sorted.
+
+    Attributes:
+        warm_up: The first steps, which do not count.
+        trimmed: Steps whose forward began and ended with a trimmed heap.
+        begins: When the warm-up was over, in seconds of the run's clock; minus infinity if it never was.
+    """
+
+    warm_up: tuple[Any, ...]
+    trimmed: frozenset[Any]
+    begins: float
+
+    def counts(self, step: Any) -> bool:
+        """Whether memory of a step counts."""
+        return step not in self.warm_up
+
+    def timed(self, step: Any) -> bool:
+        """Whether the time of a step counts."""
+        return self.counts(step) and step not in self.trimmed
+
+
+def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
+    """Sort the steps of a run.
+
+    Args:
+        events: Of the run file.
+        warm_up: Number of steps to leave out; ``None``: those before the last plan, and at least the first. One step
+            is left out where there are not enough.
+    """
+    ends = {event.get("step"): event["t"] for event in events if event["event"] == "step"}
+    forwards = [e.get("step") for e in events if e["event"] == "phase" and e.get("name") == "forward"]
+    steps = list(dict.fromkeys([*forwards, *ends]))
+    count = warm_up if warm_up is not None else steps_before_plan(events)
+    left_out = tuple(steps[: count if 1 <= count < len(steps) else 1])
+    trimmed = frozenset(event.get("step") for event in events if event["event"] == "trim")
+    over = max((ends.get(step, -math.inf) for step in left_out), default=-math.inf)
+    return Steady(warm_up=left_out, trimmed=trimmed, begins=over)
+
+
+def steps_before_plan(events: Sequence[Event]) -> int:
+    """Return how many steps ended before the last plan was made that a step followed."""
+    ends = [event["t"] for event in events if event["event"] == "step"]
+    plans = [event["t"] for event in events if event["event"] == "plan" and ends and event["t"] < ends[-1]]
+    return sum(end < plans[-1] for end in ends) if plans else 0
