@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
-from ebbtide.engine.timing import StepTimer, TimedStep
+from ebbtide.engine.timed import TimedStep
+from ebbtide.engine.timing import StepTimer
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
-from ebbtide.engine.timing import TimedBlock, TimedStep, TimedUnit
+from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
