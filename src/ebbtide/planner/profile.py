@@ -82,17 +82,21 @@ class Rates:
     Attributes:
         out_bytes_per_second: From the device to the store, all ranks of the machine at once.
         in_bytes_per_second: From the store to the device.
-        handling_seconds: Compute time that each moved storage costs beside its copy.
+        handling_seconds: Compute time that each moved storage costs beside its copy, each way.
+        handling_seconds_per_byte: Compute time that each of its bytes costs, each way: copies, direct I/O and fresh
+            memory take cores on a CPU.
     """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     handling_seconds: float = 0.0
+    handling_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         _check("out_bytes_per_second", self.out_bytes_per_second, above=0.0)
         _check("in_bytes_per_second", self.in_bytes_per_second, above=0.0)
         _check("handling_seconds", self.handling_seconds)
+        _check("handling_seconds_per_byte", self.handling_seconds_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,10 +113,12 @@ class _Step:
         if level_bytes + beside_bytes > self.peak:
             self.peak, self.peak_at = level_bytes + beside_bytes, (where, name)
 
-    def handle(self) -> None:
+    def handle(self, nbytes: int) -> None:
         """Spend what moving one storage costs compute."""
-        self.now += self.profile.rates.handling_seconds
-        self.handling_seconds += self.profile.rates.handling_seconds
+        rates = self.profile.rates
+        seconds = rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
+        self.now += seconds
+        self.handling_seconds += seconds
 
     # Forward
 
@@ -129,7 +131,7 @@ class _Step:
             if action is Action.KEEP:
                 self.held += unit.nbytes
             elif action is Action.OFFLOAD:
-                self.handle()
+                self.handle(unit.moved_bytes)
                 self.held += unit.moved_bytes
                 self._park(place, number, unit.moved_bytes)
                 self._retire(place)
@@ -191,7 +193,7 @@ class _Step:
                 self.now += unit.recompute_seconds or 0.0
                 back += unit.nbytes
             elif (parked := self.parked.get((place, number))) is not None and not parked.resident:
-                self.handle()
+                self.handle(unit.moved_bytes)
                 ready = coming.arrival(place, number)
                 if ready > self.now:
                     self.stalls[place] += ready - self.now

@@ -90,6 +90,11 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
     return search.border(least, everything, fits)[0]
 
 
+def smallest(profile: Profile) -> Solution:
+    """Return the plan with the smallest simulated peak, whatever it costs."""
+    return _Search(profile).smallest()
+
+
 def shrink(profile: Profile, max_slowdown: float) -> Solution:
     """Return the plan with the smallest peak whose simulated step is at most ``max_slowdown`` slower.
 
