@@ -46,6 +46,7 @@ class BlockRun:
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
         self.checkpointed = checkpointed  # the block runs again in backward
+        self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last

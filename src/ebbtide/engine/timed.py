@@ -50,6 +50,8 @@ class TimedBlock:
             that is there anyway].
         backward_anyway_bytes: The same of its backward.
         plain: It ran without hooks, so it has no units. See [Note: plain blocks].
+        checkpointable: It could run whole a second time in backward.
+        input_bytes: What it would keep for that: what it was called with and takes a gradient.
     """
 
     name: str
@@ -62,6 +64,8 @@ class TimedBlock:
     forward_anyway_bytes: int = 0
     backward_anyway_bytes: int = 0
     plain: bool = False
+    checkpointable: bool = False
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

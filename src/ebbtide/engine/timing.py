@@ -96,6 +96,8 @@ class _Block:
     name: str
     kind: str
     plain: bool
+    checkpointable: bool = False
+    input_bytes: int = 0
     forward: _Stretches = field(default_factory=_Stretches)
     backward: _Stretches = field(default_factory=_Stretches)
     units: list[_Unit] = field(default_factory=list[_Unit])
@@ -230,7 +232,10 @@ class StepTimer:
 
     def block_ends(self, run: BlockRun | PlainRun) -> None:
         """A block's forward is over."""
-        if self._pass is not None and run in self._pass.by_run:
+        block = None if self._pass is None else self._pass.by_run.get(run)
+        if self._pass is not None and block is not None:
+            if not isinstance(run, PlainRun):
+                block.checkpointable, block.input_bytes = run.checkpointable, run.tally.input_bytes
             self._cut(self._pass.between)
 
     def backward_begins(self, run: BlockRun | PlainRun) -> None:
@@ -345,6 +350,8 @@ class StepTimer:
                 forward_anyway_bytes=block.forward.anyway_bytes,
                 backward_anyway_bytes=block.backward.anyway_bytes,
                 plain=block.plain,
+                checkpointable=block.checkpointable,
+                input_bytes=block.input_bytes,
             )
             for block in found.blocks
         )  # fmt: skip

@@ -59,6 +59,8 @@ class BlockProfile:
         units: What it saves, in that order.
         forward_beside_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_beside_bytes: The same while its backward runs.
+        checkpointable: It may run whole a second time in backward.
+        input_bytes: What it is called with, and keeps for that.
     """
 
     name: str
@@ -68,6 +70,8 @@ class BlockProfile:
     units: tuple[Unit, ...]
     forward_beside_bytes: int = 0
     backward_beside_bytes: int = 0
+    checkpointable: bool = False
+    input_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:

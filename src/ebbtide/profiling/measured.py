@@ -110,6 +110,15 @@ class MeasuredPlan:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP
 
+    def checkpoints(self, block_name: str) -> bool:
+        """Whether the plan runs a block whole a second time. While steps are measured, none is."""
+        measures = self._timer is not None and self._timer.wanted
+        return self.table is not None and not measures and self.table.checkpoints(block_name)
+
+    def may_checkpoint(self, block_name: str) -> bool:
+        """Whether it is to be seen if a block can run again: in the first step, and where it does."""
+        return not self._warm or self.checkpoints(block_name)
+
     def explain(self) -> str:
         """Say what is done now, and why."""
         if self.table is not None and self._check is not None:
@@ -359,6 +368,8 @@ def _block(block: TimedBlock) -> BlockProfile:
         kind=block.kind,
         forward_seconds=block.forward_seconds,
         backward_seconds=max(block.backward_seconds - recomputed, 0.0),
+        checkpointable=block.checkpointable,
+        input_bytes=block.input_bytes,
         units=tuple(
             Unit(
                 site=unit.site,

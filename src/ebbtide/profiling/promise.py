@@ -123,7 +123,9 @@ class Check:
         else:
             parts.append(f"promised a peak of at most {format_size(self.budget_bytes)}")
         parts.append(f"predicted {slower(solution.predicted.step_seconds)}")
-        if measured is None:
+        if not (solution.predicted.offloaded_bytes or solution.predicted.recomputed_bytes):
+            parts.append("not measured: it is plain training")
+        elif measured is None:
             parts.append(f"not measured yet ({len(self._spans)} of {CHECKED} steps)")
         else:
             peak = "" if measured.peak_bytes is None else f", peak {format_size(measured.peak_bytes)}"

@@ -191,6 +191,7 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs)
         self._check_room()
+        measured = engine.timer is not None and engine.timer.wanted
         hooks = offloading(engine, block, inputs, checkpointed=whole)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
@@ -205,6 +206,7 @@ class Attachment:
                 try:
                     output = forward(*args, **kwargs)
                     scope.others.check(block.name, run)
+                    run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                 finally:
                     scope.run = None
                     scope.others.forget()

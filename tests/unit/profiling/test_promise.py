@@ -169,14 +169,14 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
     kept = [plan.table.predicted.kept_bytes]
     assert kept[0] < 800 * MB
     with caplog.at_level("INFO", logger="ebbtide"):
-        while carry_out(plan, *[15.0] * CHECKED):
+        while carry_out(plan, *[16.0] * CHECKED):
             kept.append(plan.table.predicted.kept_bytes)
     kept.append(plan.table.predicted.kept_bytes)
     assert kept == sorted(kept) and kept[-1] == 800 * MB
     assert len(kept) - 1 <= CORRECTIONS
     told = [r.getMessage() for r in caplog.records if "missed its promise" in r.getMessage()]
     assert len(told) == len(kept) - 1
-    assert all("promised at most" in line and "measured 15.25 s" in line for line in told)
+    assert all("promised at most" in line and "measured 16.25 s" in line for line in told)
 
 
 def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
@@ -187,7 +187,6 @@ def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
     assert rounds < CORRECTIONS
     assert plan.table is not None and set(plan.table.actions.values()) == {Action.KEEP}
     assert "everything stays, so blocks run without hooks, as in plain training" in plan.explain()
-    assert not plan.saw_span(Span(seconds=99.0, peak_bytes=None, saved_bytes=1)) or plan.table.predicted.kept_bytes
 
 
 def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
@@ -238,7 +237,5 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
 def test_what_the_table_does_not_know_goes_by_rule() -> None:
     plan = planned(Auto(max_slowdown=0.1))
     site = Site("Layer", "unknown", "Node", 0)
-    candidate = Candidate(
-        site=site, block_name="layers.1", block=1, bytes_=MB, block_input=False, recompute_flops=None
-    )
+    candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=MB, block_input=False, recompute_flops=None)
     assert plan.choose(candidate) is Action.OFFLOAD
