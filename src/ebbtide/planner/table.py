@@ -93,8 +93,9 @@ class TablePlan:
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs:
             # Saved for its second run: by the block itself, not by a module in it. Else it was not run again.
-            whole = candidate.block_input and not candidate.site.module
-            action = self._inputs[candidate.block_name] if whole else None
+            if candidate.block_input and not candidate.site.module:
+                return self._inputs[candidate.block_name]
+            action = None
         if action is None:
             return self.by_rule.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:

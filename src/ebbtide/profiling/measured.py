@@ -33,7 +33,7 @@ from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, noise, plain_blocks, sample
 from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
-from ebbtide.store.meter import meter_for, room_bytes
+from ebbtide.store.meter import meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -187,6 +187,7 @@ class MeasuredPlan:
         check = self._check
         if check is None or check.add(span) is None:
             return check is not None
+        check.reserved_bytes = reserved_bytes(self._tier)
         if not (check.too_slow or check.over_budget_bytes):
             logger.info("the plan keeps its promise: %s", check.text())
             return False

@@ -86,6 +86,7 @@ class Check:
         self._spans: list[Span] = []
         self._settling = SETTLING
         self.measured: Measured | None = None
+        self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
 
     def add(self, span: Span) -> Measured | None:
         """Take a pass in; return what was measured once there are enough."""
@@ -129,6 +130,8 @@ class Check:
             parts.append(f"not measured yet ({len(self._spans)} of {CHECKED} steps)")
         else:
             peak = "" if measured.peak_bytes is None else f", peak {format_size(measured.peak_bytes)}"
+            if peak and self.reserved_bytes is not None:
+                peak += f" allocated, {format_size(self.reserved_bytes)} reserved"
             between = f"{measured.low_seconds:.4g} to {measured.high_seconds:.4g} s"
             parts.append(f"measured {slower(measured.seconds)}, {between} in {CHECKED} steps{peak}")
         parts.append(f"bound {100 * solution.bound_seconds / plain:+.1f} %")

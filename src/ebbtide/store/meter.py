@@ -121,13 +121,24 @@ def room_bytes(tier: Tier) -> int | None:
     Args:
         tier: Where offloaded bytes of the step go.
     """
-    if _device_of(tier) is None:
+    if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes()
     info: Any = getattr(torch.accelerator, "get_memory_info", None)  # since torch 2.10
-    if info is None or not torch.accelerator.is_available():
+    if info is None:
         return None
     cached = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
     return int(info()[0] + cached)
+
+
+def reserved_bytes(tier: Tier) -> int | None:
+    """Return what torch's allocator holds of the device, fragments included; None without a device.
+
+    Args:
+        tier: Where offloaded bytes of the step go.
+    """
+    if _device_of(tier) is None or not torch.accelerator.is_available():
+        return None
+    return int(torch.accelerator.memory_reserved())
 
 
 def keeps_time(tier: Tier) -> bool:

@@ -222,6 +222,13 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
 
 
+def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.measured.reserved_bytes", lambda tier: 3 * 1024**3)
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    carry_out(plan, *[13.0] * CHECKED, peak=1024**3)
+    assert "peak 1.0 GiB allocated, 3.0 GiB reserved" in plan.explain()
+
+
 def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
