@@ -43,7 +43,8 @@ class _Open:
     began: Moment
     ended: Moment | None = None
     peak_bytes: int | None = None
-    saved_bytes: int | None = None  # None: not comparable
+    saved_bytes: int | None = None
+    alone: bool = True  # no other pass ran in between
 
 
 class SpanTimer:
@@ -81,7 +82,7 @@ class SpanTimer:
             if before is pass_:
                 return
             if before is not None:
-                self._open.saved_bytes = None  # two graphs are alive: neither is timed
+                self._open.alone = False  # two graphs are alive: neither is timed
                 return
         if self._open is not None and self._open.ended is not None and self._open.pass_() is not pass_:
             self._closed.append(self._open)
@@ -109,7 +110,7 @@ class SpanTimer:
             self._open.peak_bytes = self._meter.take_peak_bytes(self._where) if self._memory else None
 
     def _tell(self, found: _Open) -> None:
-        if found.saved_bytes is None:
+        if found.saved_bytes is None or not found.alone:
             return
         seconds = self._meter.seconds(found.began, found.ended)
         span = Span(seconds=seconds, peak_bytes=found.peak_bytes, saved_bytes=found.saved_bytes)

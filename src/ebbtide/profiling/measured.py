@@ -195,6 +195,10 @@ class MeasuredPlan:
             return False
         self._corrections += 1
         found = self._corrected(check)
+        if found is None and self._budget_bytes is not None and not check.over_budget_bytes:
+            self._story.append("it takes longer than predicted, and no faster plan is known that fits")
+            logger.info("%s: %s", self._story[-1], check.text())
+            return False
         if found is None:
             self._story.append("the promise is not kept, and no plan is known that would keep it")
             logger.warning("%s: %s", self._story[-1], check.text())
