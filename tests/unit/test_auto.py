@@ -45,7 +45,8 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
     assert table.predicted.overhead_percent <= 100 * slowdown + 1e-6
 
 
-def test_the_plan_is_made_once_and_carried_out() -> None:
+def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
     tiny = build("llama")
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(3):
@@ -166,6 +167,7 @@ def test_a_plan_file_is_a_policy(tmp_path: Path) -> None:
     with ebbtide.enable_activation_offloading(
         tiny.model, policy=load_plan(tmp_path / "plan.json"), min_bytes=0
     ) as handle:
-        assert not differences(plain, tiny.step())
+        for _ in range(4):
+            assert not differences(plain, tiny.step())
         again = handle.stats()
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)

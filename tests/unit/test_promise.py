@@ -15,9 +15,11 @@ from torch import nn
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.engine.run import BlockRun
+from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, _Search
+from ebbtide.profiling.baseline import PlainBlock
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
 from ebbtide.store.fake import FakeDevice
@@ -195,3 +197,27 @@ def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeyp
             tiny.step()
         assert handle.plan.profile is not None  # type: ignore[attr-defined]
         assert not handle.stats().checkpointed_blocks
+
+
+def test_minimal_may_checkpoint_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dear(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
+        assert any(block.plain for block in step.blocks) and not any(block.plain for block in before.blocks)
+        found = PlainBlock(
+            units=(), forward_seconds=1.0, backward_seconds=2.0, hooked_forward_seconds=2.0, hooked_backward_seconds=9.0
+        )
+        return {block.kind: found for block in step.blocks}
+
+    monkeypatch.setattr("ebbtide.profiling.minimal.plain_blocks", dear)
+    monkeypatch.setattr("ebbtide.profiling.minimal.noise", lambda before, step: 0.0)
+    tiny = build("llama")
+    plain = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy="minimal", min_bytes=0, verify=True) as handle:
+        for _ in range(UNTIL_PLAN):
+            assert not differences(plain, tiny.step())
+            assert not handle.stats().checkpointed_blocks
+        for _ in range(2):
+            assert not differences(plain, tiny.step())
+        assert handle.stats().checkpointed_blocks == len(tiny.block_list())
+        assert "blocks are checkpointed: recipes and copies took 8 s a block" in handle.explain()
+        drain()
+        assert_nothing_left(handle._engine)
