@@ -14,6 +14,7 @@ from torch import nn
 
 import ebbtide
 from ebbtide.base.actions import Action
+from ebbtide.base.events import BUS
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
@@ -132,6 +133,19 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks:
         assert timed.device.now_seconds - began == pytest.approx(2 * BLOCKS)
         drain()
         assert_nothing_left(timed.handle._engine)
+
+
+def test_blocks_without_hooks_are_told_of_like_others(dear_hooks: list[str]) -> None:
+    told: list[tuple[str, str]] = []
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        forget = BUS.subscribe(lambda event, fields: told.append((event, str(fields.get("name")))))
+        timed.steps(1)
+        forget()
+    names = [str(i) for i in range(BLOCKS)]
+    assert [name for event, name in told if event == "block"] == names
+    assert [name for event, name in told if event == "block_backward"] == names[::-1]
 
 
 def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:

@@ -96,19 +96,24 @@ class PlainBlocks:
             pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
             if timer is not None:
                 timer.block_ends(run)
+            if engine.bus.active:
+                engine.bus.emit(
+                    "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
+                    **kept.fields(),
+                )  # fmt: skip
         self.mark(run, inputs, output)
         return output
 
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
-        """Let the timer know when the gradient of what a block returned is there.
+        """Let the timer, and who listens to a plain block, know when the gradient of what a block returned is there.
 
         Args:
             run: The block.
             inputs: The tensors that it was called with: what it hands on is not its own.
             output: What it returned.
         """
-        timer = self._engine.timer
-        if timer is None or not (timer.wanted and timer.marks):
+        timer, listened = self._engine.timer, isinstance(run, PlainRun) and self._engine.bus.active
+        if timer is None or not (listened or (timer.wanted and timer.marks)):
             return
         given = set(map(node_of, inputs))
         for node in set(map(node_of, tensors_in(output))) - given:
@@ -117,6 +122,8 @@ class PlainBlocks:
 
     def _backward_begins(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
         with self._engine.lock:
+            if isinstance(run, PlainRun):  # of others the engine tells
+                self._engine.bus.emit("block_backward", index=run.block.index, name=run.block.name)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
 

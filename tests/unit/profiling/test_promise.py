@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.errors import BudgetError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
 from ebbtide.engine.spans import Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
+from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.measured import RESERVE, MeasuredPlan, profile_of
+from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, profile_of
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from tests.helpers.profiles import alike
+from tests.helpers.profiles import unit as make_unit
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=1000 * MB, in_bytes_per_second=1000 * MB)
@@ -205,11 +209,19 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
 
 
 def test_a_part_of_the_budget_is_left_free() -> None:
-    budget = 1_500 * MB
-    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
-    assert plan.table is not None
-    assert plan.table.predicted.kept_bytes > 0
-    assert plan.table.predicted.peak_bytes <= budget / (1 + RESERVE)
+    """Small storages that nothing hides, so that the peak comes close to what is allowed."""
+    slow = Rates(out_bytes_per_second=MB, in_bytes_per_second=MB)
+    profile = alike(40, tuple(make_unit(f"a{i}", MB) for i in range(25)), slow, window_bytes=MB)
+    found = fit_with_reserve(profile, 618 * MB)
+    assert 590 * MB < found.predicted.peak_bytes <= 600 * MB
+
+
+def test_where_the_reserve_cannot_be_had_the_plan_takes_the_least_memory() -> None:
+    profile = alike(4, tuple(make_unit(f"a{i}", MB) for i in range(5)), RATES, window_bytes=MB)
+    least = smallest(profile).predicted.peak_bytes
+    assert fit_with_reserve(profile, least).predicted.peak_bytes == least
+    with pytest.raises(BudgetError, match="memory_budget is"):
+        fit_with_reserve(profile, least - 1)
 
 
 def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
