@@ -18,14 +18,15 @@ from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
-from ebbtide.config import MIN_BYTES, Auto, Keep, Offload, Options, Policy
+from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.hardware import machine_here
-from ebbtide.profiling.measured import MeasuredPlan, solution_for
+from ebbtide.profiling.measured import solution_for
+from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
@@ -239,8 +240,7 @@ def make_plan(
         model: A module that is neither wrapped nor sharded nor quantised; left as it is.
         batch: Arguments of its forward: a dict of names, a list, or one tensor. Floating-point tensors may be on meta;
             of integers (tokens, positions) the values may decide what the model does.
-        policy: ``Auto(...)`` (the default) or another policy, or its name. No block is re-run whole, as ``Minimal``
-            does with blocks that the recompute rules cover badly.
+        policy: ``Auto(...)`` (the default) or another policy, or its name. No block is checkpointed.
         machine: ``"h200"``, ``"h100"``, ``"a100"``, ``"gh200"``, ``"4090"``, a JSON file, or a ``Machine``; default:
             this one, measured now (seconds).
         shards: Ranks over which weights, gradients and optimizer state are divided.
@@ -386,7 +386,7 @@ def _open_engine(
             yield from model.parameters()
             yield from model.buffers()
 
-    measured = MeasuredPlan(policy, tier, options.window_bytes, BUS) if isinstance(policy, Auto) else None
+    measured = measured_plan(policy, tier, options.window_bytes)
     plan = measured or (policy if isinstance(policy, TablePlan) else plan_for(policy))
     engine = Engine(
         plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=_rules(), **filters

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ebbtide
-from ebbtide.base.errors import BudgetError, EbbtideError
+from ebbtide.base.errors import EbbtideError
 from ebbtide.integrations import transformers
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
@@ -146,6 +146,7 @@ def test_a_budget_that_holds_everything_keeps_everything(model: Path, tmp_path: 
     assert "plan made (memory_budget='1TiB': the fastest step that fits)" in log
 
 
-def test_a_budget_that_cannot_be_kept_says_what_could(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match=r"memory_budget is 1.0 MiB; expected at least .* the smallest peak"):
-        train(model, tmp_path, activation_cpu_offload=True, memory_budget="1MiB", max_steps=5)
+def test_a_budget_that_cannot_be_kept_is_warned_of_once_and_says_what_could(model: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, activation_cpu_offload=True, memory_budget="1MiB", max_steps=5)
+    log = (tmp_path / "training.log").read_text()
+    assert log.count("no plan fits, the one that takes least memory is carried out: memory_budget is 1.0 MiB") == 1

@@ -10,7 +10,6 @@ import torch
 
 import ebbtide
 from ebbtide.base.actions import Action
-from ebbtide.base.errors import BudgetError
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
@@ -46,7 +45,8 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
     assert table.predicted.overhead_percent <= 100 * slowdown + 1e-6
 
 
-def test_the_plan_is_made_once_and_carried_out() -> None:
+def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
     tiny = build("llama")
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(3):
@@ -129,15 +129,19 @@ def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
-def test_a_budget_below_what_the_process_needs_is_refused_with_what_would_do() -> None:
+def test_a_budget_below_what_the_process_needs_is_warned_of_once_and_training_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     tiny = build("llama")
+    plain = tiny.step()
     with enabled(tiny.model, ebbtide.Auto(memory_budget="1MiB")) as handle:
-        for _ in range(3):
-            tiny.step()
-        with pytest.raises(BudgetError, match="memory_budget is 1.0 MiB.*at least .*iB"):
-            tiny.step()
+        for _ in range(STEPS):
+            assert not differences(plain, tiny.step())
         drain()
         assert_nothing_left(handle._engine)
+        assert handle.stats().kept_bytes < handle.stats().unique_bytes
+    (text,) = [r.getMessage() for r in caplog.records if "no plan fits" in r.getMessage()]
+    assert "memory_budget is 1.0 MiB" in text and "at least" in text
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
@@ -163,6 +167,7 @@ def test_a_plan_file_is_a_policy(tmp_path: Path) -> None:
     with ebbtide.enable_activation_offloading(
         tiny.model, policy=load_plan(tmp_path / "plan.json"), min_bytes=0
     ) as handle:
-        assert not differences(plain, tiny.step())
+        for _ in range(4):
+            assert not differences(plain, tiny.step())
         again = handle.stats()
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Action(Enum):
@@ -89,4 +89,20 @@ class Plan(Protocol):
 
     def explain(self) -> str:
         """Say in one or two lines what the plan does and why."""
+        ...
+
+
+@runtime_checkable
+class NamesBlocks(Protocol):
+    """A plan that names the blocks to checkpoint, by what this process measured: other ranks may name others.
+
+    So blocks whose second run needs other ranks are never checkpointed for it.
+    """
+
+    def checkpoints(self, block_name: str) -> bool:
+        """Whether a block is run whole a second time in backward."""
+        ...
+
+    def may_checkpoint(self, block_name: str) -> bool:
+        """Whether that may be said of the block some time: then it is seen whether it can be."""
         ...

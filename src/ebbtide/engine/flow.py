@@ -173,14 +173,18 @@ class CopyOut:
             if waiting.pass_ is pass_ and entry is not None:
                 pass_.stayed(entry.site, waiting.nbytes)
 
-    def retire(self) -> None:
-        """Drop the sources of finished copies; make compute wait while more than the window is in flight."""
+    def retire(self, *, settle: bool = False) -> None:
+        """Drop the sources of finished copies; make compute wait while more than the window is in flight.
+
+        Args:
+            settle: Wait for all of them.
+        """
         while self._queue:
             entry = self._queue[0].entry()
             if entry is not None and entry.source is not None and entry.slot is not None:
                 try:
                     if not entry.slot.parked:
-                        if self.in_flight_bytes + self.held_bytes <= self.window.out_bytes:
+                        if not settle and self.in_flight_bytes + self.held_bytes <= self.window.out_bytes:
                             break
                         entry.slot.wait_parked()
                 except BaseException as error:

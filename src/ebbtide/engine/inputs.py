@@ -23,7 +23,7 @@ class Inputs:
         self.device_type = tensors[0].device.type if tensors else "cpu"
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
-        self._values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := _node(t)) is not None}
+        self._values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is an input's."""
@@ -51,7 +51,8 @@ class Inputs:
         self._storages, self._values = {}, {}
 
 
-def _node(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:
+    """Return the node that made a tensor; None: it is a leaf, or a view whose base was changed in place."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # one of several views of a tensor, changed in place: an error only for who uses it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class BlockRun:
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
         self.checkpointed = checkpointed  # the block runs again in backward
+        self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last
@@ -276,14 +278,21 @@ class BlockRun:
         if weight is not None and action is not Action.KEEP:
             action = Action.RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
+        began = time.perf_counter()
         self._carry_out(action, entry, tensor, base, recipe)
-        self._tell_timer(entry, candidate, tensor, base, recipe)
+        self._tell_timer(entry, candidate, tensor, base, recipe, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
 
     def _tell_timer(
-        self, entry: Entry, candidate: Candidate, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
+        self,
+        entry: Entry,
+        candidate: Candidate,
+        tensor: torch.Tensor,
+        base: torch.Tensor,
+        recipe: Expr | None,
+        host_seconds: float,
     ) -> None:
         """Let a step that is measured know what was saved, and what was done with it."""
         engine, timer = self.engine, self.engine.timer
@@ -301,6 +310,7 @@ class BlockRun:
             prepare=None
             if recipe is None
             else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
+            host_seconds=host_seconds,
         )
 
     def _carry_out(

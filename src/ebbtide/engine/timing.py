@@ -8,6 +8,12 @@ and the next pass is the tail. Blocks of other graphs, which may come in between
 not counted. Each kind of saved tensor that has a recipe is recomputed right after it was saved, from operands that are
 there, and timed: what an operand costs is the operand's own.
 
+[Note: plain blocks]
+A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves
+and checks it itself. In one of the measured steps one block of each kind does, so that what a block costs without us
+is measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
+alike, the same is noted for blocks with hooks (``marks``). Where a plan keeps everything, all blocks run plain.
+
 [Note: memory that is there anyway]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
 the block runs, its output while the head reads it. A plan that keeps it takes no more memory there, so these bytes are
@@ -25,88 +31,33 @@ from typing import TYPE_CHECKING
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.spans import SpanTimer
+from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.store.meter import Meter, Moment
 
 if TYPE_CHECKING:
-    from ebbtide.engine.run import BlockRun, Pass
+    from ebbtide.engine.passes import Block, Pass
+    from ebbtide.engine.run import BlockRun
 
 Edges = tuple[Moment, Moment]
 Prepare = Callable[[], Callable[[], object] | None]
 
+
+class PlainRun:
+    """The run of a block without hooks. See [Note: plain blocks].
+
+    Args:
+        block: The block.
+        pass_: The forward that it is a part of.
+        where: The device of its inputs; None: of none that is offloaded.
+    """
+
+    def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
+        self.block, self.pass_, self.where = block, pass_, where
+
+
 GROWTH = 1.1
 """A pass that saves this many times the bytes of those that were measured is measured too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedUnit:
-    """One storage that a block saved.
-
-    Attributes:
-        site: Where it was saved.
-        nbytes: Its size in bytes.
-        block_input: It came into the block from outside.
-        movable: The user's filters let it be offloaded.
-        action: What was done with it in the measured step.
-        recompute_seconds: Time of making it again; None if that cannot be done.
-        recompute_flops: Multiply-add work of that, in FLOP.
-        narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
-    """
-
-    site: Site
-    nbytes: int
-    block_input: bool
-    movable: bool
-    action: Action
-    recompute_seconds: float | None
-    recompute_flops: float | None = None
-    narrow_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedBlock:
-    """One executed block.
-
-    Attributes:
-        name: Path of the module in the model.
-        kind: Its class.
-        units: What it saved, in that order.
-        forward_seconds: From the start of its forward to what follows, without waits for copies.
-        backward_seconds: The same of its backward; recomputes included.
-        forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
-        backward_peak_bytes: The same of its backward.
-        forward_anyway_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: memory
-            that is there anyway].
-        backward_anyway_bytes: The same of its backward.
-    """
-
-    name: str
-    kind: str
-    units: tuple[TimedUnit, ...]
-    forward_seconds: float
-    backward_seconds: float
-    forward_peak_bytes: int | None
-    backward_peak_bytes: int | None
-    forward_anyway_bytes: int = 0
-    backward_anyway_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimedStep:
-    """One measured step.
-
-    Attributes:
-        blocks: In the order in which their forwards began.
-        turn_seconds: Between the last forward and the first backward.
-        tail_seconds: From the end of the backward to the first block of the next pass.
-        turn_peak_bytes: Most memory in the former; None if not asked for, or not known.
-        turn_anyway_bytes: Bytes that were there then though the step had not kept them.
-    """
-
-    blocks: tuple[TimedBlock, ...]
-    turn_seconds: float
-    tail_seconds: float
-    turn_peak_bytes: int | None
-    turn_anyway_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -137,12 +88,16 @@ class _Unit:
     action: Action
     recompute: Edges | None
     flops: float | None
+    host_seconds: float
 
 
 @dataclass(slots=True)
 class _Block:
     name: str
     kind: str
+    plain: bool
+    checkpointable: bool = False
+    input_bytes: int = 0
     forward: _Stretches = field(default_factory=_Stretches)
     backward: _Stretches = field(default_factory=_Stretches)
     units: list[_Unit] = field(default_factory=list[_Unit])
@@ -155,7 +110,7 @@ class _Pass:
     def __init__(self, measured: Pass, waited: dict[str, float]) -> None:
         self.measured, self.waited = weakref.ref(measured), waited
         self.blocks: list[_Block] = []
-        self.by_run: weakref.WeakKeyDictionary[BlockRun, _Block] = weakref.WeakKeyDictionary()
+        self.by_run: weakref.WeakKeyDictionary[BlockRun | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
         self.turned = False
@@ -201,10 +156,41 @@ class StepTimer:
         self._open: tuple[_Stretches, Moment] | None = None
         self.began: Moment | None = None  # the first block of the latest pass that is measured
         self._known = 0  # how much of what was not kept was known when the open stretch began
+        self.marks = False  # note when the gradient of a block's output is there
+        self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
+        self.everything_plain = False  # where nothing is measured, all blocks run plain
+        self.spans: SpanTimer | None = None  # times whole passes where none is measured
 
     def want(self) -> None:
         """Measure from the next pass on."""
-        self._wanted = True
+        self._wanted, self.everything_plain = True, False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether passes are measured now."""
+        return self._wanted
+
+    def runs_plain(self, name: str) -> bool:
+        """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
+
+        Args:
+            name: Path of the block.
+        """
+        self.finish()
+        return name in self.plain if self._wanted else self.everything_plain
+
+    def leave_out(self, run: BlockRun | PlainRun, work: Callable[[], None]) -> None:
+        """Do some work in a block's forward whose time is not the block's.
+
+        Args:
+            run: The block, which has begun.
+            work: What is done.
+        """
+        block = None if self._pass is None else self._pass.by_run.get(run)
+        began = self._meter.moment(self._where)
+        work()
+        if block is not None:
+            block.aside.append((began, self._meter.moment(self._where)))
 
     # What the engine tells
 
@@ -217,18 +203,18 @@ class StepTimer:
         if self._wanted:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
-            self._wanted = True
+            self.want()
+        if self.spans is not None:
+            self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 
-    def block_begins(self, run: BlockRun) -> None:
+    def block_begins(self, run: BlockRun | PlainRun) -> None:
         """A block's forward begins."""
-        if not self._wanted:
-            return
         self._where = run.where or self._where
-        if self._pass is not None and self._pass.tail is not None:
-            self._cut(None)
-            self._finish(self._pass)
-            if not self._wanted:
-                return
+        self.finish()
+        if not self._wanted:
+            if self.spans is not None:
+                self.spans.block_begins(run.pass_, self._where)
+            return
         if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
             self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
             self.began = self._meter.moment(self._where)
@@ -236,7 +222,7 @@ class StepTimer:
         if run.pass_ is not now.measured() or now.turned:
             self._cut(None)
             return
-        block = _Block(run.block.name, run.block.kind)
+        block = _Block(run.block.name, run.block.kind, isinstance(run, PlainRun))
         self._cut(block.forward)
         if now.blocks:
             now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.anyway_bytes)
@@ -244,12 +230,15 @@ class StepTimer:
         now.blocks.append(block)
         now.by_run[run] = block
 
-    def block_ends(self, run: BlockRun) -> None:
+    def block_ends(self, run: BlockRun | PlainRun) -> None:
         """A block's forward is over."""
-        if self._pass is not None and run in self._pass.by_run:
+        block = None if self._pass is None else self._pass.by_run.get(run)
+        if self._pass is not None and block is not None:
+            if not isinstance(run, PlainRun):
+                block.checkpointable, block.input_bytes = run.checkpointable, run.tally.input_bytes
             self._cut(self._pass.between)
 
-    def backward_begins(self, run: BlockRun) -> None:
+    def backward_begins(self, run: BlockRun | PlainRun) -> None:
         """A block shows in backward."""
         if self._pass is not None:
             block = self._pass.by_run.get(run)
@@ -258,12 +247,14 @@ class StepTimer:
 
     def backward_ends(self) -> None:
         """A backward is over."""
+        if self.spans is not None:
+            self.spans.backward_ends()
         if self._pass is not None and self._pass.turned and self._pass.tail is None:
             self._pass.tail = _Stretches()
             self._cut(self._pass.tail)
 
     def finish(self) -> None:
-        """A step is over, and no other follows that would show it."""
+        """End the step whose backward is over, if there is one: another begins, or none follows."""
         if self._pass is not None and self._pass.tail is not None:
             self._cut(None)
             self._finish(self._pass)
@@ -278,6 +269,7 @@ class StepTimer:
         narrow_bytes: int | None,
         movable: bool,
         prepare: Prepare | None,
+        host_seconds: float = 0.0,
     ) -> None:
         """A block saved a storage.
 
@@ -289,6 +281,7 @@ class StepTimer:
             narrow_bytes: Its size in the narrower type in which it is offloaded, if there is one.
             movable: The user's filters let it be offloaded.
             prepare: Returns what makes it again, or None if it may not be made again; None if no recipe is known.
+            host_seconds: The host's time of carrying out the action.
         """
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
@@ -306,6 +299,7 @@ class StepTimer:
                 site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action,
                 recompute=None if prepare is None else recomputes[key], flops=unit.recompute_flops,
+                host_seconds=host_seconds,
             )
         )  # fmt: skip
 
@@ -345,6 +339,7 @@ class StepTimer:
                         movable=u.movable, action=u.action,
                         recompute_seconds=None if u.recompute is None else meter.seconds(*u.recompute),
                         recompute_flops=None if u.recompute is None else u.flops,
+                        host_seconds=u.host_seconds,
                     )
                     for u in block.units
                 ),
@@ -354,6 +349,9 @@ class StepTimer:
                 backward_peak_bytes=block.backward.peak_bytes,
                 forward_anyway_bytes=block.forward.anyway_bytes,
                 backward_anyway_bytes=block.backward.anyway_bytes,
+                plain=block.plain,
+                checkpointable=block.checkpointable,
+                input_bytes=block.input_bytes,
             )
             for block in found.blocks
         )  # fmt: skip

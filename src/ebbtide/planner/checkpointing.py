@@ -1,4 +1,4 @@
-"""Activation checkpointing, for comparison: what a step would take if every block were re-run.
+"""Activation checkpointing: what a step would take if every block were re-run, and plans that re-run some.
 
 [Note: simulated checkpointing]
 Every block keeps what it was called with and nothing else; in backward it runs its forward once more, saves all that it
@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConfigError
-from ebbtide.planner.profile import BlockProfile, Profile
+from ebbtide.planner.profile import BlockProfile, Profile, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,27 @@ def rerun_blocks(profile: Profile, input_bytes: Sequence[int] | None = None) -> 
     return Rerun(
         peak_bytes=peak_bytes, peak_at=peak_at, kept_bytes=sum(given), overhead_seconds=profile.forward_seconds
     )
+
+
+def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Action, ...], ...]:
+    """Return actions that checkpoint the first blocks, whose bytes stay longest, and keep what the others save.
+
+    Args:
+        profile: The step.
+        count: How many blocks, of those that may be checkpointed.
+        inputs: KEEP or OFFLOAD: what becomes of their inputs.
+    """
+    able = [place for place, block in enumerate(profile.blocks) if block.checkpointable]
+    chosen = set(able[:count])
+
+    def action(place: int, unit: Unit) -> Action:
+        if place not in chosen:
+            return Action.KEEP
+        if not unit.block_input:
+            return Action.CHECKPOINT
+        return inputs if unit.movable else Action.KEEP
+
+    return tuple(tuple(action(place, unit) for unit in block.units) for place, block in enumerate(profile.blocks))
 
 
 def _saved_input_bytes(block: BlockProfile) -> int:

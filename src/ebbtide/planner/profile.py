@@ -59,6 +59,8 @@ class BlockProfile:
         units: What it saves, in that order.
         forward_beside_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_beside_bytes: The same while its backward runs.
+        checkpointable: It may run whole a second time in backward.
+        input_bytes: What it is called with, and keeps for that.
     """
 
     name: str
@@ -68,6 +70,8 @@ class BlockProfile:
     units: tuple[Unit, ...]
     forward_beside_bytes: int = 0
     backward_beside_bytes: int = 0
+    checkpointable: bool = False
+    input_bytes: int = 0
 
     @property
     def saved_bytes(self) -> int:
@@ -82,17 +86,21 @@ class Rates:
     Attributes:
         out_bytes_per_second: From the device to the store, all ranks of the machine at once.
         in_bytes_per_second: From the store to the device.
-        handling_seconds: Compute time that each moved storage costs beside its copy.
+        handling_seconds: Compute time that each moved storage costs beside its copy, each way.
+        handling_seconds_per_byte: Compute time that each of its bytes costs, each way: copies, direct I/O and fresh
+            memory take cores on a CPU.
     """
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     handling_seconds: float = 0.0
+    handling_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         _check("out_bytes_per_second", self.out_bytes_per_second, above=0.0)
         _check("in_bytes_per_second", self.in_bytes_per_second, above=0.0)
         _check("handling_seconds", self.handling_seconds)
+        _check("handling_seconds_per_byte", self.handling_seconds_per_byte)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

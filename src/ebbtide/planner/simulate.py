@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import BlockProfile, Profile
 
 LEAST_WINDOW_BYTES = 16 * 1024**2
 """As the engine's: a window that follows the model is never smaller."""
@@ -113,10 +113,12 @@ class _Step:
         if level_bytes + beside_bytes > self.peak:
             self.peak, self.peak_at = level_bytes + beside_bytes, (where, name)
 
-    def handle(self) -> None:
+    def handle(self, nbytes: int) -> None:
         """Spend what moving one storage costs compute."""
-        self.now += self.profile.rates.handling_seconds
-        self.handling_seconds += self.profile.rates.handling_seconds
+        rates = self.profile.rates
+        seconds = rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
+        self.now += seconds
+        self.handling_seconds += seconds
 
     # Forward
 
@@ -129,11 +131,13 @@ class _Step:
             if action is Action.KEEP:
                 self.held += unit.nbytes
             elif action is Action.OFFLOAD:
-                self.handle()
+                self.handle(unit.moved_bytes)
                 self.held += unit.moved_bytes
                 self._park(place, number, unit.moved_bytes)
                 self._retire(place)
             level = max(level, self.held)
+        self.held += _more_inputs(block, actions)
+        level = max(level, self.held)
         if not block.units:
             self.now += block.forward_seconds
         self._retire(place)
@@ -184,14 +188,17 @@ class _Step:
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
         back = 0  # recomputed or brought in, and not yet released
         coming.advance()
-        level = self.held + coming.ahead_bytes
+        if Action.CHECKPOINT in actions:
+            self.now += block.forward_seconds
+            back = sum(u.nbytes for u, action in zip(block.units, actions, strict=True) if action is Action.CHECKPOINT)
+        level = self.held + coming.ahead_bytes + back
         for number in reversed(range(len(block.units))):
             unit, action = block.units[number], actions[number]
             if action is Action.RECOMPUTE:
                 self.now += unit.recompute_seconds or 0.0
                 back += unit.nbytes
             elif (parked := self.parked.get((place, number))) is not None and not parked.resident:
-                self.handle()
+                self.handle(unit.moved_bytes)
                 ready = coming.arrival(place, number)
                 if ready > self.now:
                     self.stalls[place] += ready - self.now
@@ -206,11 +213,19 @@ class _Step:
             self.now += block.backward_seconds
         self.see(level, block.backward_beside_bytes, "backward", block.name)
         # Its graph is gone, and with it what stayed for it.
+        self.held -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             if action is Action.KEEP:
                 self.held -= unit.nbytes
             elif action is Action.OFFLOAD and self.parked[place, number].resident:
                 self.held -= unit.moved_bytes
+
+
+def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
+    """Return what a block that is checkpointed keeps beyond the inputs that it saves."""
+    if Action.CHECKPOINT not in actions:
+        return 0
+    return max(block.input_bytes - sum(unit.nbytes for unit in block.units if unit.block_input), 0)
 
 
 class _CopyIn:
@@ -271,6 +286,8 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         by_action[action] += unit.nbytes
         moved += unit.moved_bytes if action is Action.OFFLOAD else 0
         recomputed += (unit.recompute_seconds or 0.0) if action is Action.RECOMPUTE else 0.0
+    for block, actions in zip(profile.blocks, assignment, strict=True):
+        recomputed += block.forward_seconds if Action.CHECKPOINT in actions else 0.0
     seconds = step.now + profile.tail_seconds
     return Simulated(
         step_seconds=seconds,
@@ -284,6 +301,6 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
         offloaded_bytes=by_action[Action.OFFLOAD],
         moved_bytes=moved,
         served_bytes=step.served_bytes,
-        recomputed_bytes=by_action[Action.RECOMPUTE],
+        recomputed_bytes=by_action[Action.RECOMPUTE] + by_action[Action.CHECKPOINT],
         handling_seconds=step.handling_seconds,
     )

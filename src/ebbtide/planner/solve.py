@@ -11,6 +11,7 @@ blocks, so that copies come at an even pace. ``K`` is found by halving.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ebbtide.base.actions import Action, Candidate, Plan, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
+from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile, Unit
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
 
@@ -60,7 +62,9 @@ class Solution:
     @property
     def bound_seconds(self) -> float:
         """The least overhead of any schedule that has as many bytes on the device at the turn-around."""
-        return self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
+        least = self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
+        whole = any(Action.CHECKPOINT in actions for actions in self.assignment)  # may cost less than its recipes
+        return min(least, self.predicted.overhead_seconds) if whole else least
 
 
 def fit(profile: Profile, budget_bytes: int) -> Solution:
@@ -87,7 +91,13 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
             expected=f"at least {format_size(least.predicted.peak_bytes)}, the smallest peak of this model and batch",
             hint=_holder(least),
         )
-    return search.border(least, everything, fits)[0]
+    whole = [found for found in search.checkpointed(fits) if fits(found)]
+    return min([search.border(least, everything, fits)[0], *whole], key=_overhead)
+
+
+def smallest(profile: Profile) -> Solution:
+    """Return the plan with the smallest simulated peak, whatever it costs."""
+    return _Search(profile).smallest()
 
 
 def shrink(profile: Profile, max_slowdown: float) -> Solution:
@@ -104,7 +114,20 @@ def shrink(profile: Profile, max_slowdown: float) -> Solution:
 
     search = _Search(profile, slack)
     least, everything = search.candidate(profile.stubborn_bytes), search.candidate(profile.saved_bytes)
-    return search.border(least, everything, too_slow)[1] if too_slow(least) else least
+    found = search.border(least, everything, too_slow)[1] if too_slow(least) else least
+    whole = [other for other in search.checkpointed(too_slow, fewest=False) if not too_slow(other)]
+    # As good as the others is not enough: a block that runs whole again is one that no recipe is known to serve.
+    grain = GRAIN * profile.saved_bytes
+    best = min(whole, key=_peak, default=found)
+    return best if _peak(best) < _peak(found) - grain else found
+
+
+def _overhead(found: Solution) -> float:
+    return found.predicted.overhead_seconds
+
+
+def _peak(found: Solution) -> int:
+    return found.predicted.peak_bytes
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
@@ -190,7 +213,26 @@ class _Search:
         kept = self.profile.stubborn_bytes
         leave = self.profile.saved_bytes - kept
         tried = [self._try(kept, share * leave, 0) for share in SHARES]
+        tried += self.checkpointed(lambda found: False)
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
+
+    def checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
+        """Return plans that checkpoint so many of the first blocks that a test begins to hold, or all of them.
+
+        Args:
+            holds: A test that holds from some number of blocks on.
+            fewest: Return the first plan for which it holds; else the last for which it does not.
+        """
+        able = sum(block.checkpointable for block in self.profile.blocks)
+        found: list[Solution] = []
+        for inputs in (Action.KEEP, Action.OFFLOAD) if able else ():
+
+            def plan(count: int, inputs: Action = inputs) -> Solution:
+                return self._solution(checkpointed(self.profile, count, inputs))
+
+            first = bisect_left(range(able + 1), True, key=lambda count: holds(plan(count)))
+            found.append(plan(min(first, able) if fewest else max(first - 1, 0)))
+        return found
 
     def border(self, least: Solution, most: Solution, holds: Callable[[Solution], bool]) -> tuple[Solution, Solution]:
         """Return two neighbours: the last for which a test holds, and the first for which it does not.
@@ -211,7 +253,9 @@ class _Search:
         return least, most
 
     def _try(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Solution:
-        assignment = self._assign(kept_bytes, offloaded_bytes, tail)
+        return self._solution(self._assign(kept_bytes, offloaded_bytes, tail))
+
+    def _solution(self, assignment: Assignment) -> Solution:
         return Solution(
             profile=self.profile,
             assignment=assignment,

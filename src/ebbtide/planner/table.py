@@ -72,6 +72,16 @@ class TablePlan:
     predicted: Prediction
     reasons: tuple[str, ...] = ()
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
+    _inputs: Mapping[str, Action] = field(init=False, repr=False, compare=False)
+    """What becomes of the inputs of each block that is checkpointed."""
+
+    def __post_init__(self) -> None:
+        whole = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
+        inputs = dict.fromkeys(whole, Action.OFFLOAD)
+        for (name, _), action in self.actions.items():
+            if name in whole and action is not Action.CHECKPOINT:
+                inputs[name] = action
+        object.__setattr__(self, "_inputs", inputs)
 
     @property
     def recomputes(self) -> bool:
@@ -81,6 +91,11 @@ class TablePlan:
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
         action = self.actions.get((candidate.block_name, candidate.site))
+        if candidate.block_name in self._inputs:
+            # Saved for its second run: by the block itself, not by a module in it. Else it was not run again.
+            if candidate.block_input and not candidate.site.module:
+                return self._inputs[candidate.block_name]
+            action = None
         if action is None:
             return self.by_rule.choose(candidate)
         if action is Action.RECOMPUTE and candidate.recompute_flops is None:
@@ -92,6 +107,14 @@ class TablePlan:
     def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP
+
+    def checkpoints(self, block_name: str) -> bool:
+        """Whether a block is run whole a second time in backward."""
+        return block_name in self._inputs
+
+    def may_checkpoint(self, block_name: str) -> bool:
+        """Whether it is to be seen if a block can run again."""
+        return block_name in self._inputs
 
     def explain(self) -> str:
         """Say what was chosen, what it should cost, and why, a line per site kind."""

@@ -3,38 +3,46 @@
 [Note: Auto's steps]
 The first pass warms up and goes by rule (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest offloaded.
 That is near the least memory there is, so that a model that ran out of memory gets this far. The next passes are
-measured, still by rule. From then on the plan is a table made for that step. A pass that saves clearly more than the
-measured one is measured too, and the plan made anew.
+measured, still by rule; in the second of them some blocks run without hooks: see [Note: the baseline]. From then on
+the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop]. A table that
+keeps everything needs no hooks: all blocks run plain. A pass that saves clearly more than the measured one is measured
+too, and the plan made anew.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ebbtide.base.actions import Action, Candidate
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.base.units import parse_size
-from ebbtide.config import Auto, Policy
+from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine import Engine
-from ebbtide.engine.timing import StepTimer, TimedBlock, TimedStep
+from ebbtide.engine.spans import Span, SpanTimer
+from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 from ebbtide.planner.simulate import simulate
-from ebbtide.planner.solve import Solution, fit, follow, shrink
+from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
-from ebbtide.store.meter import meter_for
+from ebbtide.profiling.baseline import against_plain, alike, fastest, noise, plain_blocks, sample
+from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
+from ebbtide.store.meter import meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
 """Of these the shorter time of each stretch counts: what disturbs a machine makes it slower, never faster."""
+
+RESERVE = 0.03
+"""Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
 
 PROBE_BYTES = 16 * 1024**2
 """Moved out and back where the measured steps moved nothing, to know the rates."""
@@ -55,6 +63,11 @@ class MeasuredPlan:
         self._by_rule = plan_for(policy)
         self._warm = False
         self._steps: list[TimedStep] = []
+        self._timer: StepTimer | None = None
+        self._check: Check | None = None
+        self._corrections, self._noise = 0, 0.0
+        self._warned = self._keeps = False
+        self._story: list[str] = []  # what became of earlier plans for this step
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -71,8 +84,11 @@ class MeasuredPlan:
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="give Auto(max_slowdown=...) instead",
             )
-        engine.timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=budget is not None)
-        engine.timer.want()
+        memory = budget is not None
+        timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
+        timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
+        self._timer = engine.timer = timer
+        timer.want()
 
     # What the engine asks
 
@@ -94,10 +110,20 @@ class MeasuredPlan:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP
 
+    def checkpoints(self, block_name: str) -> bool:
+        """Whether the plan runs a block whole a second time. While steps are measured, none is."""
+        measures = self._timer is not None and self._timer.wanted
+        return self.table is not None and not measures and self.table.checkpoints(block_name)
+
+    def may_checkpoint(self, block_name: str) -> bool:
+        """Whether it is to be seen if a block can run again: in the first step, and where it does."""
+        return not self._warm or self.checkpoints(block_name)
+
     def explain(self) -> str:
         """Say what is done now, and why."""
-        if self.table is not None:
-            return self.table.explain()
+        if self.table is not None and self._check is not None:
+            head, *lines = self.table.explain().splitlines()
+            return "\n".join([head, self._check.text(), *self._story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made after {1 + MEASURED_STEPS} steps, from what they took "
             f"({self._aim()})"
@@ -135,27 +161,118 @@ class MeasuredPlan:
     # Planning
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Take a measured step in; returns whether another is wanted.
-
-        Raises:
-            BudgetError: No plan fits the memory budget.
-        """
+        """Take a measured step in; returns whether another is wanted."""
         if not self._warm:
             self._warm = True
             return True
-        if self._steps and not _alike(self._steps[-1], step):
+        if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
+        self._run_plain(frozenset())
+        if any(block.plain for block in step.blocks) and not self._steps:
+            return True  # what the plain ones save is not known
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS:
+            self._run_plain(sample(step, self._room_bytes(step)))
             return True
-        self.profile = profile_of(_fastest(self._steps), self._rates(), self._window_bytes)
+        first, last = self._steps[0], self._steps[-1]
+        profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
+        profile = against_plain(profile, plain_blocks(first, last))
+        self._noise, self._corrections, self._story = noise(first, last), 0, []
         self._steps.clear()
-        self.table = table_plan(solution_for(self._policy, self.profile), self.name)
+        self._carry_out(self._solution(profile, self._budget_bytes))
+        return False
+
+    def saw_span(self, span: Span) -> bool:
+        """Take a pass in that carried the plan out; returns whether another is wanted. See [Note: the loop]."""
+        check = self._check
+        if check is None or check.add(span) is None:
+            return check is not None
+        check.reserved_bytes = reserved_bytes(self._tier)
+        if not (check.too_slow or check.over_budget_bytes):
+            logger.info("the plan keeps its promise: %s", check.text())
+            return False
+        if self._corrections == CORRECTIONS:
+            return False
+        self._corrections += 1
+        found = self._corrected(check)
+        if found is None and self._budget_bytes is not None and not check.over_budget_bytes:
+            self._story.append("it takes longer than predicted, and no faster plan is known that fits")
+            logger.info("%s: %s", self._story[-1], check.text())
+            return False
+        if found is None:
+            self._story.append("the promise is not kept, and no plan is known that would keep it")
+            logger.warning("%s: %s", self._story[-1], check.text())
+            return False
+        self._story.append(f"correction {self._corrections}: {check.text()}")
+        logger.info("the plan missed its promise and is corrected: %s", check.text())
+        self._carry_out(found)
+        return not self._keeps
+
+    def _corrected(self, check: Check) -> Solution | None:
+        """Return another plan for a step whose plan missed its promise; None where there is none."""
+        before = check.solution
+        profile = (recalibrated(check) if check.too_slow else None) or before.profile
+        if self._budget_bytes is not None:
+            found = self._solution(profile, max(self._budget_bytes - check.over_budget_bytes, 1))
+            return None if found.assignment == before.assignment else found
+        found = self._solution(profile, None)
+        if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
+            found = follow(profile, plan_for(Keep()))
+        room = room_bytes(self._tier)
+        return None if room is None or found.predicted.kept_bytes > room else found
+
+    def _solution(self, profile: Profile, budget_bytes: int | None) -> Solution:
+        """Return what the policy chooses for a step; where no plan fits the budget, the one that takes least."""
+        if budget_bytes is None:
+            return shrink(profile, self._policy.max_slowdown)
+        try:
+            return fit_with_reserve(profile, budget_bytes)
+        except BudgetError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("no plan fits, the one that takes least memory is carried out: %s", error)
+            return smallest(profile)
+
+    def _carry_out(self, solution: Solution) -> None:
+        """Make a solution the plan from now on."""
+        self.profile, budget = solution.profile, self._budget_bytes
+        self.table = table_plan(solution, self.name)
+        plain, slowdown = solution.profile.step_seconds, self._policy.max_slowdown
+        allowed = plain * (1 + slowdown) if budget is None else solution.predicted.step_seconds
+        self._check = Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget)
+        keeps = self._keeps = not any(
+            action is not Action.KEEP for actions in solution.assignment for action in actions
+        )
+        if keeps:
+            self._story.append(
+                "everything stays, so blocks run without hooks, as in plain training: "
+                + ("it fits" if budget is not None else "nothing is gained within max_slowdown")
+            )
+        if self._timer is not None:
+            self._timer.everything_plain = keeps
+            if self._timer.spans is not None:
+                self._timer.spans.want(wanted=not keeps)
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
-        self._bus.emit("plan", name=self.name, text=self.table.explain())
-        return False
+        self._bus.emit("plan", name=self.name, text=self.explain())
+
+    def _run_plain(self, names: frozenset[str]) -> None:
+        if self._timer is not None:
+            self._timer.plain = names
+
+    def _room_bytes(self, step: TimedStep) -> int | None:
+        """Return the memory that a step may take beyond a measured one."""
+        room, budget = room_bytes(self._tier), self._budget_bytes
+        if room is None or budget is None:
+            return room
+        peaks = [peak for b in step.blocks for peak in (b.forward_peak_bytes, b.backward_peak_bytes)]
+        return min(room, budget - max(filter(None, [*peaks, step.turn_peak_bytes]), default=budget))
+
+    @property
+    def _budget_bytes(self) -> int | None:
+        budget = self._policy.memory_budget
+        return None if budget is None else parse_size(budget, name="memory_budget")
 
     def _rates(self) -> Rates:
         counters = self._tier.counters
@@ -184,8 +301,25 @@ def solution_for(policy: Policy, profile: Profile) -> Solution:
     if not isinstance(policy, Auto):
         return follow(profile, plan_for(policy))
     if policy.memory_budget is not None:
-        return fit(profile, parse_size(policy.memory_budget, name="memory_budget"))
+        return fit_with_reserve(profile, parse_size(policy.memory_budget, name="memory_budget"))
     return shrink(profile, policy.max_slowdown)
+
+
+def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
+    """Return the fastest plan whose peak is within a budget and leaves ``RESERVE`` of it; if none, the smallest.
+
+    Args:
+        profile: The step.
+        budget_bytes: What the user allows.
+
+    Raises:
+        BudgetError: No plan fits the memory budget.
+    """
+    try:
+        return fit(profile, int(budget_bytes / (1 + RESERVE)))
+    except BudgetError:
+        found = smallest(profile)
+        return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)
 
 
 def profile_of(
@@ -239,6 +373,8 @@ def _block(block: TimedBlock) -> BlockProfile:
         kind=block.kind,
         forward_seconds=block.forward_seconds,
         backward_seconds=max(block.backward_seconds - recomputed, 0.0),
+        checkpointable=block.checkpointable,
+        input_bytes=block.input_bytes,
         units=tuple(
             Unit(
                 site=unit.site,
@@ -256,42 +392,3 @@ def _block(block: TimedBlock) -> BlockProfile:
 
 def _beside(peak_bytes: int | None, level_bytes: int) -> int:
     return max((peak_bytes or 0) - level_bytes, 0)
-
-
-def _alike(one: TimedStep, other: TimedStep) -> bool:
-    """Whether two steps ran the same blocks, and these saved the same."""
-
-    def shape(step: TimedStep) -> list[tuple[str, list[tuple[object, int]]]]:
-        return [(block.name, [(unit.site, unit.nbytes) for unit in block.units]) for block in step.blocks]
-
-    return shape(one) == shape(other)
-
-
-def _fastest(steps: list[TimedStep]) -> TimedStep:
-    """Return a step of which every stretch is the shortest of several that are alike, and every peak the highest."""
-    latest = steps[-1]
-    blocks = tuple(
-        replace(
-            block,
-            units=tuple(
-                replace(
-                    unit, recompute_seconds=_least(step.blocks[place].units[number].recompute_seconds for step in steps)
-                )
-                for number, unit in enumerate(block.units)
-            ),
-            forward_seconds=min(step.blocks[place].forward_seconds for step in steps),
-            backward_seconds=min(step.blocks[place].backward_seconds for step in steps),
-        )
-        for place, block in enumerate(latest.blocks)
-    )
-    return replace(
-        latest,
-        blocks=blocks,
-        turn_seconds=min(step.turn_seconds for step in steps),
-        tail_seconds=min(step.tail_seconds for step in steps),
-    )
-
-
-def _least(seconds: Iterable[float | None]) -> float | None:
-    known = [value for value in seconds if value is not None]
-    return min(known) if known else None

@@ -21,7 +21,8 @@ from ebbtide.config import Auto, Options
 from ebbtide.engine import Engine
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.tickets import Entry
-from ebbtide.engine.timing import StepTimer, TimedStep
+from ebbtide.engine.timed import TimedStep
+from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine

@@ -15,6 +15,7 @@ import torch
 from ebbtide.store.device import Device
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
+from ebbtide.store.share import free_memory_bytes
 from ebbtide.store.spill import SpillTier
 
 Moment = Any
@@ -109,6 +110,35 @@ def meter_for(tier: Tier) -> Meter:
     """Return what measures steps whose offloaded bytes go to ``tier``."""
     device = _device_of(tier)
     return HostMeter() if device is None else DeviceMeter(device)
+
+
+def room_bytes(tier: Tier) -> int | None:
+    """Return the memory that a step may still take; None where that cannot be told.
+
+    On a device that is what it has free and what torch's allocator holds and has not handed out; without one it is
+    the host memory that is free for this process.
+
+    Args:
+        tier: Where offloaded bytes of the step go.
+    """
+    if _device_of(tier) is None or not torch.accelerator.is_available():
+        return free_memory_bytes()
+    info: Any = getattr(torch.accelerator, "get_memory_info", None)  # since torch 2.10
+    if info is None:
+        return None
+    cached = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    return int(info()[0] + cached)
+
+
+def reserved_bytes(tier: Tier) -> int | None:
+    """Return what torch's allocator holds of the device, fragments included; None without a device.
+
+    Args:
+        tier: Where offloaded bytes of the step go.
+    """
+    if _device_of(tier) is None or not torch.accelerator.is_available():
+        return None
+    return int(torch.accelerator.memory_reserved())
 
 
 def keeps_time(tier: Tier) -> bool:

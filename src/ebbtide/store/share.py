@@ -64,6 +64,11 @@ def memory_limit_bytes(*, root: Path = Path("/")) -> int:
     return min(x.limit_bytes for x in (_machine(root), *_groups(root)))
 
 
+def free_memory_bytes(*, root: Path = Path("/")) -> int:
+    """Return the host memory that is free: the machine's, or what the smallest control group leaves."""
+    return max(0, min(x.free_bytes for x in (_machine(root), *_groups(root))))
+
+
 def _machine(root: Path) -> Memory:
     fields = _fields(root / "proc/meminfo", unit=1024)
     total = fields.get("MemTotal:")

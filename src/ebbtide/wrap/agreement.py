@@ -128,7 +128,7 @@ class Votes:
             ConfigError: A rank did not come to this in time.
         """
         if kind not in self._decided:
-            groups = self._groups if _has_collectives(block) else []
+            groups = self._groups if has_collectives(block) else []
             self._decided[kind] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
         return (self._decided[kind] or wish) == AGAIN
 
@@ -141,7 +141,7 @@ class Votes:
         return wish
 
 
-def _has_collectives(block: nn.Module) -> bool:
+def has_collectives(block: nn.Module) -> bool:
     """Whether a second run of the block is known to need the other ranks."""
     if any(hasattr(p, "device_mesh") for p in block.parameters()):
         return True  # weights that are split, by tensor parallelism or by units below the block that are resharded

@@ -42,6 +42,7 @@ from ebbtide.wrap.forward import (
     running_transform,
 )
 from ebbtide.wrap.others import refuse_around, refuse_taken
+from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.strategy import weights_move
@@ -91,6 +92,7 @@ class Attachment:
         self._room_checked = False
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns(engine.plan, Votes(self._groups))
+        self._plain = PlainBlocks(engine)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, Scope]] = []
         self._own: Scope | None = None  # of the model itself, where that is a block
@@ -179,10 +181,17 @@ class Attachment:
             self._leave_to_checkpoint(kept, block)
             return forward(*args, **kwargs)
         refuse_around(block.name, pack)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if self._plain.wanted(block, inputs):
+            scope.open = True
+            try:
+                return self._plain.call(block, inputs, forward, args, kwargs)
+            finally:
+                scope.open = False
         seen = self._seen.get(block.kind) or Tally()
         whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs)
         self._check_room()
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        measured = engine.timer is not None and engine.timer.wanted
         hooks = offloading(engine, block, inputs, checkpointed=whole)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
@@ -197,11 +206,14 @@ class Attachment:
                 try:
                     output = forward(*args, **kwargs)
                     scope.others.check(block.name, run)
-                    return output
+                    run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                 finally:
                     scope.run = None
                     scope.others.forget()
                     self._seen[block.kind] = run.tally
+                self._plain.saw(run, inputs)
+            self._plain.mark(run, inputs, output)
+            return output
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were

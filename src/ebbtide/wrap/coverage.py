@@ -218,7 +218,7 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
     found: Counter[str] = Counter()
     counted: dict[int, torch.UntypedStorage] = {}
     names: dict[type, list[str]] = {}
-    pending: list[Any] = [t.grad_fn for t in _tensors(output)]
+    pending: list[Any] = [t.grad_fn for t in tensors_in(output)]
     nodes: set[Any] = set()
     while pending:
         node = pending.pop()
@@ -254,14 +254,14 @@ def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
+def tensors_in(output: Any) -> list[torch.Tensor]:
     """Return the tensors in what a forward returned."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         elif isinstance(leaf, Mapping):
-            found += _tensors(dict(leaf))  # pyright: ignore[reportUnknownArgumentType]
+            found += tensors_in(dict(leaf))  # pyright: ignore[reportUnknownArgumentType]
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, (type, nn.Module)):
             found += [t for t in tree_leaves(dict(vars(leaf))) if isinstance(t, torch.Tensor)]
     return found

@@ -21,13 +21,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from ebbtide.base.actions import Action, Plan
+from ebbtide.base.actions import Action, NamesBlocks, Plan
 from ebbtide.engine import Block
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes
+from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.blocks import WHOLE_MODEL
 from ebbtide.wrap.state import State, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -50,6 +51,7 @@ class Reruns:
 
     def __init__(self, plan: Plan, votes: Votes) -> None:
         self._plan, self._votes = plan, votes
+        self._names = plan if isinstance(plan, NamesBlocks) else None
         self._refused: dict[str, str] = {}  # kind → why not, as it was told
         self._looked: set[str] = set()  # blocks that were searched for random generators
 
@@ -65,6 +67,8 @@ class Reruns:
             args: What it is called with.
             kwargs: What it is called with, by name.
         """
+        if self._names is not None:
+            return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
         action = self._plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
         )
@@ -74,6 +78,18 @@ class Reruns:
             wish = AGAIN if allowed else NEVER if again else ONCE
             again = self._votes.decide(block.kind, module, wish)
         return again and (allowed or self._allowed(block.kind, args, kwargs))
+
+    def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this process alone may run a block again: it was watched, and no other rank is needed.
+
+        Args:
+            block: As the engine knows it.
+            module: Its module.
+            args: What it is called with.
+            kwargs: What it is called with, by name.
+        """
+        watched = block.name in self._looked and block.name != WHOLE_MODEL
+        return watched and not has_collectives(module) and self._allowed(block.kind, args, kwargs)
 
     @contextmanager
     def watched(
@@ -103,6 +119,8 @@ class Reruns:
                 self._refuse(kind, "change what they are given, which a second run would find changed")
 
     def _possible(self, block: Block) -> bool:
+        if self._names is not None:
+            return self._names.may_checkpoint(block.name)
         return self._plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT
 
     def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -119,8 +137,12 @@ class Reruns:
         if kind not in self._refused:
             self._refused[kind] = why
             hint = f" (for a key-value cache, set {switch})" if switch else ""
-            logger.warning(
-                "%s blocks are not re-run whole: they %s; their tensors are treated one by one%s", kind, why, hint
+            logger.log(
+                logging.WARNING if self._names is None else logging.DEBUG,
+                "%s blocks are not re-run whole: they %s; their tensors are treated one by one%s",
+                kind,
+                why,
+                hint,
             )
 
 

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
-from ebbtide.engine.timing import StepTimer, TimedStep
+from ebbtide.engine.spans import Span, SpanTimer
+from ebbtide.engine.timed import TimedStep
+from ebbtide.engine.timing import PlainRun, StepTimer
 
 CPU = torch.device("cpu")
 
@@ -73,6 +75,7 @@ class Run:
 
     def __init__(self, pass_: Any, name: str) -> None:
         self.pass_, self.where = pass_, CPU
+        self.checkpointable, self.tally = False, SimpleNamespace(input_bytes=0)
         self.block = SimpleNamespace(name=name, kind="Layer")
 
 
@@ -232,3 +235,71 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
         assert [u.movable for u in block.units] == [True, False, True]
         assert [u.narrow_bytes for u in block.units] == [4, None, None]
         assert [u.action for u in block.units] == [Action.OFFLOAD, Action.KEEP, Action.OFFLOAD]
+
+
+def test_a_block_without_hooks_is_timed_and_what_is_left_out_is_not() -> None:
+    scene, one = Scene(), Pass()
+    first = scene.forward(one, "a")
+    scene.timer.plain = frozenset({"b"})
+    assert scene.timer.runs_plain("b") and not scene.timer.runs_plain("a")
+    plain: Any = PlainRun(SimpleNamespace(name="b", kind="Layer"), one, CPU)  # type: ignore[arg-type]
+    scene.timer.block_begins(plain)
+    scene.timer.leave_out(plain, lambda: scene.spend(7.0))
+    scene.spend(1.5)
+    scene.timer.block_ends(plain)
+    scene.backward([*first, plain])
+    assert not scene.timer.runs_plain("b")  # which ends the step: no more is wanted
+    (step,) = scene.found
+    assert [(block.plain, block.forward_seconds) for block in step.blocks] == [(False, 1.25), (True, 1.5)]
+
+
+class Spans(Scene):
+    """Whole passes on a clock; nothing else is measured."""
+
+    def __init__(self, wanted: int = 100, *, memory: bool = False) -> None:
+        super().__init__(memory=memory)
+        self.told: list[Span] = []
+        self.timer.spans = SpanTimer(
+            self.clock, lambda span: self.told.append(span) or len(self.told) < wanted, memory=memory
+        )
+        one = Pass()
+        self.backward(self.full(one, 8.0))
+        self.full(Pass(), 1.0)  # ends the measured step
+        self.timer.spans.want()
+
+    def full(self, pass_: Any, seconds: float, saved_bytes: int = 100, peak: int = 0) -> list[Any]:
+        runs = self.forward(pass_, "a", seconds=seconds, between=0.0, peak=peak)
+        self.timer.pass_ends(saved_bytes)
+        return runs
+
+    def step(self, seconds: float, **given: Any) -> None:
+        self.backward(self.full(Pass(), seconds, **given))
+        self.spend(50.0)  # the optimizer, the data
+
+
+def test_passes_are_timed_and_told_two_later() -> None:
+    scene = Spans(memory=True)
+    for seconds in (1.0, 2.0, 3.0):
+        scene.step(seconds, peak=int(seconds))
+    assert [span.seconds for span in scene.told] == [3.0]
+    scene.step(4.0)
+    assert [(span.seconds, span.peak_bytes, span.saved_bytes) for span in scene.told] == [(3.0, 1, 100), (4.0, 2, 100)]
+
+
+def test_passes_are_timed_as_long_as_more_are_wanted() -> None:
+    scene = Spans(wanted=2)
+    for _ in range(9):
+        scene.step(1.0)
+    assert len(scene.told) == 2
+
+
+def test_passes_that_overlap_or_were_dropped_are_not_timed() -> None:
+    scene = Spans()
+    one, two = Pass(), Pass()
+    first, second = scene.full(one, 1.0), scene.full(two, 1.0)
+    scene.backward(first)
+    scene.backward(second)
+    scene.full(Pass(), 1.0)  # dropped
+    for _ in range(3):
+        scene.step(1.0)
+    assert [span.seconds for span in scene.told] == [3.0]

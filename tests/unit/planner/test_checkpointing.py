@@ -6,9 +6,12 @@ import dataclasses
 
 import pytest
 
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConfigError
-from ebbtide.planner.checkpointing import rerun_blocks
+from ebbtide.planner.checkpointing import checkpointed, rerun_blocks
 from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.simulate import simulate
+from ebbtide.planner.solve import fit, shrink, smallest
 from tests.helpers.profiles import alike, unit
 
 FAST = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12)
@@ -64,3 +67,72 @@ def test_it_never_takes_more_memory_than_keeping_everything_where_inputs_are_sav
 def test_inputs_of_other_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="input_bytes has 3 numbers; expected one for each of 4 executed blocks"):
         rerun_blocks(profile(), [1, 2, 3])
+
+
+# Plans that checkpoint some blocks
+
+SLOW = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
+
+
+def able(found: Profile) -> Profile:
+    blocks = (dataclasses.replace(block, checkpointable=True) for block in found.blocks)
+    return dataclasses.replace(found, blocks=tuple(blocks))
+
+
+def dear(*, recompute_seconds: float = 5.0) -> Profile:
+    """Return blocks whose forward takes a second, whose recipes take five, over a link that hides nothing."""
+    units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, recompute_seconds))
+    return able(alike(8, units, SLOW, beside=7))
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_checkpointing_every_block_is_simulated_as_it_is_worked_out(count: int) -> None:
+    found = simulate(able(profile(count)), checkpointed(able(profile(count)), count, Action.KEEP))
+    expected = rerun_blocks(profile(count))
+    assert (found.peak_bytes, found.peak_at) == (expected.peak_bytes, expected.peak_at)
+    assert found.overhead_seconds == pytest.approx(expected.overhead_seconds)
+    assert (found.kept_bytes, found.recomputed_bytes) == (10 * count, 90 * count)
+
+
+def test_what_a_block_is_called_with_and_does_not_save_is_kept_all_the_same() -> None:
+    blocks = able(alike(2, (unit("other", 90),), FAST, beside=7)).blocks
+    given = dataclasses.replace(profile(), blocks=tuple(dataclasses.replace(b, input_bytes=10) for b in blocks))
+    found = simulate(given, checkpointed(given, 2, Action.KEEP))
+    assert found.levels_bytes[:3] == (10, 20, 20) and found.levels_bytes[3:] == (20 + 90, 10 + 90)
+
+
+def test_the_first_blocks_are_checkpointed_and_only_those_that_may_be() -> None:
+    found = able(profile(4))
+    first = dataclasses.replace(found.blocks[0], checkpointable=False)
+    chosen = checkpointed(dataclasses.replace(found, blocks=(first, *found.blocks[1:])), 2, Action.OFFLOAD)
+    keep, whole = (Action.KEEP, Action.KEEP), (Action.OFFLOAD, Action.CHECKPOINT)
+    assert chosen == (keep, whole, whole, keep)
+
+
+def test_blocks_whose_recipes_cost_more_than_a_second_run_are_checkpointed_within_a_budget() -> None:
+    found = fit(dear(), 450)
+    assert found.predicted.peak_bytes <= 450
+    whole = sum(Action.CHECKPOINT in actions for actions in found.assignment)
+    assert 0 < whole < 8
+    assert found.predicted.overhead_seconds == pytest.approx(whole)
+    assert found.bound_seconds <= found.predicted.overhead_seconds
+    everything = rerun_blocks(dear())
+    assert found.predicted.overhead_seconds < everything.overhead_seconds
+
+
+def test_and_within_a_slowdown() -> None:
+    found = shrink(dear(), 0.1)  # of 24 s: two blocks
+    assert sum(Action.CHECKPOINT in actions for actions in found.assignment) == 2
+    assert not any(Action.CHECKPOINT in actions for actions in shrink(dear(), 0.01).assignment)
+
+
+def test_cheap_recipes_are_not_given_up_for_a_second_run() -> None:
+    for found in (fit(dear(recompute_seconds=0.01), 450), shrink(dear(recompute_seconds=0.01), 0.1)):
+        assert not any(Action.CHECKPOINT in actions for actions in found.assignment)
+
+
+def test_the_smallest_peak_may_be_checkpointings() -> None:
+    units = (dataclasses.replace(unit("input", 10), block_input=True), unit("other", 90, movable=False))
+    only = able(alike(8, units, SLOW, beside=7))
+    assert smallest(only).predicted.peak_bytes <= rerun_blocks(only).peak_bytes
+    assert fit(only, rerun_blocks(only).peak_bytes).predicted.peak_bytes <= rerun_blocks(only).peak_bytes

@@ -12,11 +12,11 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
-from ebbtide.engine.timing import TimedBlock, TimedStep, TimedUnit
+from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
-from ebbtide.profiling.measured import MeasuredPlan, profile_of
+from ebbtide.profiling.measured import MeasuredPlan, profile_of, solution_for
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)
@@ -111,12 +111,10 @@ def test_a_budget_is_fitted_with_what_is_there_beside() -> None:
     assert plan.table.predicted.kept_bytes > 0
 
 
-def test_a_budget_that_nothing_fits_is_an_error_that_says_what_would() -> None:
-    plan = MeasuredPlan(Auto(memory_budget="1MB"), tier(), 100 * MB, Bus())
-    plan.saw_step(step(peak=1_300 * MB))
-    plan.saw_step(step(peak=1_300 * MB))
+def test_before_training_a_budget_that_nothing_fits_is_an_error_that_says_what_would() -> None:
+    profile = profile_of(step(peak=1_300 * MB), RATES, 100 * MB)
     with pytest.raises(BudgetError, match=r"memory_budget is .*smallest peak"):
-        plan.saw_step(step(peak=1_300 * MB))
+        solution_for(Auto(memory_budget="1MB"), profile)
 
 
 def test_it_says_what_it_does_before_and_after(tmp_path: Path) -> None:

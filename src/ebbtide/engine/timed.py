@@ -1,0 +1,87 @@
+"""What is known of a step that was measured: plain values. See [Note: a measured step]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ebbtide.base.actions import Action, Site
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedUnit:
+    """One storage that a block saved.
+
+    Attributes:
+        site: Where it was saved.
+        nbytes: Its size in bytes.
+        block_input: It came into the block from outside.
+        movable: The user's filters let it be offloaded.
+        action: What was done with it in the measured step.
+        recompute_seconds: Time of making it again; None if that cannot be done.
+        recompute_flops: Multiply-add work of that, in FLOP.
+        narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
+        host_seconds: The host's time of carrying out the action when it was saved.
+    """
+
+    site: Site
+    nbytes: int
+    block_input: bool
+    movable: bool
+    action: Action
+    recompute_seconds: float | None
+    recompute_flops: float | None = None
+    narrow_bytes: int | None = None
+    host_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedBlock:
+    """One executed block.
+
+    Attributes:
+        name: Path of the module in the model.
+        kind: Its class.
+        units: What it saved, in that order.
+        forward_seconds: From the start of its forward to what follows, without waits for copies.
+        backward_seconds: The same of its backward; recomputes included.
+        forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
+        backward_peak_bytes: The same of its backward.
+        forward_anyway_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: memory
+            that is there anyway].
+        backward_anyway_bytes: The same of its backward.
+        plain: It ran without hooks, so it has no units. See [Note: plain blocks].
+        checkpointable: It could run whole a second time in backward.
+        input_bytes: What it would keep for that: what it was called with and takes a gradient.
+    """
+
+    name: str
+    kind: str
+    units: tuple[TimedUnit, ...]
+    forward_seconds: float
+    backward_seconds: float
+    forward_peak_bytes: int | None
+    backward_peak_bytes: int | None
+    forward_anyway_bytes: int = 0
+    backward_anyway_bytes: int = 0
+    plain: bool = False
+    checkpointable: bool = False
+    input_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedStep:
+    """One measured step.
+
+    Attributes:
+        blocks: In the order in which their forwards began.
+        turn_seconds: Between the last forward and the first backward.
+        tail_seconds: From the end of the backward to the first block of the next pass.
+        turn_peak_bytes: Most memory in the former; None if not asked for, or not known.
+        turn_anyway_bytes: Bytes that were there then though the step had not kept them.
+    """
+
+    blocks: tuple[TimedBlock, ...]
+    turn_seconds: float
+    tail_seconds: float
+    turn_peak_bytes: int | None
+    turn_anyway_bytes: int = 0

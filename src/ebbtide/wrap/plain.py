@@ -1,0 +1,145 @@
+"""Blocks that run without hooks. See [Note: plain blocks] in ``ebbtide.engine.timing``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ebbtide.base.actions import Action, Site
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.inputs import node_of
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.stats import Tally
+from ebbtide.engine.timing import GROWTH, PlainRun
+from ebbtide.engine.untraced import leave_untraced
+from ebbtide.wrap.coverage import tensors_in
+
+
+class _Seen(NamedTuple):
+    """A block as it last ran with hooks."""
+
+    tally: Tally
+    elements: int  # of all that it was called with
+
+
+class PlainBlocks:
+    """Runs blocks without hooks where the engine's timer says so, and counts what they keep.
+
+    A block that is called with clearly more than when it last ran with hooks has its hooks again: what it saves is not
+    known then.
+
+    Args:
+        engine: Its timer chooses, its pass counts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        leave_untraced(__name__)
+        self._engine = engine
+        self._seen: dict[str, _Seen] = {}  # by path of the block
+
+    def saw(self, run: BlockRun, inputs: Sequence[torch.Tensor]) -> None:
+        """Remember a block that ran with hooks.
+
+        Args:
+            run: Its run.
+            inputs: What it was called with.
+        """
+        if self._engine.timer is not None:
+            self._seen[run.block.name] = _Seen(run.tally, _elements(inputs))
+
+    def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a block is to run without hooks now.
+
+        Args:
+            block: The block.
+            inputs: What it is called with.
+        """
+        timer, seen = self._engine.timer, self._seen.get(block.name)
+        if timer is None or not timer.runs_plain(block.name) or seen is None:
+            return False
+        return _elements(inputs) <= GROWTH * seen.elements
+
+    def call(
+        self,
+        block: Block,
+        inputs: Sequence[torch.Tensor],
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a block without hooks.
+
+        Args:
+            block: The block.
+            inputs: The tensors that it is called with.
+            forward: Its forward.
+            args: What it is called with.
+            kwargs: What it is called with, by name.
+        """
+        engine = self._engine
+        timer, pass_ = engine.timer, engine._pass
+        where = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        run = PlainRun(block, pass_, where)
+        if timer is not None:
+            timer.block_begins(run)
+            if timer.wanted and (where is None or where.type == "cpu"):
+                timer.leave_out(run, self._settle)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            kept = _kept(self._seen[block.name].tally)
+            pass_.tally.add_all(kept)
+            pass_.add_site(Site(block.kind, "", "plain", 0), kept.unique, Action.KEEP)
+            if timer is not None:
+                timer.block_ends(run)
+            if engine.bus.active:
+                engine.bus.emit(
+                    "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action="keep",
+                    **kept.fields(),
+                )  # fmt: skip
+        self.mark(run, inputs, output)
+        return output
+
+    def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
+        """Let the timer, and who listens to a plain block, know when the gradient of what a block returned is there.
+
+        Args:
+            run: The block.
+            inputs: The tensors that it was called with: what it hands on is not its own.
+            output: What it returned.
+        """
+        timer, listened = self._engine.timer, isinstance(run, PlainRun) and self._engine.bus.active
+        if timer is None or not (listened or (timer.wanted and timer.marks)):
+            return
+        given = set(map(node_of, inputs))
+        for node in set(map(node_of, tensors_in(output))) - given:
+            if node is not None:
+                node.register_prehook(functools.partial(self._backward_begins, run))
+
+    def _backward_begins(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
+        with self._engine.lock:
+            if isinstance(run, PlainRun):  # of others the engine tells
+                self._engine.bus.emit("block_backward", index=run.block.index, name=run.block.name)
+            if self._engine.timer is not None:
+                self._engine.timer.backward_begins(run)
+
+    def _settle(self) -> None:
+        """Let the copies end that run beside the block: on a CPU they take cores and memory from it."""
+        with self._engine.lock:
+            self._engine._stalls.serve_nobody()
+            self._engine._copy_out.retire(settle=True)
+
+
+def _elements(inputs: Sequence[torch.Tensor]) -> int:
+    return sum(t.numel() for t in inputs)
+
+
+def _kept(seen: Tally) -> Tally:
+    """Return the counts of a block that keeps all that it saves."""
+    kept = copy.copy(seen)
+    kept.kept, kept.offloaded, kept.recomputed = kept.unique, 0, 0
+    return kept

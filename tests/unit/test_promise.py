@@ -1,0 +1,237 @@
+"""``Auto`` and its promise on real models: plain blocks, plans that checkpoint blocks, and models with nothing to gain.
+
+Time is the fake device's: the layers and, where a test wants them to cost something, the hooks turn its clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.base.actions import Action
+from ebbtide.base.events import BUS
+from ebbtide.engine.run import BlockRun
+from ebbtide.engine.timed import TimedStep
+from ebbtide.planner.checkpointing import checkpointed
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.solve import Solution, _Search
+from ebbtide.profiling.baseline import PlainBlock
+from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.host import HostTier
+from tests.helpers.engines import assert_nothing_left, drain
+from tests.helpers.handles import enable_over
+from tests.helpers.models import build
+from tests.helpers.oracle import differences
+
+BLOCKS = 4
+UNTIL_PLAN = 1 + MEASURED_STEPS
+TO_JUDGE = SETTLING + CHECKED + 2
+"""Passes until a plan is judged: two later, when nobody waits for what is read."""
+
+
+class _Spend(torch.autograd.Function):
+    """Takes time, forward and backward, and saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, spend: Callable[[], None]) -> torch.Tensor:
+        ctx.spend = spend
+        spend()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.spend()
+        return gradients[0], None
+
+
+class Layer(nn.Module):
+    def __init__(self, spend: Callable[[], None]) -> None:
+        super().__init__()
+        self.inner, self.norm, self.spend = nn.Linear(8, 8), nn.LayerNorm(8), spend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + _Spend.apply(torch.nn.functional.gelu(self.inner(self.norm(x))), self.spend)
+
+
+class Timed:
+    """Tiny blocks over a fake device, each direction of which takes a second."""
+
+    def __init__(self, **policy: Any) -> None:
+        self.device = FakeDevice(1e9, 1e9)
+        self.tier = HostTier(self.device)
+        self.model = nn.Sequential(*[Layer(lambda: self.device.compute(1.0)) for _ in range(BLOCKS)])
+        self.x = torch.randn(16, 8)
+        self.expected = self.gradients()
+        self.handle = enable_over(self.tier, self.model, policy=ebbtide.Auto(**policy), min_bytes=0)
+
+    @property
+    def plan(self) -> MeasuredPlan:
+        assert isinstance(self.handle.plan, MeasuredPlan)
+        return self.handle.plan
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(self.model(self.x).square().sum(), list(self.model.parameters())))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            assert all(map(torch.equal, self.gradients(), self.expected))
+
+
+@pytest.fixture
+def dear_hooks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Let every saved tensor that comes to a hook cost half a second; return the blocks that packed."""
+    packed: list[str] = []
+    pack = BlockRun.pack
+
+    def dear(run: BlockRun, tensor: torch.Tensor, outer: Any = None) -> Any:
+        packed.append(run.block.name)
+        run.engine.tier.device.compute(0.5)  # type: ignore[attr-defined]
+        return pack(run, tensor, outer)
+
+    monkeypatch.setattr(BlockRun, "pack", dear)
+    yield packed
+
+
+def test_in_the_last_measured_step_one_block_runs_without_hooks(dear_hooks: list[str]) -> None:
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(2)
+        before = timed.handle.stats()
+        assert dear_hooks.count("3")
+        dear_hooks.clear()
+        timed.steps(1)
+        assert set(dear_hooks) == {"0", "1", "2"}
+        stats = timed.handle.stats()
+        assert (stats.unique_bytes, stats.packs) == (before.unique_bytes, before.packs)
+        assert stats.kept_bytes >= stats.unique_bytes // BLOCKS
+        timed.steps(1)
+        profile = timed.plan.profile
+        assert profile is not None
+        assert profile.forward_seconds == pytest.approx(BLOCKS, rel=0.05)
+        assert profile.backward_seconds == pytest.approx(BLOCKS, rel=0.05)
+
+
+def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks: list[str]) -> None:
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        dear_hooks.clear()
+        timed.steps(2)
+        assert not dear_hooks, "hooks ran"
+        stats = timed.handle.stats()
+        assert stats.kept_bytes == stats.unique_bytes > 0
+        assert "blocks run without hooks, as in plain training: nothing is gained" in timed.handle.explain()
+        began = timed.device.now_seconds
+        timed.steps(1)
+        assert timed.device.now_seconds - began == pytest.approx(2 * BLOCKS)
+        drain()
+        assert_nothing_left(timed.handle._engine)
+
+
+def test_blocks_without_hooks_are_told_of_like_others(dear_hooks: list[str]) -> None:
+    told: list[tuple[str, str]] = []
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        forget = BUS.subscribe(lambda event, fields: told.append((event, str(fields.get("name")))))
+        timed.steps(1)
+        forget()
+    names = [str(i) for i in range(BLOCKS)]
+    assert [name for event, name in told if event == "block"] == names
+    assert [name for event, name in told if event == "block_backward"] == names[::-1]
+
+
+def test_hooks_come_back_for_a_larger_batch(dear_hooks: list[str]) -> None:
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + (CORRECTIONS + 1) * TO_JUDGE)
+        dear_hooks.clear()
+        timed.x = torch.randn(64, 8)
+        timed.gradients()
+        assert set(dear_hooks) == {"0", "1", "2", "3"}
+        before = timed.plan.table
+        for _ in range(MEASURED_STEPS + 1):
+            timed.gradients()
+        assert timed.plan.table is not before
+
+
+def test_free_hooks_are_judged_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    timed = Timed(max_slowdown=0.05)
+    with timed.handle, caplog.at_level("INFO", logger="ebbtide"):
+        timed.steps(UNTIL_PLAN + TO_JUDGE + 2)
+        assert timed.plan._check is not None and timed.plan._check.measured is not None
+        assert "the plan keeps its promise: plain step" in caplog.text
+        assert "missed" not in caplog.text
+        judged = timed.plan._check.measured
+        timed.steps(TO_JUDGE)
+        assert timed.plan._check.measured is judged  # no further step is timed
+
+
+def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
+    """Return a solver that checkpoints every block that may be."""
+
+    def shrink(profile: Profile, max_slowdown: float) -> Solution:
+        return _Search(profile)._solution(checkpointed(profile, len(profile.blocks), inputs))
+
+    return shrink
+
+
+@pytest.mark.parametrize("inputs", [Action.KEEP, Action.OFFLOAD])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink", whole(inputs))
+    tiny = build(family)
+    plain = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0, verify=True) as handle:
+        for _ in range(UNTIL_PLAN):
+            assert not differences(plain, tiny.step())
+            assert not handle.stats().checkpointed_blocks
+        for _ in range(2):
+            assert not differences(plain, tiny.step())
+        stats = handle.stats()
+        assert stats.checkpointed_blocks == len(tiny.block_list())
+        assert bool(stats.offloaded_bytes) == (inputs is Action.OFFLOAD)
+        drain()
+        assert_nothing_left(handle._engine)
+
+
+def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink", whole(Action.KEEP))
+    tiny = build("llama")
+    with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0) as handle:
+        for _ in range(UNTIL_PLAN + 1):
+            tiny.step()
+        assert handle.plan.profile is not None  # type: ignore[attr-defined]
+        assert not handle.stats().checkpointed_blocks
+
+
+def test_minimal_may_checkpoint_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dear(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
+        assert any(block.plain for block in step.blocks) and not any(block.plain for block in before.blocks)
+        found = PlainBlock(
+            units=(), forward_seconds=1.0, backward_seconds=2.0, hooked_forward_seconds=2.0, hooked_backward_seconds=9.0
+        )
+        return {block.kind: found for block in step.blocks}
+
+    monkeypatch.setattr("ebbtide.profiling.minimal.plain_blocks", dear)
+    monkeypatch.setattr("ebbtide.profiling.minimal.noise", lambda before, step: 0.0)
+    tiny = build("llama")
+    plain = tiny.step()
+    with ebbtide.enable_activation_offloading(tiny.model, policy="minimal", min_bytes=0, verify=True) as handle:
+        for _ in range(UNTIL_PLAN):
+            assert not differences(plain, tiny.step())
+            assert not handle.stats().checkpointed_blocks
+        for _ in range(2):
+            assert not differences(plain, tiny.step())
+        assert handle.stats().checkpointed_blocks == len(tiny.block_list())
+        assert "blocks are checkpointed: recipes and copies took 8 s a block" in handle.explain()
+        drain()
+        assert_nothing_left(handle._engine)
