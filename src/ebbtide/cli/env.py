@@ -19,6 +19,7 @@ PACKAGES = (
     "accelerate",
     "datasets",
     "tokenizers",
+    "gguf",
     "numpy",
     "tyro",
     "PyYAML",

@@ -1,7 +1,7 @@
 """``python -m ebbtide_recipes.language.convert MODEL.gguf FOLDER``: turn the built-in model's file into a folder.
 
-transformers reads GGUF too, but parses the file four times string by string (100 s where this takes under 10), and its
-releases differ in whether weights stay packed. This is for one model: Llama's blocks, GPT-2's tokenizer.
+transformers reads GGUF too, but parses the file four times (100 s where this takes under 10), and its releases differ
+in whether weights stay packed. This reads it once, and is for one model: Llama's blocks, GPT-2's tokenizer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ebbtide_recipes.language import gguf
+from ebbtide.base.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -43,14 +43,20 @@ def convert(source: Path, folder: Path) -> None:
         folder: Where the model goes; made here.
 
     Raises:
-        DataError: The file cannot be read.
+        DataError: The file is no GGUF file.
     """
+    from gguf import GGUFReader, dequantize
     from transformers import LlamaForCausalLM
 
-    file = gguf.read(source)
+    try:
+        file = GGUFReader(source)
+    except ValueError as error:
+        raise DataError(f"{source}: {error}", expected="a GGUF file", hint="fetch the file again") from error
+    metadata = {name: field.contents() for name, field in file.fields.items()}
     with torch.device("meta"):
-        model = LlamaForCausalLM(config_of(file.metadata)).to(torch.float32)
-    weights = {_name(name): tensor for name, tensor in file.weights.items()}
+        model = LlamaForCausalLM(config_of(metadata)).to(torch.float32)
+    # A copy, for what is not quantised lies in the file's own pages, which are read-only.
+    weights = {_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in file.tensors}
     for name in weights:
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             weights[name] = _halves_apart(weights[name], head=model.config.head_dim)
@@ -58,7 +64,7 @@ def convert(source: Path, folder: Path) -> None:
     model.load_state_dict(weights, strict=True, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-    tokenizer_of(file.metadata).save_pretrained(folder)
+    tokenizer_of(metadata).save_pretrained(folder)
 
 
 def config_of(metadata: dict[str, Any]) -> LlamaConfig:
