@@ -1,7 +1,7 @@
 """One case of the zoo: a family in one precision under one policy must equal plain training in every bit.
 
 Each case takes three steps with ``verify=True``: the first compares recipes, the second knows the blocks, the third
-trusts both. The outcome of plain training is worked out once for a family and a precision, and twice there, to see that
+trusts both, and where the policy measures, the last block of each kind runs in it without hooks. The outcome of plain training is worked out once for a family and a precision, and twice there, to see that
 plain training repeats itself: no claim is made about a model that does not.
 """
 
@@ -48,7 +48,8 @@ def check_case(name: str, precision: str, policy: str) -> None:
         for step in range(3):
             assert differences(expected, tiny.step()) == [], step
             assert handle.stats().live_tickets == 0, step
-        check_bytes(name, policy, handle.stats())
+            if step == 1:
+                check_bytes(name, policy, handle.stats())
     assert differences(expected, tiny.step()) == [], "after close"
 
 
