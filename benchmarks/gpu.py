@@ -101,7 +101,12 @@ def run(part: Part, out: Path, seconds: float) -> str:
 def report(todo: list[Part], found: dict[str, str], out: Path) -> str:
     """Return a table of the parts: how each ended, and the last line that it printed."""
     where = torch.accelerator.current_accelerator() or "the simulated device"
-    lines = [f"# make gpu: torch {torch.__version__}, {where}", "", "| part | ended | last line |", "| --- | --- | --- |"]
+    lines = [
+        f"# make gpu: torch {torch.__version__}, {where}",
+        "",
+        "| part | ended | last line |",
+        "| --- | --- | --- |",
+    ]
     for part in todo:
         log, results = out / f"{part.name}.log", out / part.name / "README.md"
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""

@@ -104,7 +104,9 @@ def main(words: Sequence[str]) -> int:
         killer = killed_by(mutant)
         survivors += [] if killer else [mutant.name]
         print(f"{'killed' if killer else 'SURVIVES':9} {mutant.name:64} {killer}", flush=True)
-    print(f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s, {len(survivors)} survive", *survivors, sep="\n  ")
+    print(
+        f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s, {len(survivors)} survive", *survivors, sep="\n  "
+    )
     return 1 if survivors else 0
 
 
