@@ -50,7 +50,9 @@ def run_in_process(case: Case, *, limit_seconds: float = CASE_SECONDS) -> Row:
         case: What to run.
         limit_seconds: After which it is stopped.
     """
-    command = [sys.executable, "-m", "benchmarks.case", json.dumps(asdict(case))]
+    simulated = str(torch.accelerator.current_accelerator()) == "simdev"
+    loader = ["tests.simdev.run"] if simulated else []  # which a fresh process does not have
+    command = [sys.executable, "-m", *loader, "benchmarks.case", json.dumps(asdict(case))]
     row = Row(case=case)
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=RESULTS.parents[1], env=environment) as child:

@@ -1,8 +1,9 @@
 """Run first contact, tests/gpu and the suites of an accelerator in parts with time limits; what is done is kept.
 
 A machine with a card is often held for minutes only. Every part is a process of its own; its output is in
-``DIR/<part>.log`` while it runs, a suite's results in ``DIR/<part>/``, and how each part ended in ``DIR/parts.json``.
-The same command again goes on: parts that passed are left out, those that failed or ran out of time run again.
+``DIR/<part>.log`` while it runs, a suite's results in ``DIR/<part>/``, how each part ended in ``DIR/parts.json``, and a
+table of all of them in ``DIR/README.md``. The same command again goes on: parts that passed are left out, those that
+failed or ran out of time run again.
 
     python -m benchmarks.gpu [--minutes 8] [--part-minutes 3] [--out runs/gpu] [--simdev] [PART ...]
 """
@@ -24,8 +25,15 @@ import torch
 ROOT = Path(__file__).parents[1]
 FIRST_TESTS = ("test_first_light", "test_store")
 SUITES = ("link", "host", "overhead", "bound", "pareto", "longest")
-IN_ONE_PROCESS = ("link", "host", "overhead")
-"""Suites that start no processes of their own, which would not have the simulated device."""
+SIMULATED = {
+    "link": ("--small", "--pairs", "2"),
+    "host": ("--pairs", "2", "--total-mib", "64"),
+    "overhead": ("--pairs", "3"),
+    "bound": ("--small", "--rounds", "1"),
+    "pareto": ("--small", "--ways", "plain,ebbtide offload"),
+    "longest": ("--small", "--ways", "plain,ebbtide offload"),
+}
+"""What makes a suite small enough for the simulated device, whose memory and cores are those of this machine."""
 WITH_MINUTES = ("link", "bound", "pareto", "longest")
 """Suites that stop by themselves: they begin no further case after so many minutes."""
 
@@ -61,9 +69,10 @@ def parts(out: Path, minutes: float, *, simulated: bool = False) -> list[Part]:
     module = ("-m", "tests.simdev.run") if simulated else ("-m",)
     found = [Part(name="first_contact", command=(*module, "benchmarks.first_contact"))]
     found += [Part(name=path.stem, command=(*pytest, str(path.relative_to(ROOT)))) for path in tests]
-    for suite in IN_ONE_PROCESS if simulated else SUITES:
+    for suite in SUITES:
         limit = ("--minutes", f"{0.8 * minutes:g}") if suite in WITH_MINUTES else ()
-        command = (*module, f"benchmarks.suites.{suite}", "--out", str(out / suite), *limit)
+        small = SIMULATED[suite] if simulated else ()
+        command = (*module, f"benchmarks.suites.{suite}", "--out", str(out / suite), *small, *limit)
         found.append(Part(name=suite, command=command))
     return found
 
@@ -77,13 +86,34 @@ def run(part: Part, out: Path, seconds: float) -> str:
             start_new_session=True,
         )  # fmt: skip
         try:
-            return PASSED if child.wait(timeout=seconds) == 0 else FAILED
+            status = child.wait(timeout=seconds)
+            if status:
+                log.write(f"ended with status {status}\n")  # one below zero is a signal's number: 9 for want of memory
+            return FAILED if status else PASSED
         except subprocess.TimeoutExpired:
             return STOPPED
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)  # its own children too
                 child.wait()
+
+
+def report(todo: list[Part], found: dict[str, str], out: Path) -> str:
+    """Return a table of the parts: how each ended, and the last line that it printed."""
+    where = torch.accelerator.current_accelerator() or "the simulated device"
+    lines = [
+        f"# make gpu: torch {torch.__version__}, {where}",
+        "",
+        "| part | ended | last line |",
+        "| --- | --- | --- |",
+    ]
+    for part in todo:
+        log, results = out / f"{part.name}.log", out / part.name / "README.md"
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        last = next((line for line in reversed(text.splitlines()) if line.strip()), "").strip(" =")
+        name = f"[{part.name}]({part.name}/README.md)" if results.exists() else part.name
+        lines.append(f"| {name} | {found.get(part.name, 'not begun')} | {last.replace('|', '/'):.100} |")
+    return "\n".join([*lines, ""])
 
 
 def run_all(todo: list[Part], out: Path, *, minutes: float, part_minutes: float) -> dict[str, str]:
@@ -107,6 +137,7 @@ def run_all(todo: list[Part], out: Path, *, minutes: float, part_minutes: float)
         print(f"== {part.name}: ", end="", flush=True)
         found[part.name] = run(part, out, min(60 * part_minutes, left))
         kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+        (out / "README.md").write_text(report(todo, found, out), encoding="utf-8")
         print(found[part.name], flush=True)
     return found
 

@@ -42,15 +42,16 @@ def checkpointing(model: nn.Module) -> Generator[Prepared]:
 def checkpointing_offload(model: nn.Module) -> Generator[Prepared]:
     """Each block is re-run, and its input waits in host memory."""
     decoder = _decoder(model)
-    decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "offload": True})
+    decoder.activation_checkpointing_enable({"use_reentrant": False}, offload=True)
     yield Prepared(model=model)
     decoder.gradient_checkpointing_disable()
 
 
 def saved_on_cpu(model: nn.Module) -> Generator[Prepared]:
-    """Every saved tensor waits in pinned host memory."""
-    pinned = torch.accelerator.is_available()
-    yield Prepared(model=model, forward=lambda: save_on_cpu(pin_memory=pinned))
+    """Every saved tensor waits in host memory, pinned where torch is told the device: it asks for CUDA by default."""
+    where = torch.accelerator.current_accelerator()
+    pinned: dict[str, Any] = {} if where is None else {"pin_memory": True, "device_type": where.type}
+    yield Prepared(model=model, forward=lambda: save_on_cpu(**pinned))
 
 
 def policy(name: str) -> Way:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.simdev import build
+from tests.simdev import build, device
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,6 +42,24 @@ def test_a_folder_that_cannot_be_written_is_the_reason(tmp_path: Path, monkeypat
     monkeypatch.setattr(build, "FOLDER", tmp_path / "file")
     with pytest.raises(build.CannotBuildError, match="file"):
         build.build()
+
+
+def test_a_module_that_this_torch_does_not_load_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose build met the headers of another torch, or of another Python."""
+    monkeypatch.setattr("torch.utils.rename_privateuse1_backend", lambda name: None)  # for good, in this process
+    made = tmp_path / f"{build.NAME}.so"
+    made.write_bytes(b"no module")
+    with pytest.raises(build.CannotBuildError, match=rf"{build.NAME}\.so does not load: "):
+        device.load(made)
+    assert build.NAME not in sys.modules
+
+
+def test_another_torch_is_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = compiler(tmp_path, "exit 0")
+    sources = sorted((build.HERE / "csrc").iterdir())
+    before = build._key(same, sources)
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    assert build._key(same, sources) != before
 
 
 def test_the_summary_says_why_nothing_ran(tmp_path: Path) -> None:

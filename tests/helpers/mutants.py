@@ -12,12 +12,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 600
+NO_END = f"(no end within {LIMIT_SECONDS} s)"
+"""What kills a mutant under which the tests wait for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def apply(mutant: Mutant, source: Path) -> None:
 
 
 def killed_by(mutant: Mutant) -> str:
-    """Return the test that fails under a mutant; an empty text if it survives."""
+    """Return the test that fails under a mutant, or ``NO_END``; an empty text if it survives."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -73,9 +76,12 @@ def killed_by(mutant: Mutant) -> str:
             *mutant.tests,
         ]
         environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        ran = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-        )
+        try:
+            ran = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return NO_END
         failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if ran.returncode == 1 and failed:
             return failed[0].split(" ", 1)[1].partition(" - ")[0]
@@ -92,12 +98,15 @@ def main(words: Sequence[str]) -> int:
     from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 
     chosen = [m for m in (*MUTANTS, *OF_THE_STORE) if all(word in m.name for word in words)]
-    survivors = 0
+    survivors: list[str] = []
+    begun = time.monotonic()
     for mutant in chosen:
         killer = killed_by(mutant)
-        survivors += not killer
+        survivors += [] if killer else [mutant.name]
         print(f"{'killed' if killer else 'SURVIVES':9} {mutant.name:64} {killer}", flush=True)
-    print(f"{len(chosen)} mutants, {survivors} survive")
+    print(
+        f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s, {len(survivors)} survive", *survivors, sep="\n  "
+    )
     return 1 if survivors else 0
 
 

@@ -53,6 +53,27 @@ def test_rates_of_a_device_whose_events_keep_no_time() -> None:
 
 
 @pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the device have no pinned memory: neither torch's own, nor any that its runtime registers."""
+    monkeypatch.delattr(torch.get_device_module(DEVICE), "cudart")
+    monkeypatch.setattr(AcceleratorDevice, "_can_pin", staticmethod(lambda: False))
+
+
+@pytest.mark.usefixtures("unpinned")
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_training_on_a_device_without_pinned_memory(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=64)
+    plain, before = _step(model, x), counters()
+    with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1B") as handle:
+        for _ in range(6):
+            assert _same(plain, _step(model, x))
+        stats = handle.stats()
+    assert stats.total_copy_out_bytes > 0 and stats.store["host_pinned_bytes"] == stats.live_tickets == 0
+    assert counters().get("registrations") == before.get("registrations")
+    assert len([r for r in caplog.records if "copies to host memory are synchronous" in r.getMessage()]) == 1
+
+
+@pytest.fixture
 def default_device() -> Iterator[None]:
     torch.set_default_device(DEVICE)
     yield

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import on_device
 from tests.helpers.models import Tiny, build
 from tests.helpers.oracle import differences
 from tests.helpers.sizes import Size
+from tests.simdev.device import configured
 
 SIZE = Size(batch=4, tokens=256, pixels=32, layers=6)
 MODELS = ("mlp", "attention", "conv", "llama", "gpt2")
@@ -78,3 +81,42 @@ def test_the_peak_of_minimal_is_at_most_that_of_checkpoints(name: str) -> None:
         assert differences(plain.step(), tiny.step()) == []
     print(f"{name}: plain {kept}, checkpointed {theirs}, minimal {ours} bytes")
     assert ours <= theirs < kept
+
+
+SHARES = (0.9, 0.5, 0.0)
+"""Of what plain training takes."""
+
+
+def reserved() -> int:
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    return torch.accelerator.memory_reserved()
+
+
+@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
+def test_a_device_that_is_full_from_the_first_step_on(policy: str) -> None:
+    """Each step is plain training's, or torch's own error; and all is well when there is room again."""
+    model, x = _model(width=128, depth=4), _batch(width=128, tokens=2048)
+    plain = _step(model, x)
+    before = reserved()
+    torch.accelerator.reset_peak_memory_stats()
+    _step(model, x)
+    torch.accelerator.synchronize()
+    peak = torch.accelerator.max_memory_reserved()
+    fits: dict[str, list[float]] = {"keep": [], policy: []}
+    for share, (name, shares) in product(SHARES, fits.items()):
+        model.zero_grad()
+        reserved()
+        with ebbtide.enable_activation_offloading(model, policy=name, min_bytes=0, window="1MiB") as handle:
+            try:
+                with configured(capacity=before + int(share * (peak - before))):
+                    for _ in range(4):
+                        assert _same(plain, _step(model, x)), (name, share)
+                shares.append(share)
+            except torch.OutOfMemoryError as error:
+                assert "out of memory" in str(error)
+            assert _same(plain, _step(model, x)), (name, share)  # there is room again
+            stats = handle.stats()
+            assert stats.live_tickets == stats.store_bytes == 0 and stats.demoted_sites == ()
+    assert fits["keep"] == [] and 0.9 in fits[policy] and 0.0 not in fits[policy], fits

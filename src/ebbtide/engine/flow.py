@@ -110,6 +110,10 @@ class LivingBytes:
         self._bytes[weakref.ref(entry, self._dead.append)] = entry.nbytes  # nothing interrupts a deque's ``append``
         self._total += entry.nbytes
 
+    def remove(self, entry: Entry) -> None:
+        """Count an entry no longer."""
+        self._total -= self._bytes.pop(weakref.ref(entry), 0)
+
     @property
     def total(self) -> int:
         """Bytes of the entries that are alive."""
@@ -142,13 +146,13 @@ class CopyOut:
         self._tier = tier
         self._queue: deque[_Waiting] = deque()
         self._held: deque[_Waiting] = deque()
+        self._held_living = LivingBytes()
         self._expected_bytes = sys.maxsize  # what a pass offers; unknown before the first has ended
 
     @property
     def held_bytes(self) -> int:
         """Bytes held back for the turn-around."""
-        self._held = deque(waiting for waiting in self._held if waiting.entry() is not None)
-        return sum(waiting.nbytes for waiting in self._held)
+        return self._held_living.total
 
     def add(self, entry: Entry, pass_: Pass) -> None:
         """Begin the copy of an entry whose source is there, or hold it back; wait while the window is exceeded."""
@@ -159,8 +163,10 @@ class CopyOut:
             self._begin(waiting)
         else:
             self._held.append(waiting)
+            self._held_living.add(entry)
             while self._held and self.held_bytes > self.window.held_bytes:
                 begun = self._held.popleft()
+                self._is_held_no_more(begun)
                 self._begin(begun, counted=begun is not waiting and begun.pass_ is pass_)
         self.retire()
 
@@ -168,6 +174,7 @@ class CopyOut:
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
         if pass_.offered_bytes:
             self._expected_bytes = pass_.offered_bytes
+        self._held = deque(waiting for waiting in self._held if waiting.entry() is not None)
         for waiting in self._held:
             entry = waiting.entry()
             if waiting.pass_ is pass_ and entry is not None:
@@ -200,6 +207,9 @@ class CopyOut:
 
     def withdraw(self, pass_: Pass) -> None:
         """Cancel the copies of a pass that have not begun. See [Note: turn-around]."""
+        for waiting in self._held:
+            if waiting.pass_ is pass_:
+                self._is_held_no_more(waiting)
         self._held = deque(waiting for waiting in self._held if waiting.pass_ is not pass_)
         remaining: deque[_Waiting] = deque()
         for waiting in self._queue:
@@ -214,6 +224,11 @@ class CopyOut:
             remaining.append(waiting)
         self._queue = remaining
         self.in_flight_bytes = sum(waiting.nbytes for waiting in remaining)
+
+    def _is_held_no_more(self, waiting: _Waiting) -> None:
+        entry = waiting.entry()
+        if entry is not None:
+            self._held_living.remove(entry)
 
     def _begin(self, waiting: _Waiting, *, counted: bool = False) -> None:
         """Ask the store to take an entry; ``counted``: its pass, which runs, has counted it as offloaded."""

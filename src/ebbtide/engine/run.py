@@ -95,7 +95,7 @@ class BlockRun:
                 at = version if outer is None else (version, tensor._version)
                 entry = engine.index.find(storage, at, first, last)
                 if entry is None:
-                    known = self._known_value(tensor)
+                    known = self._known_value(tensor, layout)
                     entry = known or self._admit(tensor, layout, storage, at, outer)
                     engine.index.remember(storage, entry, same_bytes=known is None)
                 probe = version_probe(tensor, engine.empty(tensor)) if outer is None else outer.probe
@@ -221,13 +221,13 @@ class BlockRun:
         self._counts[module, node_name] += 1
         return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
 
-    def _known_value(self, tensor: torch.Tensor) -> Entry | None:
+    def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
         node = tensor.grad_fn
         if node is None or tensor._is_view() or tensor._version:
             return None
         ticket = self._narrow.get((id(node), tensor.output_nr))
-        return ticket.entry if ticket is not None and ticket.layout == Layout.of(tensor) else None
+        return ticket.entry if ticket is not None and ticket.layout == layout else None
 
     def _admit(
         self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
@@ -235,7 +235,7 @@ class BlockRun:
         """Make the entry of a storage and carry out the action chosen for it."""
         engine = self.engine
         base = tensor._base if tensor._base is not None else tensor
-        base_layout, nbytes = Layout.of(base), storage.nbytes()
+        base_layout, nbytes = layout if base is tensor else Layout.of(base), storage.nbytes()
         whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         is_input = self._inputs.holds(storage) or self._inputs.casts(base)

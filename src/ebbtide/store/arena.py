@@ -35,7 +35,9 @@ PLACE_ALIGN_BYTES = 64
 _LEAST_CHUNK_BYTES = 2 << 20
 _SLACK = 40
 _REMEMBERED = 32
-"""How many backwards in which bytes were not needed before they go back to the system."""
+"""How many backwards in which bytes were not needed before they go back to the system. Who needs them again after that
+pins them again, which costs a tenth of a second a GiB and more: then twice as many are waited for from that on."""
+_MOST_REMEMBERED = 4096
 
 
 class Place:
@@ -111,6 +113,7 @@ class Arena:
         self._pins = device.capabilities.pinned_host
         self._top_bytes = self._expected_bytes = 0
         self._tops: deque[int] = deque(maxlen=_REMEMBERED)
+        self._gave_back = False
         self._count = self._used_bytes = self._peak_bytes = 0
 
     @property
@@ -196,7 +199,9 @@ class Arena:
         self._cooling.prune(self._device)
         self._tops.append(self._top_bytes)
         self._top_bytes = self._extents.size_bytes - self._extents.tail_bytes
+        chunks = len(self._chunks)
         self._shrink(max(self._tops), wait=False)
+        self._gave_back = self._gave_back or len(self._chunks) < chunks
 
     def clear(self) -> None:
         """Give back every chunk behind the last place, once its copies are done."""
@@ -245,6 +250,9 @@ class Arena:
         return (self._budget_bytes or 0) - self._extents.used_bytes
 
     def _grow(self, nbytes: int, need: int) -> None:
+        if self._gave_back:
+            self._tops = deque(self._tops, maxlen=min(2 * (self._tops.maxlen or _REMEMBERED), _MOST_REMEMBERED))
+            self._gave_back = False
         pinned_first = (True, False) if self._pins else (False,)
         cause: RuntimeError | None = None
         for pinned, generous in itertools.product(pinned_first, (True, False)):

@@ -26,7 +26,7 @@ def _wrapper_class(strategy: str) -> type | None:
 
 def found_strategy(model: nn.Module) -> str:
     """Return ``"fsdp2"``, ``"fsdp"``, ``"ddp"`` or ``"single"``: how ``model`` is wrapped now."""
-    types = {type(module) for module in model.modules()}  # asked in each pass: models have thousands of modules
+    types = {type(module) for module in model.modules()}
     for strategy in _WRAPPERS:
         wrapper = _wrapper_class(strategy)
         if wrapper is not None and any(issubclass(t, wrapper) for t in types):
@@ -67,8 +67,9 @@ def unit_meshes(model: nn.Module) -> list[Any]:
 
 
 def weights_move(model: nn.Module) -> bool:
-    """Whether parameters have bytes only around their block's forward and backward."""
-    return found_strategy(model) in ("fsdp", "fsdp2")
+    """Whether parameters have bytes only around their block's forward and backward. Asked in each pass."""
+    wrappers = tuple(wrapper for name in ("fsdp2", "fsdp") if (wrapper := _wrapper_class(name)) is not None)
+    return bool(wrappers) and any(isinstance(module, wrappers) for module in model.modules())
 
 
 def check_strategy(model: nn.Module, strategy: str) -> str:

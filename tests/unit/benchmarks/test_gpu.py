@@ -31,6 +31,27 @@ def test_a_part_that_takes_too_long_is_stopped_and_its_output_kept(tmp_path: Pat
     assert (tmp_path / "slow.log").read_text() == "begun\n" and (tmp_path / "next.log").read_text() == "next\n"
 
 
+def test_the_table_says_how_each_part_ended(tmp_path: Path) -> None:
+    todo = [python("good", "print('a | b'); print()"), python("bad", "raise SystemExit(3)"), python("later", "pass")]
+    (tmp_path / "good").mkdir()
+    (tmp_path / "good" / "README.md").touch()
+    run_all(todo[:2], tmp_path, minutes=5, part_minutes=5)
+    assert gpu.report(todo, json.loads((tmp_path / "parts.json").read_text()), tmp_path).splitlines()[4:] == [
+        "| [good](good/README.md) | passed | a / b |",
+        "| bad | failed | ended with status 3 |",
+        "| later | not begun |  |",
+    ]
+    assert "| bad | failed |" in (tmp_path / "README.md").read_text()
+
+
+def test_the_simulated_device_gets_every_part_in_a_small_size(tmp_path: Path) -> None:
+    found = {part.name: part.command for part in gpu.parts(tmp_path, 5, simulated=True)}
+    assert found.keys() == {part.name for part in gpu.parts(tmp_path, 5)} and gpu.SIMULATED.keys() == {*gpu.SUITES}
+    for name, command in found.items():
+        assert ("--simdev" in command) is not ("tests.simdev.run" in command)
+        assert set(gpu.SIMULATED.get(name, ())) <= set(command)
+
+
 def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
     assert run_all([python("never", "pass")], tmp_path, minutes=0, part_minutes=5) == {}
 

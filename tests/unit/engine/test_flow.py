@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -403,6 +404,50 @@ def test_the_order_of_one_backward_serves_the_next() -> None:
             expected += [i for i in reversed(range(len(run.entries))) if i not in expected]
             del y, content
             assert_nothing_left(engine)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Count the calls of Python and C functions in ``work``."""
+    found = 0
+
+    def note(frame: object, event: str, argument: object) -> None:
+        nonlocal found
+        found += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def test_a_tensor_costs_as_much_whether_few_are_held_back_or_many() -> None:
+    entries = [Entry() for _ in range(200)]
+    out = copy_out(10**6)
+    out.end_pass(offer(out, Entry()))  # from now on a pass is expected to offer little: all of it is held back
+    pass_ = Pass()
+    costs = [calls(lambda entry=entry: out.add(entry, pass_)) for entry in entries]
+    assert out.held_bytes == 2000 and not any(begun(entries))
+    assert costs[-1] == costs[1], (costs[1], costs[-1])
+
+
+def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() -> None:
+    entries = [Entry() for _ in range(4)]
+    out = copy_out(40)
+    out.end_pass(offer(out, Entry()))
+    pass_ = offer(out, *entries)
+    assert out.held_bytes == 40
+    del entries[0]
+    assert out.held_bytes == 30
+    more = [Entry(nbytes=20)]
+    offer(out, *more, pass_=pass_)
+    assert out.held_bytes == 40 and begun(entries) == [True, False, False]
+    other = offer(out, Entry())  # dies at once
+    out.withdraw(pass_)
+    assert out.held_bytes == 0
+    out.end_pass(other)
+    assert not out._held
 
 
 def test_bytes_of_entries_that_are_alive_are_counted_as_they_die() -> None:

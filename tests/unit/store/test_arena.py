@@ -84,6 +84,21 @@ def test_what_the_last_backwards_did_not_need_goes_back() -> None:
     assert device.host_calls == calls
 
 
+def test_what_is_needed_again_and_again_is_pinned_once_more_and_stays() -> None:
+    """As with batches of which one in forty is long."""
+    device, calls = FakeDevice(1e9, 1e9), list[int]()
+    tier = HostTier(device)
+    for _ in range(3):
+        park_all(device, tier, [1024, 8 * MIB])
+        for _ in range(40):
+            park_all(device, tier, [1024])
+        calls.append(device.host_calls)
+    assert calls[0] < calls[1] == calls[2], calls
+    for _ in range(24):
+        park_all(device, tier, [1024])
+    assert device.host_bytes < 8 * MIB and device.violations == []  # not for ever
+
+
 def test_memory_that_a_copy_uses_stays_until_it_is_done() -> None:
     device = FakeDevice(1e3, 1e3)
     tier = HostTier(device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 from torch import nn
 
@@ -27,6 +30,17 @@ def test_data_parallel_over_several_devices_is_refused(devices: int) -> None:
 def test_a_model_without_wrapper_is_single(strategy: str) -> None:
     assert check_strategy(nn.Linear(2, 2), strategy) == "single"
     assert not weights_move(nn.Linear(2, 2))
+
+
+def test_a_pass_looks_for_wrappers_only_where_their_code_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, walks = nn.Sequential(nn.Linear(2, 2)), list[str]()
+    modules = model.modules
+    monkeypatch.setattr(model, "modules", lambda: walks.append("walk") or modules())
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", types.ModuleType("torch.distributed.fsdp"))
+    assert not weights_move(model) and walks == []
+    wrapper = types.SimpleNamespace(FSDPModule=nn.Linear, FullyShardedDataParallel=nn.Conv2d)
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", wrapper)
+    assert weights_move(model) and walks == ["walk"]
 
 
 @pytest.mark.parametrize(
