@@ -166,7 +166,9 @@ class Bound:
     def _wanted(self, kept_bytes: float, price: float) -> float:
         """Return how many bytes would cross if each cost a price: of equally good numbers the largest."""
         room, moved = kept_bytes - self._must_keep, 0.0
-        for _, sort in sorted(((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)):
+        for _, sort in sorted(
+            ((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)
+        ):
             nbytes = sort.count * sort.nbytes
             kept = min(nbytes, max(room, 0.0))
             room -= kept

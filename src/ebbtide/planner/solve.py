@@ -154,9 +154,7 @@ class Search:
 
     def __init__(self, profile: Profile) -> None:
         self.profile, self._bound = profile, Bound(profile)
-        self._price = DISTURBANCE * (
-            1 / profile.rates.out_bytes_per_second + 1 / profile.rates.in_bytes_per_second
-        )
+        self._price = DISTURBANCE * (1 / profile.rates.out_bytes_per_second + 1 / profile.rates.in_bytes_per_second)
         self._sites = _by_site(profile)
         self._kept = keep_everything(profile)
         self._known: dict[tuple[_Family, int], Solution] = {}
@@ -201,9 +199,7 @@ class Search:
     def _cost(self, found: Solution) -> float:
         return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
 
-    def _best(
-        self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]
-    ) -> Solution | None:
+    def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
         """Return the best border: first how much is offloaded, then how many of the last blocks keep."""
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         families = [_Family(share, tails[0]) for share in SHARES] + [_Family(1.0, tails[0], priced=False)]

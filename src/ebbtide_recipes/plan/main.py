@@ -65,7 +65,8 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     room = limits(
         machine, config.gpus, memory_budget=config.memory_budget, host_memory=config.host_memory, disk=is_cpu(machine)
     )
-    known = inputs if len(inputs) == len(profile.blocks) else None
+    latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
+    known = latest if len(latest) == len(profile.blocks) else None
     return Result(
         config=config, outline=outline, machine=machine, profile=profile, room=room,
         ways=ways(profile, known, room, config.max_slowdown),

@@ -160,7 +160,10 @@ def read(config: SftConfig) -> PreTrainedConfig:
     with _told():
         if not path.is_file():
             models.check(config.model)
-        return _checked(config, _found(config, path))
+        found = _checked(config, _found(config, path))
+    for part in (found, found.get_text_config()):
+        part.use_cache = False  # as trainers call it: a cache of keys and values would count as saved
+    return found
 
 
 @contextmanager
