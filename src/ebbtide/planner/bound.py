@@ -1,8 +1,8 @@
 """The bound: how little a step can cost at some memory, whatever the schedule.
 
 [Note: the linear program]
-Each storage is kept (its size counts against ``K`` bytes), offloaded (what crosses the link counts against ``M`` bytes)
-or recomputed (its time counts). ``R(K, M)`` is the least time of recomputes, where a storage may be split; it is convex.
+Each storage is kept (its size counts against ``K`` bytes), offloaded (what crosses the link counts against ``M``) or
+recomputed (its time counts). ``R(K, M)`` is the least time of recomputes, where a storage may be split; it is convex.
 Copies out hide behind the blocks' forwards (``F``), copies in behind their backwards (``B``) and the recomputes; what
 does not hide is a stall:
 

@@ -5,8 +5,8 @@ Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that cro
 of the bound says which storages to recompute for these; the rest stays or is offloaded. Some of the last blocks keep
 their bytes (backward wants them first), and all else is spread evenly over the blocks, so that copies come at an even
 pace. A *family* fixes how much of the bound's ``M`` is offloaded, for real copies come in blocks and in order, whether
-moving has a price, and how many of the last blocks keep; within it, time falls and memory rises with ``K``, whose border
-is found by interpolation. The best family's border is the plan.
+moving has a price, and how many of the last blocks keep; within it, time falls and memory rises with ``K``, whose
+border is found by interpolation. The best family's border is the plan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARES = (1.0, 0.97, 0.93, 0.85, 0.7, 0.4, 0.0)
 """Of the bytes that the bound would have cross the link, how many are tried."""
 
 TAILS = (2, 0, 1, 4, 8)
-"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried, the likeliest first."""
+"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried, likeliest first."""
 
 DISTURBANCE = 0.05
 """Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
@@ -80,17 +80,7 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
         BudgetError: No plan fits; says what the smallest peak is and what holds it.
     """
 
-    search = Search(profile)
-    if search.everything.predicted.peak_bytes <= budget_bytes:
-        return search.everything
-    least = search.smallest
-    if least.predicted.peak_bytes > budget_bytes:
-        raise BudgetError(
-            f"memory_budget is {format_size(budget_bytes)}",
-            expected=f"at least {format_size(least.predicted.peak_bytes)}, the smallest peak of this model and batch",
-            hint=_holder(least),
-        )
-    return search.fastest(budget_bytes)
+    return Search(profile).fit(budget_bytes)
 
 
 def shrink(profile: Profile, max_slowdown: float) -> Solution:
@@ -172,8 +162,21 @@ class Search:
         tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
 
-    def fastest(self, budget_bytes: int) -> Solution:
-        """Return the fastest plan found within a budget that the smallest plan meets."""
+    def fit(self, budget_bytes: int) -> Solution:
+        """Return the fastest plan whose simulated peak is within a budget.
+
+        Raises:
+            BudgetError: No plan fits.
+        """
+        if self.everything.predicted.peak_bytes <= budget_bytes:
+            return self.everything
+        least = self.smallest.predicted.peak_bytes
+        if least > budget_bytes:
+            raise BudgetError(
+                f"memory_budget is {format_size(budget_bytes)}",
+                expected=f"at least {format_size(least)}, the smallest peak of this model and batch",
+                hint=_holder(self.smallest),
+            )
 
         def beyond(found: Solution) -> float:
             return found.predicted.peak_bytes - budget_bytes
@@ -183,7 +186,7 @@ class Search:
         return min((s for s in (found, self.smallest) if s is not None), key=self._cost)
 
     def least_memory(self, slack_seconds: float) -> Solution:
-        """Return the plan of the smallest peak found whose step is no longer than plain's by more than ``slack_seconds``."""
+        """Return the plan of the smallest peak found that takes at most ``slack_seconds`` longer than plain."""
         grain = GRAIN * self.profile.saved_bytes or 1.0
 
         def beyond(found: Solution) -> float:

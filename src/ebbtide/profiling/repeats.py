@@ -220,7 +220,7 @@ Described = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How a block was called, and what it returned: for each leaf a tensor's description or the place among the inputs."""
+    """How a block was called, and what it returned: for each leaf a description, or its place among the inputs."""
 
     given: Described
     returned: Any

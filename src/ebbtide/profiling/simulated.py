@@ -65,11 +65,13 @@ class Job:
         shards: Ranks over which weights, gradients and optimizer state are divided (fully sharded data parallel).
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
         optimizer_state: Bytes of state per byte of what is trained: 2 for Adam, 1 for momentum.
+        autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
     """
 
     shards: int = 1
     ranks: int | None = None
     optimizer_state: float = 2.0
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("shards", 1), ("ranks", 1), ("optimizer_state", 0)):
@@ -165,7 +167,7 @@ class _Task:
                 stack.callback(_shard_gradients(modules, self.job.shards))
                 stack.enter_context(simulated)
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-                _loss_of(_call(twin, given), self.loss).backward()  # what forward returned is dropped before
+                self._loss(twin, given).backward()  # what forward returned is dropped before, as in most loops
                 timer.finish()
         except NEEDS_VALUES as error:
             raise ConfigError(
@@ -188,6 +190,10 @@ class _Task:
             )
         step = found[0] if repeats is None or not repeats.some else repeats.whole(found[0], timer)
         return self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
+
+    def _loss(self, twin: nn.Module, given: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
+            return _loss_of(_call(twin, given), self.loss)
 
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
         job, machine = self.job, self.machine
