@@ -15,7 +15,6 @@ from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
 
-
 SLOW = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
 
 
