@@ -94,8 +94,11 @@ class Repeats:
         groups: dict[tuple[int | None, ...], list[int]] = {}
         for place in range(len(kinds)):
             groups.setdefault(tuple(around[place : place + 3]), []).append(place)
+        # Recomputes of a kind are timed in its very first block, whose memory is then another's.
+        timed = {kinds.index(kind) for kind in kinds}
+        groups = {key: [place for place in places if place not in timed] for key, places in groups.items()}
         many = [places for places in groups.values() if len(places) >= FEWEST]
-        runs = {place for places in groups.values() if len(places) < FEWEST for place in places}
+        runs = timed | {place for places in groups.values() if len(places) < FEWEST for place in places}
         runs |= {place for places in many for place in (places[0], places[-1])}
         runs |= {place + beside for place in runs for beside in (-1, 1)}
         for places in many:

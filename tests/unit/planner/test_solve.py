@@ -50,7 +50,7 @@ def test_a_budget_that_holds_everything_keeps_everything(profile: Profile) -> No
 
 
 def test_no_slowdown_at_all_still_takes_what_is_free() -> None:
-    profile = alike(8, (unit("a", 1000),), FAST)
+    profile = alike(8, (unit("a", 1000),), FAST, window_bytes=1000)
     found = shrink(profile, 0.0)
     assert found.predicted.kept_bytes == 0
     assert found.predicted.overhead_seconds == pytest.approx(0, abs=1e-6)
@@ -100,7 +100,7 @@ def test_a_plan_simulates_few_candidates(tokens: int) -> None:
 
 def test_what_frees_twice_what_it_moves_is_offloaded_first() -> None:
     """Per byte it is the cheaper recompute, and per byte across the link the dearer one."""
-    rates = Rates(out_bytes_per_second=60.0, in_bytes_per_second=1e12)
+    rates = Rates(out_bytes_per_second=30.0, in_bytes_per_second=1e12)
     units = (unit("wide", 100, 3.0), unit("narrow", 100, 2.0, narrow=True))
     found = fit(alike(8, units, rates, window_bytes=100), 300)
     offloaded = [sum(actions[i] is Action.OFFLOAD for actions in found.assignment) for i in range(2)]

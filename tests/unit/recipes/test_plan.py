@@ -477,7 +477,6 @@ def test_mixed_precision_has_float32_weights_and_bfloat16_products(qwen: str, re
     mixed, single = found(qwen, max_length=1024, bf16=True), found(qwen, max_length=1024, torch_dtype="float32")
     assert mixed.outline.dtype == "float32"
     assert mixed.profile.saved_bytes < single.profile.saved_bytes
-    assert mixed.profile.step_seconds < single.profile.step_seconds
     assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.ways[0])
 
 
