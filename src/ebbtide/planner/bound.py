@@ -104,7 +104,7 @@ class Bound:
                     high = middle
                 else:
                     low = middle
-            moved = low
+            moved = high  # below it, what no rule covers may not fit
         return self.overhead(kept_bytes, moved), moved
 
     def overhead(self, kept_bytes: float, moved_bytes: float) -> float:

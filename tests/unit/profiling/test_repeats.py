@@ -111,7 +111,7 @@ def test_more_alike_blocks_take_no_more_operators(operators: list[int]) -> None:
         operators[0] = 0
         forecast(alike(layers), torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0))
         counts.append(operators[0])
-    assert counts[1] < 1.2 * counts[0]
+    assert counts[1] < 1.5 * counts[0]  # thrice as many blocks
 
 
 def test_blocks_that_only_look_alike_are_simulated_one_by_one() -> None:
