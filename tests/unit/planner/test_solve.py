@@ -98,15 +98,6 @@ def test_a_plan_simulates_few_candidates(tokens: int) -> None:
     assert search.simulations == one
 
 
-def test_what_frees_twice_what_it_moves_is_offloaded_first() -> None:
-    """Per byte it is the cheaper recompute, and per byte across the link the dearer one."""
-    rates = Rates(out_bytes_per_second=30.0, in_bytes_per_second=1e12)
-    units = (unit("wide", 100, 3.0), unit("narrow", 100, 2.0, narrow=True))
-    found = fit(alike(8, units, rates, window_bytes=100), 300)
-    offloaded = [sum(actions[i] is Action.OFFLOAD for actions in found.assignment) for i in range(2)]
-    assert offloaded[1] > offloaded[0]
-
-
 def test_tighter_budgets_cost_more() -> None:
     profile = qwen3_8b(8192, layers=12)
     costs = [
