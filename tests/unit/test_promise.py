@@ -19,7 +19,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.solve import Solution, _Search
+from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.baseline import PlainBlock
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
@@ -178,7 +178,7 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
     """Return a solver that checkpoints every block that may be."""
 
     def shrink(profile: Profile, max_slowdown: float) -> Solution:
-        return _Search(profile)._solution(checkpointed(profile, len(profile.blocks), inputs))
+        return Search(profile).simulated(checkpointed(profile, len(profile.blocks), inputs))
 
     return shrink
 

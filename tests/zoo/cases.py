@@ -1,8 +1,9 @@
 """One case of the zoo: a family in one precision under one policy must equal plain training in every bit.
 
 Each case takes three steps with ``verify=True``: the first compares recipes, the second knows the blocks, the third
-trusts both, and where the policy measures, the last block of each kind runs in it without hooks. The outcome of plain training is worked out once for a family and a precision, and twice there, to see that
-plain training repeats itself: no claim is made about a model that does not.
+trusts both, and where the policy measures, the last block of each kind runs in it without hooks. The outcome of plain
+training is worked out once for a family and a precision, and twice there, to see that plain training repeats itself: no
+claim is made about a model that does not.
 """
 
 from __future__ import annotations

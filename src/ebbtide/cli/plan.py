@@ -31,7 +31,8 @@ def run(argv: Sequence[str]) -> int:
     recipe = importlib.import_module(f"{RECIPE}.main")
     result = recipe.main(config, say=partial(print, file=sys.stderr))
     print(recipe.shown(result))
-    if config.out is not None:
-        saved = recipe.save(result, config.out)
-        print(saved, file=sys.stderr if config.json else sys.stdout)
+    files = ((config.out, recipe.save), (config.svg, recipe.draw))
+    for path, write in files:
+        if path is not None:
+            print(write(result, path), file=sys.stderr if config.json else sys.stdout)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ebbtide.base.actions import Action, Site
 
@@ -31,7 +31,7 @@ class TimedUnit:
     recompute_seconds: float | None
     recompute_flops: float | None = None
     narrow_bytes: int | None = None
-    host_seconds: float = 0.0
+    host_seconds: float = field(default=0.0, compare=False)  # of this machine now, not of the step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,84 +1,68 @@
 """The bound: how little a step can cost at some memory, whatever the schedule.
 
 [Note: the linear program]
-Let ``K`` bytes stay, ``O`` bytes be offloaded and the rest be recomputed, cheapest per byte first, so that
-its time ``R(K + O)`` is convex. Copies out hide behind the forward and the head (``F``), copies in behind the backward
-(``B``) and the recomputes; what does not hide is a stall:
+Each storage is kept (its size counts against ``K`` bytes), offloaded (what crosses the link counts against ``M``) or
+recomputed (its time counts). ``R(K, M)`` is the least time of recomputes, where a storage may be split; it is convex.
+Copies out hide behind the blocks' forwards (``F``), copies in behind their backwards (``B``) and the recomputes; what
+does not hide is a stall:
 
-    overhead(K, O) = max(0, M(O) / out_rate - F) + max(R(K + O), M(O) / in_rate - B)
+    overhead(K) = min over M of  max(0, M / out_rate - F) + max(R(K, M), M / in_rate - B)
 
-``M(O)`` is what crosses the link: ``O`` itself, but for storages offloaded in a narrower type, which come first. With
-storages that may be split this is a linear program; because only sums of bytes matter, its minimum over ``O`` lies
-where two straight pieces meet, and those places are few. No schedule of whole storages in a real order can be faster.
+``K`` counts what is on the device when the head begins. Time of the head hides no copy: bytes that leave during it are
+on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
+
+``R`` is computed from its dual: with a price for a kept byte and one for a byte that crosses, every storage takes the
+cheapest of its three actions, and the best prices give the same value as the program. The prices also say what to
+recompute first (``Prices.rank``), which the search for a plan follows.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
-from collections import defaultdict
-from itertools import accumulate, pairwise
+from collections import Counter
+from dataclasses import dataclass
 
-from ebbtide.planner.profile import Profile
+from ebbtide.planner.profile import Profile, Unit
+
+HALVINGS = 50
+"""Steps of the search for the bytes at which copies in take as long as all that hides them: to float precision."""
 
 
-class Recomputes:
-    """The least time of making so many bytes again: the cheapest per byte first.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """The program's solution for some bytes kept and some that cross.
 
-    Args:
-        profile: The step.
+    Attributes:
+        seconds: The least time of recomputes; infinite where the bytes do not suffice.
+        kept: Seconds that one more kept byte would save.
+        moved: Seconds that one more byte across the link would save.
     """
 
-    def __init__(self, profile: Profile) -> None:
-        able = sorted(
-            (unit.recompute_seconds / unit.nbytes, unit.nbytes)
-            for _, _, unit in profile.units()
-            if unit.recompute_seconds is not None and unit.nbytes
-        )
-        self.bytes_up_to = [0, *accumulate(nbytes for _, nbytes in able)]
-        self._seconds_up_to = [0.0, *accumulate(rate * nbytes for rate, nbytes in able)]
-        self._rates = [rate for rate, _ in able]
+    seconds: float
+    kept: float
+    moved: float
 
-    def seconds(self, nbytes: float) -> float:
-        """Return the least time of recomputing ``nbytes``; infinite when no rule covers so many."""
-        if nbytes <= 0:
-            return 0.0
-        place = bisect_left(self.bytes_up_to, nbytes)
-        if place == len(self.bytes_up_to):
+    def rank(self, unit: Unit) -> float:
+        """Return the time of recomputing a unit relative to its cheapest alternative: below 1 it is recomputed."""
+        if unit.recompute_seconds is None:
             return math.inf
-        before = place - 1
-        return self._seconds_up_to[before] + (nbytes - self.bytes_up_to[before]) * self._rates[before]
+        other = min(self.kept * unit.nbytes, self.moved * unit.moved_bytes if unit.movable else math.inf)
+        return unit.recompute_seconds / other if other else math.inf
 
 
-class Crossings:
-    """The fewest bytes that cross the link when so many are offloaded: those stored in a narrower type first.
+@dataclass(frozen=True, slots=True)
+class _Sort:
+    """Units that are alike to the program."""
 
-    Args:
-        profile: The step.
-    """
+    count: int
+    nbytes: int
+    moved: float
+    seconds: float
 
-    def __init__(self, profile: Profile) -> None:
-        sizes: dict[float, int] = defaultdict(int)
-        for _, _, unit in profile.units():
-            if unit.movable and unit.nbytes:
-                sizes[unit.moved_bytes / unit.nbytes] += unit.nbytes
-        self._parts = sorted(sizes)
-        self.bytes_up_to = [0, *accumulate(sizes[part] for part in self._parts)]
-        self._moved_up_to = [0.0, *accumulate(part * sizes[part] for part in self._parts)]
-
-    def moved(self, offloaded_bytes: float) -> float:
-        """Return the fewest bytes that cross when ``offloaded_bytes`` are offloaded."""
-        place = min(bisect_right(self.bytes_up_to, offloaded_bytes), len(self._parts)) - 1
-        if place < 0:
-            return offloaded_bytes
-        return self._moved_up_to[place] + (offloaded_bytes - self.bytes_up_to[place]) * self._parts[place]
-
-    def offloaded(self, moved_bytes: float) -> float:
-        """Return how many bytes can be offloaded while so many cross."""
-        place = min(bisect_right(self._moved_up_to, moved_bytes), len(self._parts)) - 1
-        if place < 0 or not self._parts[place]:
-            return moved_bytes
-        return self.bytes_up_to[place] + (moved_bytes - self._moved_up_to[place]) / self._parts[place]
+    def unkept(self, price: float) -> float:
+        """Return the cost of not keeping one of them at a price for each byte that crosses."""
+        crossing = price * self.moved if self.moved < math.inf else math.inf
+        return min(crossing, self.seconds)
 
 
 class Bound:
@@ -89,49 +73,118 @@ class Bound:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._recomputes, self._crossings = profile, Recomputes(profile), Crossings(profile)
-        self._total = profile.saved_bytes
-        self._hides_out = profile.forward_seconds + profile.turn_seconds
-        self._hides_in = profile.backward_seconds
+        self._rates = profile.rates
+        self._hides_out, self._hides_in = profile.forward_seconds, profile.backward_seconds
+        self._must_keep = profile.stubborn_bytes
+        sorts = Counter(
+            (u.nbytes, u.moved_bytes if u.movable else math.inf, _or_infinite(u.recompute_seconds))
+            for _, _, u in profile.units()
+            if u.nbytes and not u.stubborn
+        )
+        self._sorts = [_Sort(count, *key) for key, count in sorts.items()]
+        self._corners = _corners(self._sorts)
 
     def least(self, kept_bytes: float) -> tuple[float, float]:
-        """Return the least extra time with at most ``kept_bytes`` kept, and the bytes offloaded then.
+        """Return the least extra time with at most ``kept_bytes`` kept, and the bytes that cross the link then.
 
         Returns:
             Seconds beyond the step that keeps everything, infinite when more than ``kept_bytes`` must stay; and bytes.
         """
-        if kept_bytes < self._profile.stubborn_bytes:
-            return math.inf, 0.0
-        leave = max(0.0, self._total - kept_bytes)
-        best = min((self._overhead(leave, offloaded), offloaded) for offloaded in self._corners(leave))
-        return best
+        out, back = self._rates.out_bytes_per_second, self._rates.in_bytes_per_second
+        free = out * self._hides_out
+        marginal = self.prices(kept_bytes, free)
+        if marginal.seconds == math.inf or marginal.moved * out > 1:  # waiting for a copy is cheaper than a recompute
+            free = max(free, self._wanted(kept_bytes, 1 / out))
+        moved = max(0.0, min(free, self._wanted(kept_bytes, 0.0)))
+        if self.seconds(kept_bytes, moved) < moved / back - self._hides_in:
+            low, high = 0.0, moved
+            for _ in range(HALVINGS):
+                middle = (low + high) / 2
+                if self.seconds(kept_bytes, middle) < middle / back - self._hides_in:
+                    high = middle
+                else:
+                    low = middle
+            moved = high  # below it, what no rule covers may not fit
+        return self.overhead(kept_bytes, moved), moved
 
-    def _overhead(self, leave: float, offloaded: float) -> float:
-        rates, moved = self._profile.rates, self._crossings.moved(offloaded)
-        out = max(0.0, moved / rates.out_bytes_per_second - self._hides_out)
-        return out + max(
-            self._recomputes.seconds(leave - offloaded), moved / rates.in_bytes_per_second - self._hides_in
-        )
+    def overhead(self, kept_bytes: float, moved_bytes: float) -> float:
+        """Return the least extra time when so many bytes are kept and so many cross the link."""
+        late = moved_bytes / self._rates.in_bytes_per_second - self._hides_in
+        stall = max(0.0, moved_bytes / self._rates.out_bytes_per_second - self._hides_out)
+        return stall + max(self.seconds(kept_bytes, moved_bytes), late)
 
-    def _corners(self, leave: float) -> list[float]:
-        """Return where straight pieces of the overhead meet."""
-        rates = self._profile.rates
-        kinks = {leave - nbytes for nbytes in self._recomputes.bytes_up_to} | {
-            0.0,
-            leave,
-            self._crossings.offloaded(rates.out_bytes_per_second * self._hides_out),
-            self._crossings.offloaded(rates.in_bytes_per_second * self._hides_in),
-            *self._crossings.bytes_up_to,
-        }
-        corners = sorted(offloaded for offloaded in kinks if 0.0 <= offloaded <= leave)
-        crossings: list[float] = []
-        for low, high in pairwise(corners):
-            at_low, at_high = self._gap(leave, low), self._gap(leave, high)
-            if math.isfinite(at_low) and at_low > 0 > at_high:
-                crossings.append(low + (high - low) * at_low / (at_low - at_high))
-        return corners + crossings
+    def seconds(self, kept_bytes: float, moved_bytes: float) -> float:
+        """Return the least time of recomputes when so many bytes are kept and so many cross the link."""
+        return self.prices(kept_bytes, moved_bytes).seconds
 
-    def _gap(self, leave: float, offloaded: float) -> float:
-        """Return by how much the recomputes take longer than the copies in that do not hide."""
-        late = self._crossings.moved(offloaded) / self._profile.rates.in_bytes_per_second - self._hides_in
-        return self._recomputes.seconds(leave - offloaded) - late
+    def prices(self, kept_bytes: float, moved_bytes: float, at_least: float = 0.0) -> Prices:
+        """Return the program's solution when so many bytes are kept and so many cross the link.
+
+        The dual is concave in the price of crossing, and straight between two corners: its maximum is at one of them.
+
+        Args:
+            kept_bytes: Bytes that are kept.
+            moved_bytes: Bytes that cross.
+            at_least: Seconds that each byte across the link is taken to cost even where there is room for more.
+        """
+        room = kept_bytes - self._must_keep
+        if room < 0:
+            return Prices(seconds=math.inf, kept=math.inf, moved=math.inf)
+        corners = [at_least, *(corner for corner in self._corners if corner > at_least)]
+        known: dict[int, tuple[float, float]] = {}
+
+        def value(place: int) -> float:
+            if place not in known:
+                cost, worth = self._knapsack(room, corners[place])
+                known[place] = cost - (corners[place] - at_least) * moved_bytes, worth
+            return known[place][0]
+
+        low, high = 0, len(corners) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if value(middle) < value(middle + 1):
+                low = middle + 1
+            else:
+                high = middle
+        seconds = max(0.0, value(low))
+        if low == len(corners) - 1 and self._wanted(kept_bytes, 2 * corners[-1] + 1) > moved_bytes + 1e-6:
+            seconds = math.inf  # what no rule covers does not fit
+        return Prices(seconds=seconds, kept=known[low][1], moved=corners[low])
+
+    def _knapsack(self, room: float, price: float) -> tuple[float, float]:
+        """Return the least cost of what is not kept, at a price for each byte that crosses, and a kept byte's worth."""
+        cost, worth = 0.0, 0.0
+        for per_byte, sort in sorted(((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: -x[0]):
+            nbytes = sort.count * sort.nbytes
+            kept = min(nbytes, room)
+            room -= kept
+            if kept < nbytes:
+                cost += per_byte * (nbytes - kept)
+                worth = max(worth, per_byte)
+        return cost, worth
+
+    def _wanted(self, kept_bytes: float, price: float) -> float:
+        """Return how many bytes would cross if each cost a price: of equally good numbers the largest."""
+        room, moved = kept_bytes - self._must_keep, 0.0
+        for _, sort in sorted(
+            ((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)
+        ):
+            nbytes = sort.count * sort.nbytes
+            kept = min(nbytes, max(room, 0.0))
+            room -= kept
+            if sort.moved < math.inf and price * sort.moved <= sort.seconds:
+                moved += (nbytes - kept) / sort.nbytes * sort.moved
+        return moved
+
+
+def _corners(sorts: list[_Sort]) -> list[float]:
+    """Return the prices of crossing at which some unit's best action, or the order of what is kept, changes."""
+    finite = [sort for sort in sorts if sort.seconds < math.inf]
+    own = {sort.seconds / sort.moved for sort in finite if 0 < sort.moved < math.inf}
+    per_kept = {sort.seconds / sort.nbytes for sort in finite}
+    parts = {sort.moved / sort.nbytes for sort in sorts if 0 < sort.moved < math.inf}
+    return sorted({0.0, *own, *(rate / part for rate in per_kept for part in parts)}) if parts else [0.0]
+
+
+def _or_infinite(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds

@@ -1,34 +1,36 @@
 """Choosing: the fastest step that fits a budget, or the least memory within a slowdown.
 
 [Note: the search]
-Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that are offloaded, ``O``; the rest are
-recomputed, cheapest per byte first. The bound says which ``O`` is best for each ``K`` if copies hid perfectly; a few
-smaller ones are simulated too, because real copies come in blocks and in order. Within a candidate some of the last
-blocks keep their bytes (backward wants them first; how many is tried too), and all else is spread evenly over the
-blocks, so that copies come at an even pace. ``K`` is found by halving.
+Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that cross the link, ``M``. The linear program
+of the bound says which storages to recompute for these; the rest stays or is offloaded. Some of the last blocks keep
+their bytes (backward wants them first), and all else is spread evenly over the blocks, so that copies come at an even
+pace. A *family* fixes how much of the bound's ``M`` is offloaded, for real copies come in blocks and in order, whether
+moving has a price, and how many of the last blocks keep; within it, time falls and memory rises with ``K``, whose
+border is found by interpolation. The best family's border is the plan.
 """
 
 from __future__ import annotations
 
-import math
+import functools
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size
 from ebbtide.planner.bound import Bound
 from ebbtide.planner.checkpointing import checkpointed
 from ebbtide.planner.profile import Profile, Unit
 from ebbtide.planner.simulate import Assignment, Simulated, simulate
+from ebbtide.planner.sites import by_site
 
-SHARES = (1.0, 0.95, 0.9, 0.8, 0.65, 0.4, 0.0)
-"""Of the bytes that the bound would offload, how many are tried."""
+SHARES = (1.0, 0.97, 0.93, 0.85, 0.7, 0.4, 0.0)
+"""Of the bytes that the bound would have cross the link, how many are tried."""
 
-TAILS = (0, 1, 2, 4, 8)
-"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried."""
+TAILS = (2, 0, 1, 4, 8)
+"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried, likeliest first."""
 
 DISTURBANCE = 0.05
 """Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
@@ -37,8 +39,11 @@ them. What is recomputed faster than that is not moved."""
 GRAIN = 0.01
 """Peaks that differ by less than this part of what is saved are alike when the least memory is looked for."""
 
-HALVINGS = 9
-"""Steps of the search for the bytes that stay: to 1/512 of what is saved."""
+CLOSE = 1 / 512
+"""Part of what is saved, or of the slack, to which a border is found."""
+
+STEPS = 8
+"""Most candidates that the search for one border simulates."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +66,7 @@ class Solution:
 
     @property
     def bound_seconds(self) -> float:
-        """The least overhead of any schedule that has as many bytes on the device at the turn-around."""
+        """The least overhead of any schedule that has as many bytes on the device when the head begins."""
         least = self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
         whole = any(Action.CHECKPOINT in actions for actions in self.assignment)  # may cost less than its recipes
         return min(least, self.predicted.overhead_seconds) if whole else least
@@ -78,26 +83,12 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
         BudgetError: No plan fits; says what the smallest peak is and what holds it.
     """
 
-    def fits(found: Solution) -> bool:
-        return found.predicted.peak_bytes <= budget_bytes
-
-    search = _Search(profile)
-    everything, least = search.candidate(profile.saved_bytes), search.smallest()
-    if fits(everything):
-        return everything
-    if not fits(least):
-        raise BudgetError(
-            f"memory_budget is {format_size(budget_bytes)}",
-            expected=f"at least {format_size(least.predicted.peak_bytes)}, the smallest peak of this model and batch",
-            hint=_holder(least),
-        )
-    whole = [found for found in search.checkpointed(fits) if fits(found)]
-    return min([search.border(least, everything, fits)[0], *whole], key=_overhead)
+    return Search(profile).fit(budget_bytes)
 
 
 def smallest(profile: Profile) -> Solution:
     """Return the plan with the smallest simulated peak, whatever it costs."""
-    return _Search(profile).smallest()
+    return Search(profile).smallest
 
 
 def shrink(profile: Profile, max_slowdown: float) -> Solution:
@@ -107,27 +98,7 @@ def shrink(profile: Profile, max_slowdown: float) -> Solution:
         profile: The step.
         max_slowdown: 0.05 allows a step that is 5 % slower than one that keeps everything.
     """
-    slack = max_slowdown * profile.step_seconds * (1 + 1e-9)
-
-    def too_slow(found: Solution) -> bool:
-        return found.predicted.overhead_seconds > slack
-
-    search = _Search(profile, slack)
-    least, everything = search.candidate(profile.stubborn_bytes), search.candidate(profile.saved_bytes)
-    found = search.border(least, everything, too_slow)[1] if too_slow(least) else least
-    whole = [other for other in search.checkpointed(too_slow, fewest=False) if not too_slow(other)]
-    # As good as the others is not enough: a block that runs whole again is one that no recipe is known to serve.
-    grain = GRAIN * profile.saved_bytes
-    best = min(whole, key=_peak, default=found)
-    return best if _peak(best) < _peak(found) - grain else found
-
-
-def _overhead(found: Solution) -> float:
-    return found.predicted.overhead_seconds
-
-
-def _peak(found: Solution) -> int:
-    return found.predicted.peak_bytes
+    return Search(profile).least_memory(max_slowdown * profile.step_seconds * (1 + 1e-9))
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
@@ -163,60 +134,90 @@ def keep_everything(profile: Profile) -> Simulated:
     return simulate(profile, tuple((Action.KEEP,) * len(block.units) for block in profile.blocks))
 
 
-class _Search:
-    """Candidates of one profile.
+def _peak(found: Solution) -> int:
+    return found.predicted.peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Candidates that differ in the bytes that stay. See [Note: the search]."""
+
+    share: float
+    tail: int
+    priced: bool = True
+
+
+class Search:
+    """Candidates of one profile. Several questions about one profile share what was simulated.
 
     Args:
         profile: The step.
-        slack_seconds: Of candidates that keep the same, those with no more overhead than this come first, and of these
-            the one with the lowest peak; infinite: the fastest.
     """
 
-    def __init__(self, profile: Profile, slack_seconds: float = math.inf) -> None:
-        self.profile, self._bound, self._slack_seconds = profile, Bound(profile), slack_seconds
-        self._by_cost = _cheapest_first(profile)
-        self._everything = keep_everything(profile)
-        self._known: dict[int, Solution] = {}
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self._bound = profile, Bound(profile)
+        self._price = DISTURBANCE * (1 / profile.rates.out_bytes_per_second + 1 / profile.rates.in_bytes_per_second)
+        self._sites = by_site(profile)
+        self._kept = keep_everything(profile)
+        self._known: dict[tuple[_Family, int], Solution] = {}
+        self.simulations = 1
 
-    def candidate(self, kept_bytes: int) -> Solution:
-        """Return the fastest plan found that keeps at most ``kept_bytes``, as far as that can be."""
-        kept_bytes = max(kept_bytes, self.profile.stubborn_bytes)
-        if kept_bytes not in self._known:
-            _, offloaded = self._bound.least(kept_bytes)
-            self._known[kept_bytes] = self._best(kept_bytes, offloaded)
-        return self._known[kept_bytes]
+    @functools.cached_property
+    def everything(self) -> Solution:
+        """The plan that keeps everything."""
+        return self._solution(tuple((Action.KEEP,) * len(block.units) for block in self.profile.blocks), self._kept)
 
-    def _best(self, kept_bytes: int, offloaded_bytes: float) -> Solution:
-        """Return the best of a few: first how much is offloaded, then how many of the last blocks stay."""
-
-        rates = self.profile.rates
-        price = DISTURBANCE * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
-
-        grain = GRAIN * self.profile.saved_bytes or 1.0
-        shrinks = math.isfinite(self._slack_seconds)
-
-        def cost(found: Solution) -> tuple[bool, bool, int, float]:
-            p = found.predicted
-            peak = round(p.peak_bytes / grain) if shrinks else 0
-            disturbed = p.overhead_seconds + price * p.moved_bytes
-            return p.kept_bytes > kept_bytes, p.overhead_seconds > self._slack_seconds, peak, disturbed
-
-        tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
-        middle = tails[len(tails) // 2]
-        by_share = {share: self._try(kept_bytes, share * offloaded_bytes, middle) for share in SHARES}
-        share = min(by_share, key=lambda share: cost(by_share[share]))
-        others = [self._try(kept_bytes, share * offloaded_bytes, t) for t in tails if t != middle]
-        return min([by_share[share], *others], key=cost)
-
+    @functools.cached_property
     def smallest(self) -> Solution:
-        """Return the plan of the smallest peak: nothing stays that can leave."""
+        """The plan of the smallest peak: nothing stays that can leave."""
         kept = self.profile.stubborn_bytes
-        leave = self.profile.saved_bytes - kept
-        tried = [self._try(kept, share * leave, 0) for share in SHARES]
-        tried += self.checkpointed(lambda found: False)
+        tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
+        tried += self._checkpointed(lambda found: False)
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
 
-    def checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
+    def fit(self, budget_bytes: int) -> Solution:
+        """Return the fastest plan whose simulated peak is within a budget.
+
+        Raises:
+            BudgetError: No plan fits.
+        """
+        if self.everything.predicted.peak_bytes <= budget_bytes:
+            return self.everything
+        least = self.smallest.predicted.peak_bytes
+        if least > budget_bytes:
+            raise BudgetError(
+                f"memory_budget is {format_size(budget_bytes)}",
+                expected=f"at least {format_size(least)}, the smallest peak of this model and batch",
+                hint=_holder(self.smallest),
+            )
+
+        def beyond(found: Solution) -> float:
+            return found.predicted.peak_bytes - budget_bytes
+
+        close = CLOSE * self.profile.saved_bytes
+        found = self._best(lambda family: self._border(family, beyond, close, rising=True), self._cost)
+        whole = [s for s in self._checkpointed(lambda s: beyond(s) <= 0) if beyond(s) <= 0]
+        return min((s for s in (found, self.smallest, *whole) if s is not None), key=self._cost)
+
+    def least_memory(self, slack_seconds: float) -> Solution:
+        """Return the plan of the smallest peak found that takes at most ``slack_seconds`` longer than plain."""
+        grain = GRAIN * self.profile.saved_bytes or 1.0
+
+        def beyond(found: Solution) -> float:
+            return found.predicted.overhead_seconds - slack_seconds
+
+        def cost(found: Solution) -> tuple[int, float]:
+            return round(found.predicted.peak_bytes / grain), self._cost(found)
+
+        close = CLOSE * max(slack_seconds, GRAIN * self.profile.step_seconds)
+        found = self._best(lambda family: self._border(family, beyond, close, rising=False), cost)
+        best = min((s for s in (found, self.everything) if s is not None), key=cost)
+        whole = [s for s in self._checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
+        # As good as the others is not enough: checkpointed blocks are those that no recipe is known to serve.
+        least = min(whole, key=_peak, default=best)
+        return least if _peak(least) < _peak(best) - grain else best
+
+    def _checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
         """Return plans that checkpoint so many of the first blocks that a test begins to hold, or all of them.
 
         Args:
@@ -228,66 +229,118 @@ class _Search:
         for inputs in (Action.KEEP, Action.OFFLOAD) if able else ():
 
             def plan(count: int, inputs: Action = inputs) -> Solution:
-                return self._solution(checkpointed(self.profile, count, inputs))
+                return self.simulated(checkpointed(self.profile, count, inputs))
 
             first = bisect_left(range(able + 1), True, key=lambda count: holds(plan(count)))
             found.append(plan(min(first, able) if fewest else max(first - 1, 0)))
         return found
 
-    def border(self, least: Solution, most: Solution, holds: Callable[[Solution], bool]) -> tuple[Solution, Solution]:
-        """Return two neighbours: the last for which a test holds, and the first for which it does not.
+    def _cost(self, found: Solution) -> float:
+        return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
+
+    def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
+        """Return the best border: first how much is offloaded, then how many of the last blocks keep."""
+        tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
+        families = [_Family(share, tails[0]) for share in SHARES] + [_Family(1.0, tails[0], priced=False)]
+        by_family = {family: found for family in families if (found := border(family)) is not None}
+        if not by_family:
+            return None
+        first = min(by_family, key=lambda family: cost(by_family[family]))
+        others = [border(replace(first, tail=tail)) for tail in tails[1:]]
+        return min((s for s in (by_family[first], *others) if s is not None), key=cost)
+
+    def _border(
+        self, family: _Family, beyond: Callable[[Solution], float], close: float, *, rising: bool
+    ) -> Solution | None:
+        """Return the last candidate of a family that is not beyond a limit, or None if all are.
 
         Args:
-            least: Keeps the least; the test holds for it.
-            most: Keeps the most; the test does not hold.
-            holds: A test that fails from some number of kept bytes on.
+            family: The candidates.
+            beyond: By how much one is beyond the limit.
+            close: Not beyond it by less than this is near enough.
+            rising: Whether what is limited rises with the bytes that stay, or falls.
         """
-        low, high = self.profile.stubborn_bytes, self.profile.saved_bytes
-        for _ in range(HALVINGS):
-            middle = (low + high) // 2
-            found = self.candidate(middle)
-            if holds(found):
-                low, least = middle, found
+        ends = (self.profile.stubborn_bytes, self.profile.saved_bytes)
+        good, bad = ends if rising else (ends[1], ends[0])
+        best, worst = self._try(family, good), self._try(family, bad)
+        if beyond(worst) <= 0:
+            return worst
+        if beyond(best) > 0:
+            return None
+        for step in range(STEPS):
+            under, over = -beyond(best), beyond(worst)
+            if under <= close or abs(bad - good) <= CLOSE * self.profile.saved_bytes:
+                break
+            part = 0.5 if step % 3 == 2 else min(max(under / (under + over), 0.02), 0.98)
+            middle = good + int(part * (bad - good))
+            found = self._try(family, middle)
+            if beyond(found) <= 0:
+                good, best = middle, found
             else:
-                high, most = middle, found
-        return least, most
+                bad, worst = middle, found
+        return best
 
-    def _try(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Solution:
-        return self._solution(self._assign(kept_bytes, offloaded_bytes, tail))
+    def _try(self, family: _Family, kept_bytes: int) -> Solution:
+        if kept_bytes >= self.profile.saved_bytes:
+            return self.everything
+        key = family, kept_bytes
+        if key not in self._known:
+            self._known[key] = self.simulated(self._assign(family, kept_bytes))
+        return self._known[key]
 
-    def _solution(self, assignment: Assignment) -> Solution:
+    def simulated(self, assignment: Assignment) -> Solution:
+        """Return what an assignment costs, by simulation."""
+        self.simulations += 1
+        return self._solution(assignment, simulate(self.profile, assignment))
+
+    def _solution(self, assignment: Assignment, predicted: Simulated) -> Solution:
         return Solution(
             profile=self.profile,
             assignment=assignment,
-            predicted=simulate(self.profile, assignment),
-            everything_kept=self._everything,
+            predicted=predicted,
+            everything_kept=self._kept,
             bound=self._bound,
         )
 
-    def _assign(self, kept_bytes: int, offloaded_bytes: float, tail: int) -> Assignment:
-        """Return actions that recompute the cheapest until no more than so many bytes are kept and moved.
-
-        Args:
-            kept_bytes: Bytes that may stay.
-            offloaded_bytes: Bytes that are to be offloaded.
-            tail: The last so many blocks come first when it is decided what stays.
-        """
+    def _assign(self, family: _Family, kept_bytes: int) -> Assignment:
+        """Return the actions of a candidate."""
         blocks = self.profile.blocks
+        moved_bytes = family.share * self._bound.least(kept_bytes)[1]
         actions = [[Action.OFFLOAD] * len(block.units) for block in blocks]
-        drop = self.profile.saved_bytes - kept_bytes - offloaded_bytes
-        for place, number in self._by_cost:
-            if drop <= 0:
-                break
-            actions[place][number] = Action.RECOMPUTE
-            drop -= blocks[place].units[number].nbytes
-        room = float(kept_bytes)
+        crosses, room = 0, float(kept_bytes)
         for place, number, unit in self.profile.units():
-            if not unit.movable and actions[place][number] is not Action.RECOMPUTE:
+            if unit.movable:
+                crosses += unit.moved_bytes
+            else:
                 actions[place][number] = Action.KEEP
                 room -= unit.nbytes
+        for place, number, certain in self._recomputed_first(family, kept_bytes, moved_bytes):
+            if not certain and room >= 0 and crosses - room <= moved_bytes:
+                break
+            unit = blocks[place].units[number]
+            actions[place][number] = Action.RECOMPUTE
+            if unit.movable:
+                crosses -= unit.moved_bytes
+            else:
+                room += unit.nbytes
+        tail = min(family.tail, len(blocks))
         room = self._keep_last(actions, range(len(blocks) - tail, len(blocks)), room)
         self._keep_evenly(actions, range(len(blocks) - tail), room)
         return tuple(map(tuple, actions))
+
+    def _recomputed_first(
+        self, family: _Family, kept_bytes: int, moved_bytes: float
+    ) -> Iterator[tuple[int, int, bool]]:
+        """Yield the units that can be recomputed, those first that the program would recompute.
+
+        Yields:
+            The place of a block, that of a unit there, and whether that is cheaper than its copy whatever the room.
+        """
+        prices = self._bound.prices(kept_bytes, moved_bytes, self._price if family.priced else 0.0)
+        ranked = sorted((prices.rank(site.unit), i) for i, site in enumerate(self._sites))
+        for rank, i in ranked:
+            for place, number in self._sites[i].places:
+                yield place, number, rank < 1 - 1e-9
 
     def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
         """Keep what these blocks would offload while there is room, the last first; what is moved as less, at the end.
@@ -310,35 +363,6 @@ class _Search:
         for place in places:
             left = self._keep_last(actions, range(place, place + 1), left + share)
         self._keep_last(actions, places, left)
-
-
-def _cheapest_first(profile: Profile) -> list[tuple[int, int]]:
-    """Return the units that can be recomputed, cheapest per byte first; those of one site spread over the blocks.
-
-    Times that were measured differ a little from block to block: a site has the mean of its blocks.
-    """
-    per_site: dict[tuple[Site, int], list[tuple[int, int]]] = defaultdict(list)
-    seconds: dict[tuple[Site, int], float] = defaultdict(float)
-    for place, number, unit in profile.units():
-        if unit.recompute_seconds is not None and unit.nbytes:
-            key = (unit.site, unit.nbytes)
-            per_site[key].append((place, number))
-            seconds[key] += unit.recompute_seconds
-    cost = {key: seconds[key] / len(where) / key[1] for key, where in per_site.items()}
-    ordered: list[tuple[int, int]] = []
-    for key in sorted(per_site, key=lambda key: (cost[key], key[0])):
-        where = per_site[key]
-        ordered += [where[i] for i in _spread(len(where))]
-    return ordered
-
-
-def _spread(count: int) -> list[int]:
-    """Return the numbers below ``count`` so that every beginning of the list is spread over all of them.
-
-    The golden section: each next one falls into one of the widest gaps (Weyl's equidistribution).
-    """
-    step = (math.sqrt(5) - 1) / 2
-    return sorted(range(count), key=lambda i: (i + 1) * step % 1.0)
 
 
 def _holder(least: Solution) -> str:

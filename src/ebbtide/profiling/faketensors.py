@@ -87,6 +87,11 @@ class FakeMachine(TorchDispatchMode):
         peak, self._peak = self._peak, self._bytes
         return peak
 
+    @property
+    def living_bytes(self) -> int:
+        """Bytes that live now."""
+        return self._bytes
+
     @contextmanager
     def unseen(self) -> Generator[None]:
         """Let what is done inside take no time, and what lives only there count for nothing."""

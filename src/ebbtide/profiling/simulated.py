@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,14 +23,16 @@ from ebbtide.engine import Engine
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.tickets import Entry
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
 from ebbtide.profiling.measured import profile_of
+from ebbtide.profiling.repeats import Marks, NotAlike, Repeats
 from ebbtide.wrap import Attachment, find_blocks
+
+logger = logging.getLogger("ebbtide")
 
 AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
 LEAST_WINDOW = 1
@@ -62,11 +65,13 @@ class Job:
         shards: Ranks over which weights, gradients and optimizer state are divided (fully sharded data parallel).
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
         optimizer_state: Bytes of state per byte of what is trained: 2 for Adam, 1 for momentum.
+        autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
     """
 
     shards: int = 1
     ranks: int | None = None
     optimizer_state: float = 2.0
+    autocast: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("shards", 1), ("ranks", 1), ("optimizer_state", 0)):
@@ -108,54 +113,94 @@ def forecast(
         ConfigError: The model is sharded or quantised, or its code needs values that are not there.
         BlocksError: The model has no parameters, or a glob matches nothing.
     """
-    job, options, found = job or Job(), options or Options(), list[TimedStep]()
-    mode = without_bytes()
-    with mode:
-        twin = _without_bytes(model)
-        given = tree_map(_given, batch)
-    pairs = find_blocks(twin, blocks)
-    beside = _beside_bytes(twin, [module for module, _ in pairs], job)
-    inputs = [x for x in tree_leaves(given) if _is_tensor(x)]
-    simulated = FakeMachine(machine, beside + _nbytes(inputs))
-    engine = Engine(
-        plan_for(Auto()), FakeTensorTier(), replace(options, window_bytes=LEAST_WINDOW), Bus(),
-        rules=rules or rule_table(), tensor_types=TENSOR_TYPES,
-        model_weights=lambda: (*twin.parameters(), *twin.buffers()),
-    )  # fmt: skip
-    engine.trust = _Simulated(engine.bus, simulated)
-    engine.timer = StepTimer(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
-    engine.timer.want()
-    attachment = Attachment(twin, pairs, engine)
+    task = _Task(model, batch, machine, job or Job(), loss, blocks, options or Options(), rules or rule_table())
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))  # what is small is really drawn
-            stack.enter_context(mode)
-            stack.callback(_shard_gradients([module for module, _ in pairs], job.shards))
-            stack.enter_context(simulated)
-            simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-            _loss_of(_call(twin, given), loss).backward()  # what forward returned is dropped before, as in most loops
-            engine.timer.finish()
-    except NEEDS_VALUES as error:
-        raise ConfigError(
-            f"the model's code asks for a tensor's values ({type(error).__name__}: {error.func})",
-            expected="a forward that decides nothing by what weights and activations hold",
-            hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
-        ) from error
-    except Exception as error:
-        error.add_note("(while one step of the model was simulated, to make a plan)")
-        raise
-    finally:
-        attachment.remove()
-    if not found:
-        raise ConfigError(
-            f"no block saved anything of {format_size(options.min_bytes)} or more that the backward read",
-            expected="a batch of the size that is trained, and a loss that needs gradients of what the blocks made",
-            hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
-        )
-    ranks = job.ranks or max(1, min(job.shards, machine.devices))
-    profile = profile_of(found[0], machine.rates(ranks), options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
-    lead = simulated.seconds(0.0, engine.timer.began or 0.0)
-    return replace(profile, lead_seconds=lead, tail_seconds=profile.tail_seconds + _update_seconds(twin, job, machine))
+        return task.profile(whole=False)
+    except NotAlike as error:
+        logger.debug("blocks are simulated one by one: %s", error)
+        return task.profile(whole=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """What ``forecast`` was asked."""
+
+    model: nn.Module
+    batch: Any
+    machine: Machine
+    job: Job
+    loss: Callable[[Any], torch.Tensor] | None
+    blocks: Sequence[str] | None
+    options: Options
+    rules: dict[str, Any]
+
+    def profile(self, *, whole: bool) -> Profile:
+        """Simulate one step.
+
+        Args:
+            whole: Every block runs. See [Note: repeated blocks].
+
+        Raises:
+            NotAlike: Blocks that were left out are not like those that ran.
+        """
+        mode, found = without_bytes(), list[TimedStep]()
+        with mode:
+            twin, given = _without_bytes(self.model), tree_map(_given, self.batch)
+        pairs = find_blocks(twin, self.blocks)
+        modules = [module for module, _ in pairs]
+        inputs = [x for x in tree_leaves(given) if _is_tensor(x)]
+        simulated = FakeMachine(self.machine, _beside_bytes(twin, modules, self.job) + _nbytes(inputs))
+        engine = Engine(
+            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=LEAST_WINDOW), Bus(),
+            rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
+        )  # fmt: skip
+        engine.trust = _Simulated(engine.bus, simulated)
+        timer = Marks(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
+        engine.timer = timer
+        timer.want()
+        repeats = None if whole else Repeats(pairs, self.job.shards)
+        attachment = Attachment(twin, pairs, engine)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.random.fork_rng(devices=[]))  # what is small is really drawn
+                stack.enter_context(mode)
+                stack.callback(_shard_gradients(modules, self.job.shards))
+                stack.enter_context(simulated)
+                simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
+                self._loss(twin, given).backward()  # what forward returned is dropped before, as in most loops
+                timer.finish()
+        except NEEDS_VALUES as error:
+            raise ConfigError(
+                f"the model's code asks for a tensor's values ({type(error).__name__}: {error.func})",
+                expected="a forward that decides nothing by what weights and activations hold",
+                hint="train a few steps instead: Auto measures them, and handle.plan.save(path) writes the plan",
+            ) from error
+        except NotAlike:
+            raise
+        except Exception as error:
+            error.add_note("(while one step of the model was simulated, to make a plan)")
+            raise
+        finally:
+            attachment.remove()
+        if not found:
+            raise ConfigError(
+                f"no block saved anything of {format_size(self.options.min_bytes)} or more that the backward read",
+                expected="a batch of the size that is trained, and a loss that needs gradients of what the blocks made",
+                hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
+            )
+        step = found[0] if repeats is None or not repeats.some else repeats.whole(found[0], timer)
+        return self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
+
+    def _loss(self, twin: nn.Module, given: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
+            return _loss_of(_call(twin, given), self.loss)
+
+    def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
+        job, machine = self.job, self.machine
+        ranks = job.ranks or max(1, min(job.shards, machine.devices))
+        profile = profile_of(step, machine.rates(ranks), self.options.window_bytes, ran=(AT_ONCE, LEAST_WINDOW))
+        tail_seconds = profile.tail_seconds + _update_seconds(twin, job, machine)
+        return replace(profile, lead_seconds=lead_seconds, tail_seconds=tail_seconds)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -23,8 +23,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "policy": "leave it out: the table has a row for each",
     "fsdp_strategy": "--gpus above 1 means full_shard",
     "nproc_per_node": "the flag is --gpus here",
-    "bf16": "mixed precision cannot be planned yet; --torch_dtype bfloat16 has bfloat16 weights too",
-    "fp16": "mixed precision cannot be planned yet; --torch_dtype bfloat16 is as large",
+    "fp16": "--bf16 true plans mixed precision whose halves are as large",
     "adapters": "--train_type lora with the same --lora_rank and --target_modules is as large",
     "adapter_config": "--train_type lora is the kind of adapter that can be planned",
 }
@@ -36,7 +35,7 @@ class PlanConfig:
     """Say whether training fits on a device, and with what plan, before any step: from the model's config alone.
 
     No weights are read, and no GPU is needed: one step of the model is simulated with fake tensors. Without --gpu the
-    machine is this one, measured now. The optimizer is AdamW, as in every recipe.
+    machine is this one, measured now.
 
     Attributes:
         recipe: What would train it: sft for a language model, video for a video transformer.
@@ -46,22 +45,27 @@ class PlanConfig:
         gpu: Device to plan for: h200, h100, a100, gh200, 4090, or a JSON file that describes a machine.
         gpus: Devices to train on; with more than one, FSDP shards weights, gradients and optimizer state over all.
         host_memory: Host memory of a node, such as 2TiB; left out, what the machine is known to have.
-        train_type: Train all weights (full), or low-rank adapters (lora).
+        train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora).
         lora_rank: Rank of the adapters.
         target_modules: Module names that get adapters; all-linear takes every linear module but the head.
         freeze_vit: Leave the vision part of a vision-language model as it is.
         per_device_train_batch_size: Sequences or clips in a micro-batch.
+        gradient_accumulation_steps: Micro-batches in a step; above 1 the gradients of earlier ones take memory too.
+        optim: Optimizer whose state is counted: adamw has two numbers for each trained weight, adamw_8bit two of 8
+            bits, sgd_momentum one, sgd none, adafactor one for each row and column of a matrix.
         max_length: Tokens in a sequence.
         num_frames: For video: frames of a clip; left out, the family's own. So are the next three.
         height: For video: pixels.
         width: For video: pixels.
         text_length: For video: tokens of a caption.
-        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU or with --bf16, else bfloat16.
+        bf16: Compute in bfloat16 where it is safe, on float32 weights (mixed precision).
         attn_impl: Attention implementation.
         memory_budget: The peak to stay below, such as 40GiB; left out, nine tenths of the device's memory.
         max_slowdown: How much slower a step of ebbtide-auto may be; 0.05 is 5 %.
         out: File to save the plan in that is to be taken; policy="plan.json" then starts with it.
-        json: Print the result as JSON.
+        svg: File to draw slowdown over peak memory in, of all options and of ebbtide-auto at several budgets.
+        json: Print the result as JSON, with the points of that picture.
     """
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
@@ -77,38 +81,52 @@ class PlanConfig:
     target_modules: tuple[str, ...] = ("all-linear",)
     freeze_vit: bool = True
     per_device_train_batch_size: int = 1
+    gradient_accumulation_steps: int = 1
+    optim: Literal["adamw", "adamw_8bit", "sgd", "sgd_momentum", "adafactor"] = "adamw"
     max_length: int = 1024
     num_frames: int | None = None
     height: int | None = None
     width: int | None = None
     text_length: int | None = None
     torch_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    bf16: bool = False
     attn_impl: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
     memory_budget: str | None = None
     max_slowdown: float = 0.05
     out: str | None = None
+    svg: str | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.gpus < 1:
             raise ConfigError(f"gpus is {self.gpus}", expected="1 or more", hint="1 is the default")
-        for name in ("gpu", "out", "model"):
+        for name in ("gpu", "out", "svg", "model"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
         if self.host_memory is not None:
             parse_size(self.host_memory, name="host_memory")
-        if self.train_type == "qlora":
-            raise ConfigError(
-                "train_type is 'qlora'",
-                expected="full or lora: weights in 4 bits cannot be simulated yet",
-                hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
-            )
+        self._check_together()
         Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
         if self.recipe == "video":
             self.as_video()
         else:
             self.as_sft()
+
+    def _check_together(self) -> None:
+        if self.train_type == "qlora" and (self.gpus > 1 or self.recipe == "video" or self.bf16):
+            beside = "recipe video" if self.recipe == "video" else "bf16 true" if self.bf16 else f"gpus {self.gpus}"
+            raise ConfigError(
+                f"train_type is 'qlora' beside {beside}",
+                expected="a language model in bfloat16 on one device: other 4-bit weights cannot be planned yet",
+                hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
+            )
+        if self.bf16 and self.torch_dtype == "bfloat16":
+            raise ConfigError(
+                "bf16 is true beside torch_dtype bfloat16",
+                expected="float32 weights for mixed precision",
+                hint="leave --torch_dtype out for mixed precision, or --bf16 for weights in bfloat16 too",
+            )
 
     @property
     def name(self) -> str:

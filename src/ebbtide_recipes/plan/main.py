@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import BudgetError, ConfigError, EbbtideError
+from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError
 from ebbtide.base.extras import check_installed
 from ebbtide.base.units import format_size, parse_size
 
@@ -37,11 +37,14 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     from ebbtide.profiling.hardware import machine_here
     from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan import model, video
+    from ebbtide_recipes.plan.job import accumulated, quantised, state_ratio
+    from ebbtide_recipes.plan.picture import pareto
     from ebbtide_recipes.plan.result import Result
     from ebbtide_recipes.plan.ways import limits, ways
 
-    if config.out is not None:
-        model.check_file(config.out)
+    for name in ("out", "svg"):
+        if getattr(config, name) is not None:
+            model.check_file(getattr(config, name), name)
     subject = video.Subject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     if config.gpu is None:
         say("measuring this machine, which takes seconds; --gpu names another")
@@ -50,7 +53,9 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     outline = subject.outline(_dtype(config, machine))
     inputs, end = model.watch_inputs(outline.module)
     try:
-        profile = forecast(outline.module, subject.batch(), machine, job=Job(shards=config.gpus))
+        state = state_ratio(config.optim, outline.module)
+        job = Job(shards=config.gpus, optimizer_state=state, autocast=config.bf16)
+        profile = forecast(outline.module, subject.batch(), machine, job=job)
     except EbbtideError:
         raise
     except Exception as error:
@@ -62,13 +67,18 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
         ) from error
     finally:
         end()
+    if config.train_type == "qlora":
+        profile = quantised(profile, outline.module, machine)
+    profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
     room = limits(
         machine, config.gpus, memory_budget=config.memory_budget, host_memory=config.host_memory, disk=is_cpu(machine)
     )
-    known = inputs if len(inputs) == len(profile.blocks) else None
+    latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
+    known = latest if len(latest) == len(profile.blocks) else None
+    found = ways(profile, known, room, config.max_slowdown)
     return Result(
-        config=config, outline=outline, machine=machine, profile=profile, room=room,
-        ways=ways(profile, known, room, config.max_slowdown),
+        config=config, outline=outline, machine=machine, profile=profile, room=room, ways=found,
+        pareto=pareto(profile, found) if config.json or config.svg is not None else None,
     )  # fmt: skip
 
 
@@ -106,6 +116,34 @@ def save(result: Result, path: str) -> str:
         )
     table_plan(way.solution, plan_for(way.policy).name).save(Path(path).expanduser())
     return f'saved    {path}, the plan of {way.name}: policy="{path}" starts with it'
+
+
+def draw(result: Result, path: str) -> str:
+    """Draw slowdown over peak memory.
+
+    Args:
+        result: As ``main`` returned it, with the points.
+        path: The file.
+
+    Returns:
+        What was drawn, in words.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    from ebbtide_recipes.plan import picture
+
+    points = result.pareto or picture.pareto(result.profile, result.ways)
+    drawn = picture.svg(points, f"{result.config.name}, {result.outline.amount}, {result.machine.name}")
+    try:
+        Path(path).expanduser().write_text(drawn + "\n", encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"svg {path!r} cannot be written ({error.strerror})",
+            expected="a place for a picture",
+            hint="name a file in a folder that you may write to",
+        ) from error
+    return f"drawn    {path}: slowdown over peak memory"
 
 
 def is_cpu(machine: Machine) -> bool:
@@ -146,4 +184,4 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
 def _dtype(config: PlanConfig, machine: Machine) -> str:
     if config.torch_dtype != "auto":
         return config.torch_dtype
-    return "float32" if is_cpu(machine) else "bfloat16"
+    return "float32" if is_cpu(machine) or config.bf16 else "bfloat16"

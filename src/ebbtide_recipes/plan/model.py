@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from ebbtide_recipes.sft.config import SftConfig
 
 
+_ENDINGS = {"out": "json", "svg": "svg"}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
     """A model without weights, and what is known of it.
@@ -160,7 +163,10 @@ def read(config: SftConfig) -> PreTrainedConfig:
     with _told():
         if not path.is_file():
             models.check(config.model)
-        return _checked(config, _found(config, path))
+        found = _checked(config, _found(config, path))
+    for part in (found, found.get_text_config()):
+        part.use_cache = False  # as trainers call it: a cache of keys and values would count as saved
+    return found
 
 
 @contextmanager
@@ -209,8 +215,8 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
             return peft.get_peft_model(models.outline_of(config, found, dtype), made)
 
 
-def check_file(path: str) -> None:
-    """Refuse a place for the plan that cannot be written, before the model is simulated.
+def check_file(path: str, flag: str = "out") -> None:
+    """Refuse a place for a file that cannot be written, before the model is simulated.
 
     Raises:
         DataError: It cannot be.
@@ -218,4 +224,8 @@ def check_file(path: str) -> None:
     target = Path(path).expanduser()
     if target.is_dir() or not target.absolute().parent.is_dir():
         what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
-        raise DataError(f"out {path!r} {what}", expected="a file in an existing folder", hint="such as --out plan.json")
+        raise DataError(
+            f"{flag} {path!r} {what}",
+            expected="a file in an existing folder",
+            hint=f"such as --{flag} plan.{_ENDINGS[flag]}",
+        )

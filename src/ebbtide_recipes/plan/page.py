@@ -19,8 +19,8 @@ from ebbtide_recipes.plan.ways import ROOM, Way
 
 GIB = 1024**3
 
-SCHEMA = 2
-"""Of what ``--json`` prints."""
+SCHEMA = 3
+"""Of what ``--json`` prints. 2 had no ``job`` and no ``pareto``; all else is as it was."""
 
 _ALWAYS = ("model", "max_length", "torch_dtype")
 """Flags that a command names whatever their value."""
@@ -37,11 +37,11 @@ LEFT_OUT = (
 _FLAGS = {
     "sft": (
         "model", "train_type", "lora_rank", "target_modules", "freeze_vit", "per_device_train_batch_size",
-        "max_length", "torch_dtype", "attn_impl",
+        "gradient_accumulation_steps", "max_length", "torch_dtype", "bf16", "attn_impl",
     ),
     "video": (
-        "model", "train_type", "lora_rank", "target_modules", "per_device_train_batch_size", "num_frames", "height",
-        "width", "text_length", "torch_dtype",
+        "model", "train_type", "lora_rank", "target_modules", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "num_frames", "height", "width", "text_length", "torch_dtype", "bf16",
     ),
 }  # fmt: skip
 """Flags that plan and each recipe share."""
@@ -72,6 +72,12 @@ def as_values(result: Result) -> dict[str, Any]:
             "blocks": len(result.profile.blocks),
             "tokens": result.outline.tokens,
         },
+        "job": {
+            "train_type": result.config.train_type,
+            "optim": result.config.optim,
+            "bf16": result.config.bf16,
+            "gradient_accumulation_steps": result.config.gradient_accumulation_steps,
+        },
         "machine": dataclasses.asdict(result.machine),
         "gpus": result.config.gpus,
         "ranks_on_a_node": room.ranks,
@@ -80,6 +86,7 @@ def as_values(result: Result) -> dict[str, Any]:
         "plain_step_seconds": result.profile.step_seconds,
         "ways": [_way_values(result, way) for way in result.ways],
         "take": None if take is None else take.name,
+        "pareto": None if result.pareto is None else dataclasses.asdict(result.pareto),
         "left_out": list(LEFT_OUT),
         "notes": _notes(result),
     }
@@ -110,7 +117,9 @@ def command(result: Result, way: Way) -> str:
     for name in _FLAGS[config.recipe]:
         value = {"torch_dtype": result.outline.dtype, "model": config.name}.get(name, getattr(config, name))
         if name in _ALWAYS or (value != defaults[name] and name not in config.without_effect()):
-            flags.append((name, " ".join(value) if isinstance(value, tuple) else str(value)))
+            flags.append(
+                (name, " ".join(value) if isinstance(value, tuple) else "true" if value is True else str(value))
+            )
     if config.gpus > 1:
         nodes = math.ceil(config.gpus / result.machine.devices)
         if nodes > 1:
@@ -235,6 +244,10 @@ def _notes(result: Result) -> list[str]:
         lines.append("The batch is text alone: what images take, in the vision part and as tokens, comes on top.")
     if result.outline.experts:
         lines.append("Experts are taken to get equally many tokens; where one gets more, its part takes longer.")
+    if result.config.optim != "adamw":
+        lines.append(f"The recipes train with AdamW: --optim {result.config.optim} is for a loop of your own.")
+    if result.config.gradient_accumulation_steps > 1:
+        lines.append("A step stands for one micro-batch with its share of the optimizer's time.")
     if result.room.host_bytes is None:
         lines.append("What Python and the libraries take, up to a GiB, comes on top.")
     elif result.config.gpu is not None and not result.config.gpu.endswith(".json"):

@@ -9,6 +9,7 @@ from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.model import Outline
+from ebbtide_recipes.plan.picture import Pareto
 from ebbtide_recipes.plan.ways import Limits, Way, best
 
 
@@ -23,6 +24,7 @@ class Result:
         profile: Its simulated step.
         room: What there is to fit into.
         ways: What each way to train would take.
+        pareto: The points of the picture; None: not asked for.
     """
 
     config: PlanConfig
@@ -31,6 +33,7 @@ class Result:
     profile: Profile
     room: Limits
     ways: Sequence[Way]
+    pareto: Pareto | None = None
 
     @property
     def take(self) -> Way | None:

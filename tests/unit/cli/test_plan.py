@@ -51,7 +51,8 @@ def test_what_is_printed_for_people_names_each_way(model: str, capsys: pytest.Ca
         (["--dataset", "x"], "hint: no data is read"),
         (["--gups", "8"], "did you mean 'gpus'"),
         (["--gpus", "many"], "--gpus is 'many'; expected an integer"),
-        (["--train_type", "qlora"], "expected full or lora"),
+        (["--train_type", "qlora", "--gpus", "8"], "expected a language model in bfloat16 on one device"),
+        (["--optim", "adam"], "--optim is 'adam'"),
         (["--policy", "minimal"], "hint: leave it out: the table has a row for each"),
     ],
 )

@@ -10,20 +10,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.base.actions import Action
-from ebbtide.planner.bound import Bound, Recomputes
+from ebbtide.planner.bound import Bound
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.simulate import simulate
 from tests.helpers.profiles import alike, profiles, qwen3_8b, unit
 
+SLOW = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
+
 
 def test_the_cheapest_per_byte_is_recomputed_first() -> None:
-    rates = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
-    recomputes = Recomputes(alike(1, (unit("dear", 10, 10.0), unit("cheap", 100, 1.0), unit("never", 5)), rates))
-    assert recomputes.seconds(0) == 0
-    assert recomputes.seconds(50) == pytest.approx(0.5)
-    assert recomputes.seconds(105) == pytest.approx(1.0 + 5.0)
-    assert recomputes.seconds(110) == pytest.approx(11.0)
-    assert recomputes.seconds(111) == math.inf
+    bound = Bound(alike(1, (unit("dear", 10, 10.0), unit("cheap", 100, 1.0), unit("never", 5)), SLOW))
+    assert bound.seconds(115, 0) == 0
+    assert bound.seconds(65, 0) == pytest.approx(0.5)
+    assert bound.seconds(10, 0) == pytest.approx(1.0 + 5.0)
+    assert bound.seconds(5, 0) == pytest.approx(11.0)
+    assert bound.seconds(4, 0) == math.inf
+    assert bound.seconds(4, 1) == pytest.approx(11.0)
+
+
+def test_what_crosses_in_a_narrower_type_is_worth_twice_its_crossing() -> None:
+    units = (unit("wide", 100, 3.0), unit("narrow", 100, 2.0, narrow=True))
+    bound = Bound(alike(1, units, SLOW))
+    # 50 bytes can cross: half of one, or all of the other, which is cheaper per byte to recompute.
+    assert bound.seconds(0, 50) == pytest.approx(3.0)
+    assert bound.seconds(100, 50) == 0
+    prices = bound.prices(0, 50)
+    assert prices.rank(units[0]) < prices.rank(units[1])
+
+
+def test_time_of_the_head_hides_no_copy() -> None:
+    """What leaves during the head is there when it begins."""
+    profile = alike(2, (unit("a", 10, 1.0),), SLOW, turn_seconds=1000.0)
+    assert Bound(profile).least(0)[0] > 0
 
 
 def test_everything_kept_costs_nothing() -> None:
@@ -39,13 +57,13 @@ def test_what_must_stay_cannot_leave() -> None:
 
 
 @given(profiles(), st.floats(0, 1))
-def test_it_is_the_minimum_over_what_is_offloaded(profile: Profile, share: float) -> None:
+def test_it_is_the_minimum_over_what_crosses(profile: Profile, share: float) -> None:
     bound = Bound(profile)
     kept = profile.stubborn_bytes + share * (profile.saved_bytes - profile.stubborn_bytes)
-    leave = profile.saved_bytes - kept
     least, moved = bound.least(kept)
-    assert 0 <= moved <= leave + 1e-6
-    assert least <= min(bound._overhead(leave, leave * i / 400) for i in range(401)) + 1e-9
+    assert 0 <= moved <= profile.saved_bytes + 1e-6
+    others = [bound.overhead(kept, profile.saved_bytes * i / 400) for i in range(401)]
+    assert least <= min(others) + 1e-9 * max(1.0, least)
 
 
 @settings(max_examples=60)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from ebbtide.planner.machines import MACHINES
 from ebbtide.planner.table import load_plan
 from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.plan import main as recipe
-from ebbtide_recipes.plan import model, page
+from ebbtide_recipes.plan import model, page, picture
 from ebbtide_recipes.plan.config import PlanConfig
+from ebbtide_recipes.plan.job import QUANTISED_BYTES, state_ratio
 from ebbtide_recipes.plan.result import Result
 from ebbtide_recipes.plan.ways import Limits, Way, best, limits, ways
 from ebbtide_recipes.sft.config import SftConfig
@@ -343,7 +345,11 @@ def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
         ({"max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"max_length": 1}, "max_length is 1; expected 2 or more"),
         ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more"),
-        ({"train_type": "qlora"}, "train_type is 'qlora'; expected full or lora: weights in 4 bits"),
+        ({"train_type": "qlora", "gpus": 2}, "train_type is 'qlora' beside gpus 2"),
+        ({"train_type": "qlora", "bf16": True}, "train_type is 'qlora' beside bf16 true"),
+        ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16 is true beside torch_dtype bfloat16; expected float32"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"svg": " "}, "svg is empty"),
     ],
 )
 def test_values_that_make_no_plan_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -436,3 +442,98 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
     stats = handle.stats()
     assert stats.offloaded_bytes == predicted.offloaded_bytes
     assert stats.recomputed_bytes == predicted.recomputed_bytes
+
+
+# What a job adds
+
+
+def matrix(optim: str, dtype: torch.dtype) -> float:
+    model = nn.Linear(256, 64, bias=False, dtype=dtype, device="meta")
+    return state_ratio(optim, model) * 256 * 64 * dtype.itemsize
+
+
+@pytest.mark.parametrize(
+    ("optim", "state"),
+    [
+        ("adamw", 2 * 256 * 64 * 2),
+        ("adamw_8bit", 2 * (256 * 64 + 4 * 64)),  # a scale of 4 bytes for 256 numbers
+        ("sgd", 0),
+        ("sgd_momentum", 256 * 64 * 2),
+        ("adafactor", 4 * (256 + 64)),
+    ],
+)
+def test_each_optimizer_has_its_bytes(optim: str, state: int) -> None:
+    assert matrix(optim, torch.bfloat16) == pytest.approx(state)
+
+
+def test_the_optimizers_state_is_in_every_peak(qwen: str, result: Result) -> None:
+    sgd = found(qwen, max_length=1024, optim="sgd")
+    more = (named(result, "plain").peak_bytes or 0) - (named(sgd, "plain").peak_bytes or 0)
+    assert more == 2 * 2 * result.outline.trained
+    assert "--optim sgd is for a loop of your own" in page.text(sgd)
+
+
+def test_mixed_precision_has_float32_weights_and_bfloat16_products(qwen: str, result: Result) -> None:
+    mixed, single = found(qwen, max_length=1024, bf16=True), found(qwen, max_length=1024, torch_dtype="float32")
+    assert mixed.outline.dtype == "float32"
+    assert mixed.profile.saved_bytes < single.profile.saved_bytes
+    assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.ways[0])
+
+
+def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
+    lora, qlora = found(qwen, train_type="lora"), found(qwen, train_type="qlora")
+    linear = [m for m in lora.outline.module.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad]
+    numbers = sum(m.weight.numel() for m in linear) - 512 * 64  # the head stays
+    less = (named(lora, "plain").peak_bytes or 0) - (named(qlora, "plain").peak_bytes or 0)
+    assert less == int(numbers * (2 - QUANTISED_BYTES)) - 2 * 128 * 64
+    assert qlora.profile.forward_seconds > lora.profile.forward_seconds
+    assert [b.units for b in qlora.profile.blocks] == [b.units for b in lora.profile.blocks]
+
+
+def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result) -> None:
+    several = found(qwen, max_length=1024, gradient_accumulation_steps=8)
+    gradients = 2 * result.outline.trained
+    assert several.profile.turn_beside_bytes - result.profile.turn_beside_bytes == gradients
+    first, last = several.profile.blocks[0], several.profile.blocks[-1]
+    assert first.forward_beside_bytes - result.profile.blocks[0].forward_beside_bytes == gradients
+    added = last.backward_beside_bytes - result.profile.blocks[-1].backward_beside_bytes
+    assert 0 < added < gradients
+    assert several.profile.tail_seconds == pytest.approx(result.profile.tail_seconds / 8)
+    assert "--gradient_accumulation_steps 8" in page.command(several, several.ways[0])
+
+
+def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
+    """Trainers call models without one; what it holds would count as saved."""
+    assert not any("CatBackward" in u.site.node for b in result.profile.blocks for u in b.units)
+
+
+# The picture
+
+
+def test_the_picture_holds_every_option_and_the_bound(result: Result) -> None:
+    points = picture.pareto(result.profile, result.ways)
+    assert [p.name for p in points.options] == [way.name for way in result.ways]
+    peaks = [p.peak_bytes for p in points.auto]
+    assert peaks == sorted(peaks)
+    assert len(points.auto) == picture.BUDGETS
+    bound = [p.step_ratio for p in points.bound]
+    assert bound == sorted(bound, reverse=True)
+    for point in points.auto:
+        within = [p.step_ratio for p in points.bound if p.peak_bytes >= point.peak_bytes]
+        assert point.step_ratio >= within[0] - 1e-9
+    drawn = ElementTree.fromstring(picture.svg(points, "a <model>"))
+    circles = [e for e in drawn.iter() if e.tag.endswith("circle")]
+    assert len(circles) == 2 * len(points.options) + len(points.auto)
+    assert len([e for e in drawn.iter() if e.tag.endswith("polyline")]) == 2
+
+
+def test_the_points_are_in_the_json_and_the_picture_in_its_file(qwen: str, tmp_path: Path, result: Result) -> None:
+    drawn = found(qwen, json=True, svg=str(tmp_path / "plan.svg"))
+    values = json.loads(recipe.shown(drawn))
+    assert values["schema"] == 3
+    assert {"options", "auto", "bound"} == set(values["pareto"])
+    assert recipe.draw(drawn, str(tmp_path / "plan.svg")).startswith("drawn    ")
+    assert (tmp_path / "plan.svg").read_text().startswith("<svg ")
+    assert page.as_values(result)["pareto"] is None
+    with pytest.raises(DataError, match="svg .* cannot be written"):
+        recipe.draw(drawn, str(tmp_path))

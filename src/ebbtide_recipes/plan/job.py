@@ -1,0 +1,124 @@
+"""What a job adds to the simulated micro-batch: the optimizer's state, weights in 4 bits, gradients of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+from torch import nn
+
+from ebbtide.planner.machines import Machine
+from ebbtide.planner.profile import BlockProfile, Profile
+from ebbtide.wrap import find_blocks
+
+QUANTISED_BYTES = 0.5 + 1 / 64 / 4 + 4 / 64 / 256
+"""Of a weight in 4 bits: itself, its share of a scale of 8 bits for 64 weights, and of the scale of 256 scales.
+
+Source: Dettmers et al., QLoRA (2023), double quantization.
+"""
+
+_BLOCKWISE = 1 + 4 / 256
+"""Of a number of state in 8 bits: itself, and its share of a float32 scale for 256 numbers."""
+
+_IN_TYPE: Mapping[str, float] = {"adamw": 2.0, "sgd": 0.0, "sgd_momentum": 1.0}
+"""Numbers of state for each trained weight, of the weight's own type."""
+
+
+def state_ratio(optim: str, model: nn.Module) -> float:
+    """Return the bytes of an optimizer's state per byte of what is trained.
+
+    Args:
+        optim: As ``PlanConfig.optim`` names it.
+        model: Its trained parameters decide; on meta or not.
+    """
+    if optim in _IN_TYPE:
+        return _IN_TYPE[optim]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if optim == "adamw_8bit":
+        state = sum(2 * _BLOCKWISE * p.numel() for p in trained)
+    else:  # Adafactor without momentum: float32 means over the rows and the columns of a matrix
+        state = sum(
+            4.0 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.ndim > 1 else p.numel()) for p in trained
+        )
+    return state / max(sum(p.numel() * p.itemsize for p in trained), 1)
+
+
+def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
+    """Return the step with the linear weights in 4 bits that adapters leave as they are.
+
+    Each is turned into the type of arithmetic whenever it is used, in the forward and in the backward, one at a time.
+
+    Args:
+        profile: The step with weights in that type.
+        model: On meta, with adapters.
+        machine: Its memory's rate says how long that takes.
+    """
+    inside = {id(part): block.name for module, block in find_blocks(model, None) for part in module.modules()}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = [
+        part for part in model.modules()
+        if isinstance(part, nn.Linear) and part is not head and not part.weight.requires_grad
+    ]  # fmt: skip
+    saved = int(sum(p.weight.numel() * (p.weight.itemsize - QUANTISED_BYTES) for p in linear))
+    largest = max((p.weight.numel() * p.weight.itemsize for p in linear), default=0)
+    seconds: dict[str, float] = {}
+    for part in linear:
+        moved = part.weight.numel() * (QUANTISED_BYTES + part.weight.itemsize)
+        name = inside.get(id(part), "")
+        seconds[name] = seconds.get(name, 0.0) + moved / machine.memory_bytes_per_second
+
+    def smaller(nbytes: int) -> int:
+        return max(nbytes - saved + largest, 0)
+
+    def block(found: BlockProfile) -> BlockProfile:
+        longer = seconds.get(found.name, 0.0)
+        return replace(
+            found,
+            forward_seconds=found.forward_seconds + longer,
+            backward_seconds=found.backward_seconds + longer,
+            forward_beside_bytes=smaller(found.forward_beside_bytes),
+            backward_beside_bytes=smaller(found.backward_beside_bytes),
+        )
+
+    blocks = tuple(map(block, profile.blocks))
+    return replace(profile, blocks=blocks, turn_beside_bytes=smaller(profile.turn_beside_bytes))
+
+
+def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> Profile:
+    """Return a later micro-batch of a step of several: gradients of earlier ones are there from its beginning.
+
+    Args:
+        profile: A step of one micro-batch.
+        model: On meta.
+        steps: Micro-batches in a step; each has its share of the optimizer's time.
+        shards: Ranks over which gradients are divided.
+    """
+    if steps == 1:
+        return profile
+    pairs = [(module, block.name) for module, block in find_blocks(model, None)]
+    inside = {id(p) for module, _ in pairs for p in module.parameters()}
+    names = [id(p) for p in model.parameters()]
+    first = next((place for place, key in enumerate(names) if key in inside), 0)
+    early = sum(_gradient(p) for p in list(model.parameters())[:first])  # their gradients come last
+    total = sum(map(_gradient, model.parameters()))
+    own = {name: sum(map(_gradient, module.parameters())) for module, name in pairs}
+    largest = {name: max(map(_gradient, module.parameters()), default=0) for module, name in pairs}
+    sizes = [own.get(block.name, 0) for block in profile.blocks]
+    before = [early + size for size in accumulate(sizes, initial=0)]
+    blocks = tuple(
+        replace(
+            block,
+            forward_beside_bytes=block.forward_beside_bytes + total // shards,
+            backward_beside_bytes=block.backward_beside_bytes + (rest + largest.get(block.name, 0)) // shards,
+        )
+        for block, rest in zip(profile.blocks, before, strict=False)
+    )
+    return replace(
+        profile, blocks=blocks, turn_beside_bytes=profile.turn_beside_bytes + total // shards,
+        tail_seconds=profile.tail_seconds / steps,
+    )  # fmt: skip
+
+
+def _gradient(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.itemsize if parameter.requires_grad else 0
