@@ -326,9 +326,9 @@ def test_experts_can_be_run_on_paper(write: Write) -> None:
 def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
     module = models.outline_of(SftConfig(model=qwen), model.read(SftConfig(model=qwen)), "float32")
     seen, end = model.watch_inputs(module)
-    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"))
+    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"), use_cache=True)
     end()
-    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"))
+    module(input_ids=torch.ones(2, 16, dtype=torch.long, device="meta"), use_cache=True)
     assert seen == [2 * 16 * 64 * 4] * 4
 
 
