@@ -320,5 +320,8 @@ def _enable(model: nn.Module, setting: Setting) -> ebbtide.Handle:
     elif setting.policy == "ckpt":
         given = {"enable_ckpt": True}
     plan = DrawnPlan(setting.salt, setting.policy == "checkpoint")
-    with mock.patch("ebbtide.api.plan_for", lambda policy: plan) if drawn else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if drawn:
+            stack.enter_context(mock.patch("ebbtide.api.measured_plan", lambda *args: None))
+            stack.enter_context(mock.patch("ebbtide.api.plan_for", lambda policy: plan))
         return ebbtide.enable_activation_offloading(model, target="disk", min_bytes=0, verify=setting.verify, **given)
