@@ -5,7 +5,7 @@ by bit, those of a plain step. Then its own length: steps that warm up, steps th
 bytes that leave and come back are counted from outside: on a device by a dispatch mode that sees every copy between
 devices, on a CPU by the kernel's own account of the process. The loss is the mean square of the last hidden state: the
 head, which ways treat alike, is left out. There is no optimizer. Memory is the peak above what weights, gradients and
-inputs take.
+inputs take, in a step that begins with a trimmed heap and is not timed.
 
     python -m benchmarks.case '{"way": "plain", "model": "tiny", "tokens": 128}'
 """
@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.peers import Prepared, absent, way_named
 from benchmarks.shapes import SHAPES, Shape
-from ebbtide.store import return_freed_memory
+from ebbtide.track.heap import trim_heap
 
 WARMUP_STEPS = 4
 """Within these, ``Auto`` has measured steps of this length, and made its plan."""
@@ -211,8 +211,6 @@ def run(case: Case, *, progress: Callable[[str], None] = lambda text: None) -> R
 
 def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) -> None:
     case, shape = row.case, SHAPES[row.case.model]
-    if device.type == "cpu":
-        return_freed_memory()  # for every way, as ebbtide has it: what the heap keeps would hide what is in use
     torch.manual_seed(0)
     model = shape.build(device, case.tuning).train()
     short = shape.inputs(min(case.tokens, case.gate_tokens), case.batch, device)
@@ -273,15 +271,17 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
     for _ in range(WARMUP_STEPS):  # gradients stay: they are a part of the base
         if not math.isfinite(float(step(prepared, inputs))):
             raise ValueError("the loss is no finite number")
-    synchronize(device)
-    row.base_bytes = memory_now(device)
-    forget_peak(device)
     for _ in range(case.steps):
         synchronize(device)
         begun = time.perf_counter()
         step(prepared, inputs)
         synchronize(device)
         row.seconds.append(time.perf_counter() - begun)
+    trim_heap()  # on a CPU what the heap keeps of earlier steps would hide what this one uses; its time does not count
+    row.base_bytes = memory_now(device)
+    forget_peak(device)
+    step(prepared, inputs)
+    synchronize(device)
     row.peak_bytes = max(0, peak(device) - row.base_bytes)
     with counted(row, device):
         step(prepared, inputs)

@@ -156,6 +156,19 @@ def test_a_budget_that_holds_everything_keeps_everything() -> None:
         assert set(table_of(handle).actions.values()) == {Action.KEEP}
 
 
+@pytest.mark.parametrize(
+    ("policy", "calls"), [("auto", 0), ("minimal", 0), ("offload", 0), (ebbtide.Auto(memory_budget="1TiB"), 1)]
+)
+def test_the_processs_allocator_is_changed_for_a_budget_only(
+    monkeypatch: pytest.MonkeyPatch, policy: Any, calls: int
+) -> None:
+    changed: list[bool] = []
+    monkeypatch.setattr("ebbtide.profiling.measured.return_freed_memory", lambda: changed.append(True))
+    monkeypatch.setattr("ebbtide.store.allocator.ctypes.CDLL", lambda name: changed.append(False))
+    with ebbtide.enable_activation_offloading(build("mlp").model, policy=policy, target="disk"):
+        assert changed == [True] * calls
+
+
 def test_a_plan_file_is_a_policy(tmp_path: Path) -> None:
     tiny = build("llama")
     plain = tiny.step()

@@ -33,6 +33,7 @@ from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, noise, plain_blocks, sample
 from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
+from ebbtide.store.allocator import return_freed_memory
 from ebbtide.store.meter import meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
@@ -85,6 +86,8 @@ class MeasuredPlan:
                 hint="give Auto(max_slowdown=...) instead",
             )
         memory = budget is not None
+        if memory and self._tier.name == "disk":
+            return_freed_memory()  # the budget is of the process's memory: what is freed has to leave it
         timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
         self._timer = engine.timer = timer

@@ -76,7 +76,6 @@ def open_tier(
         return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
     if accelerated:
         _LOG.warning("disk target on a machine with an accelerator: only tensors in RAM are moved; see target='host'")
-    return_freed_memory()
     if in_flight_bytes is None:
         return DiskTier(disk_path, budget_bytes=disk_budget_bytes)
     return DiskTier(disk_path, budget_bytes=disk_budget_bytes, in_flight_bytes=in_flight_bytes)

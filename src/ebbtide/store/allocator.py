@@ -2,8 +2,9 @@
 
 On a CPU-only machine the memory to be spared is the process's own. glibc serves blocks below a threshold from its heap,
 and raises that threshold by itself, up to 32 MiB, each time a larger block is freed; what is freed into the heap stays
-with the process. Measured: offloading 1.6 GiB of activations lowered the peak resident size from 2562 to 2111 MiB with
-glibc's defaults, to 907 MiB with a fixed threshold. Setting the threshold also ends its rising.
+with the process, and serves the next step. A fixed threshold makes such blocks leave at once, and the kernel has to
+clear fresh pages for each next one: several times the page faults of a step. So this is done only for those who ask for
+a memory budget, see docs/decisions/0016-the-allocator-is-the-users.md. Setting the threshold also ends its rising.
 """
 
 from __future__ import annotations

@@ -36,7 +36,6 @@ class Returns(nn.Linear):
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case_module, "SHAPES", {"linear": Shape(make=lambda: Returns(8, 8), feed=feed)})
-    monkeypatch.setattr(case_module, "return_freed_memory", lambda: None)  # holds for the whole process
 
 
 def with_way(monkeypatch: pytest.MonkeyPatch, prepare: Callable[[nn.Module], Generator[Prepared]], **given: Any) -> Row:
