@@ -69,7 +69,7 @@ def _charged_rates(rates: Rates, work: Work, seconds: float, host_seconds: float
     if not work.moved_bytes:
         return rates
     each = min(host_seconds, seconds / work.crossings) if work.crossings else 0.0
-    by_byte = (seconds - each * work.crossings) / (2 * work.moved_bytes)
+    by_byte = max(seconds - each * work.crossings, 0.0) / (2 * work.moved_bytes)  # rounding may go below 0
     return replace(
         rates,
         handling_seconds=rates.handling_seconds + each,
