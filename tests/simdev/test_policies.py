@@ -68,7 +68,8 @@ def check(name: str, precision: str, policy: str, late: str) -> None:
             assert now.total_copy_out_bytes - stats.total_copy_out_bytes == after[0] - before[0], step
             assert now.total_copy_in_bytes - stats.total_copy_in_bytes == after[1] - before[1], step
             assert now.live_tickets == now.store_bytes == 0, step
-        check_bytes(name, policy, handle.stats())
+            if step == 1:  # in the third, a block of each kind runs without hooks where the policy measures
+                check_bytes(name, policy, now)
 
 
 @pytest.mark.parametrize(NAMES_OF_A_CASE, ALWAYS)
