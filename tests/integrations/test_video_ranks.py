@@ -1,4 +1,4 @@
-"""The video recipe on two ranks: FSDP2 and DDP, adapters, three models, averages; and going on there."""
+"""The video recipe on ranks: FSDP2, HSDP and DDP, adapters, three models, averages; and going on there."""
 
 from __future__ import annotations
 
@@ -60,6 +60,21 @@ def test_losses_and_weights_are_those_of_plain_training(results: dict[str, CaseR
     assert ours[0]["losses"] == plain[0]["losses"]
     assert len(set(plain[0]["losses"].values())) == 3
     assert [rank["state"] for rank in ours] == [rank["state"] for rank in plain]
+
+
+def test_two_copies_of_two_shards_train_as_without_offloading(tmp_path: Path) -> None:
+    hybrid = {"hsdp_shard_dim": 2, "hsdp_replicate_dim": 2}
+    cases = {
+        name: (video_case, (str(tmp_path / name), {**hybrid, **changes}))
+        for name, changes in {"plain": {}, "auto": OURS, "minimal": MINIMAL}.items()
+    }
+    found = {name: result.values() for name, result in run_cases(cases, 4, timeout_seconds=240).items()}
+    plain = found["plain"]
+    assert len(set(plain[0]["losses"].values())) == 3
+    for ranks in found.values():
+        assert [rank["wrapped"] for rank in ranks] == ["fsdp2"] * 4
+        assert ranks[0]["losses"] == plain[0]["losses"]
+        assert [rank["state"] for rank in ranks] == [rank["state"] for rank in plain]
 
 
 def test_a_run_that_goes_on_repeats_the_run_that_did_not_stop(results: dict[str, CaseResult], folder: Path) -> None:

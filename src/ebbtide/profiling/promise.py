@@ -1,4 +1,4 @@
-"""What a plan promised, and what came: the loop that keeps ``Auto`` to its word.
+"""Compare what a plan promised with what was measured: the loop that keeps ``Auto`` to its word.
 
 [Note: the loop]
 Passes that carry the plan out are timed from their first block to the end of their backward (``ebbtide.engine.spans``).
