@@ -1,4 +1,4 @@
-"""The recipe: a model from its config, its simulated step, and what every way to train it would take."""
+"""The recipe: a model from its config, its simulated step, and what every option of training it would take."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
-    """Simulate the model's step, once, and hold the ways to train side by side.
+    """Simulate the model's step, once, and hold the options of training it side by side.
 
     Args:
         config: What to train, and on what.
@@ -38,9 +38,9 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     from ebbtide.profiling.simulated import Job, forecast
     from ebbtide_recipes.plan import model, video
     from ebbtide_recipes.plan.job import accumulated, quantised, state_ratio
+    from ebbtide_recipes.plan.options import limits, options
     from ebbtide_recipes.plan.picture import pareto
     from ebbtide_recipes.plan.result import Result
-    from ebbtide_recipes.plan.ways import limits, ways
 
     for name in ("out", "svg"):
         if getattr(config, name) is not None:
@@ -75,9 +75,9 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     )
     latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
     known = latest if len(latest) == len(profile.blocks) else None
-    found = ways(profile, known, room, config.max_slowdown)
+    found = options(profile, known, room, config.max_slowdown)
     return Result(
-        config=config, outline=outline, machine=machine, profile=profile, room=room, ways=found,
+        config=config, outline=outline, machine=machine, profile=profile, room=room, options=found,
         pareto=pareto(profile, found) if config.json or config.svg is not None else None,
     )  # fmt: skip
 
@@ -90,7 +90,7 @@ def shown(result: Result) -> str:
 
 
 def save(result: Result, path: str) -> str:
-    """Save the plan of the way to take; where that is not ebbtide's, of the best way that is.
+    """Save the plan of the recommended option; where that is not ebbtide's, of the best option that is.
 
     Args:
         result: As ``main`` returned it.
@@ -105,17 +105,17 @@ def save(result: Result, path: str) -> str:
     """
     from ebbtide.planner import plan_for
     from ebbtide.planner.table import table_plan
-    from ebbtide_recipes.plan.ways import best
+    from ebbtide_recipes.plan.options import best
 
-    way = best([way for way in result.ways if way.solution is not None])
-    if way is None or way.solution is None or way.policy is None:
+    option = best([option for option in result.options if option.solution is not None])
+    if option is None or option.solution is None or option.policy is None:
         raise BudgetError(
             f"no plan was saved in {path!r}: none fits",
             expected=f"a plan with a peak of at most {format_size(result.room.aim_bytes)}",
             hint="shorter sequences, a smaller batch, --train_type lora or more --gpus take less memory",
         )
-    table_plan(way.solution, plan_for(way.policy).name).save(Path(path).expanduser())
-    return f'saved    {path}, the plan of {way.name}: policy="{path}" starts with it'
+    table_plan(option.solution, plan_for(option.policy).name).save(Path(path).expanduser())
+    return f'saved        {path}, the plan of {option.name}: policy="{path}" starts with it'
 
 
 def draw(result: Result, path: str) -> str:
@@ -133,7 +133,7 @@ def draw(result: Result, path: str) -> str:
     """
     from ebbtide_recipes.plan import picture
 
-    points = result.pareto or picture.pareto(result.profile, result.ways)
+    points = result.pareto or picture.pareto(result.profile, result.options)
     drawn = picture.svg(points, f"{result.config.name}, {result.outline.amount}, {result.machine.name}")
     try:
         Path(path).expanduser().write_text(drawn + "\n", encoding="utf-8")

@@ -14,8 +14,8 @@ from ebbtide.planner.table import table_plan
 from ebbtide.report.table import ABSENT, Table
 from ebbtide.report.text import grid
 from ebbtide_recipes.plan.config import PlanConfig
+from ebbtide_recipes.plan.options import ROOM, Option
 from ebbtide_recipes.plan.result import Result
-from ebbtide_recipes.plan.ways import ROOM, Way
 
 GIB = 1024**3
 
@@ -49,9 +49,9 @@ _FLAGS = {
 
 def text(result: Result) -> str:
     """Write the page for people."""
-    lines = [f"model    {_model(result)}", f"machine  {_machine(result)}", ""]
+    lines = [f"model        {_model(result)}", f"machine      {_machine(result)}", ""]
     lines += [*grid(_table(result)), ""]
-    lines += [f"{way.name}: {way.problem}" for way in result.ways if way.problem]
+    lines += [f"{option.name}: {option.problem}" for option in result.options if option.problem]
     lines += [*_take(result), "", "predicted, not measured: the step was simulated. Left out: " + LEFT_OUT[0] + ","]
     lines += [", ".join(LEFT_OUT[1:]) + "."]
     return "\n".join(lines + _notes(result))
@@ -59,7 +59,7 @@ def text(result: Result) -> str:
 
 def as_values(result: Result) -> dict[str, Any]:
     """Return what was found as values for JSON; absent knowledge is None."""
-    take, outline, room = result.take, result.outline, result.room
+    chosen, outline, room = result.recommended, result.outline, result.room
     return {
         "schema": SCHEMA,
         "ebbtide": _version(),
@@ -84,33 +84,33 @@ def as_values(result: Result) -> dict[str, Any]:
         "aim_bytes": room.aim_bytes,
         "host_bytes": room.host_bytes,
         "plain_step_seconds": result.profile.step_seconds,
-        "ways": [_way_values(result, way) for way in result.ways],
-        "take": None if take is None else take.name,
+        "options": [_option_values(result, option) for option in result.options],
+        "recommended": None if chosen is None else chosen.name,
         "pareto": None if result.pareto is None else dataclasses.asdict(result.pareto),
         "left_out": list(LEFT_OUT),
         "notes": _notes(result),
     }
 
 
-def _way_values(result: Result, way: Way) -> dict[str, Any]:
-    known = way.peak_bytes is not None
-    plan = None if way.solution is None else table_plan(way.solution, way.name).predicted
+def _option_values(result: Result, option: Option) -> dict[str, Any]:
+    known = option.peak_bytes is not None
+    plan = None if option.solution is None else table_plan(option.solution, option.name).predicted
     return {
-        "name": way.name,
-        "peak_bytes": way.peak_bytes,
-        "fits": way.fits,
-        "step_ratio": way.step_ratio,
-        "offloaded_bytes_a_rank": way.offloaded_bytes if known else None,
-        "offloaded_bytes_a_node": way.offloaded_bytes * result.room.ranks if known else None,
-        "fits_host": way.fits_host if known and result.room.host_bytes is not None else None,
+        "name": option.name,
+        "peak_bytes": option.peak_bytes,
+        "fits": option.fits,
+        "step_ratio": option.step_ratio,
+        "offloaded_bytes_a_rank": option.offloaded_bytes if known else None,
+        "offloaded_bytes_a_node": option.offloaded_bytes * result.room.ranks if known else None,
+        "fits_host": option.fits_host if known and result.room.host_bytes is not None else None,
         "plan": None if plan is None else {slot: getattr(plan, slot) for slot in type(plan).__dataclass_fields__},
-        "problem": way.problem or None,
-        "command": command(result, way) if known else None,
+        "problem": option.problem or None,
+        "command": command(result, option) if known else None,
     }
 
 
-def command(result: Result, way: Way) -> str:
-    """Return the command line that trains this way."""
+def command(result: Result, option: Option) -> str:
+    """Return the command line that trains with this option."""
     config, defaults = result.config, {field.name: field.default for field in dataclasses.fields(PlanConfig)}
     words = ["ebbtide", config.recipe]
     flags: list[tuple[str, str]] = []
@@ -136,15 +136,15 @@ def command(result: Result, way: Way) -> str:
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))
-    flags += _mode_flags(way)
+    flags += _mode_flags(option)
     for name, value in flags:
         words += [f"--{name}", *(value.split() if name == "target_modules" else [shlex.quote(value)])]
     return " ".join(words)
 
 
-def _mode_flags(way: Way) -> list[tuple[str, str]]:
+def _mode_flags(option: Option) -> list[tuple[str, str]]:
     on = ("activation_cpu_offload", "true")
-    match way.policy:
+    match option.policy:
         case None:
             return [("gradient_checkpointing", "true")]
         case Minimal():
@@ -200,40 +200,42 @@ def _machine(result: Result) -> str:
 def _table(result: Result) -> Table:
     room = result.room
     place = "disk" if room.host_bytes is None else "host"
-    columns = ["way", "peak", f"fits {format_size(room.aim_bytes)}", "step / plain", f"{place}, a rank"]
+    columns = ["option", "peak", f"fits {format_size(room.aim_bytes)}", "step / plain", f"{place}, a rank"]
     columns += ["a node", "fits"] if room.host_bytes is not None else []
     rows: list[tuple[str, ...]] = []
-    for way in result.ways:
-        if way.peak_bytes is None or way.step_ratio is None:
-            rows.append((way.name, *[ABSENT] * (len(columns) - 1)))
+    for option in result.options:
+        if option.peak_bytes is None or option.step_ratio is None:
+            rows.append((option.name, *[ABSENT] * (len(columns) - 1)))
             continue
-        digits = 2 if GIB <= way.peak_bytes < 10 * GIB else 1
-        cells = [way.name, format_size(way.peak_bytes, digits=digits), way.fits, f"×{way.step_ratio:.2f}"]
-        moved = way.offloaded_bytes
+        digits = 2 if GIB <= option.peak_bytes < 10 * GIB else 1
+        cells = [option.name, format_size(option.peak_bytes, digits=digits), option.fits, f"×{option.step_ratio:.2f}"]
+        moved = option.offloaded_bytes
         cells.append(format_size(moved) if moved else ABSENT)
         if room.host_bytes is not None:
-            cells += [format_size(moved * room.ranks), "yes" if way.fits_host else "no"] if moved else [ABSENT, ABSENT]
+            cells += (
+                [format_size(moved * room.ranks), "yes" if option.fits_host else "no"] if moved else [ABSENT, ABSENT]
+            )
         rows.append(tuple(cells))
     return Table(columns=tuple(columns), rows=tuple(rows))
 
 
 def _take(result: Result) -> list[str]:
-    way = result.take
-    if way is None:
-        least = min((w for w in result.ways if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
-        line = f"take     nothing, for none of these fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
-        told = any(w.problem for w in result.ways)
+    option = result.recommended
+    if option is None:
+        least = min((w for w in result.options if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
+        line = f"recommended  nothing, for none of these fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
+        told = any(w.problem for w in result.options)
         shorter = "fewer frames" if result.config.recipe == "video" else "shorter sequences"
         what = f"{shorter}, a smaller batch, --train_type lora or more --gpus take less memory"
         return [f"{line} ({least.name})"] if told else [f"{line} ({least.name})", f"hint: {what}"]
-    lines = [f"take     {way.name}"]
-    if way.fits == "barely":
+    lines = [f"recommended  {option.name}"]
+    if option.fits == "barely":
         lines[0] += f", which barely fits: above {ROOM:.0%} of the device's memory, and not all of it is predicted"
-    if isinstance(way.policy, Keep):
+    if isinstance(option.policy, Keep):
         lines[0] += ": everything that is saved fits, and nothing needs to be offloaded"
-    lines.append(f"         {command(result, way)} --dataset YOURS")
-    if way.policy is not None and not isinstance(way.policy, Keep):
-        lines.append(f"         {_in_python(way.policy)}")
+    lines.append(f"             {command(result, option)} --dataset YOURS")
+    if option.policy is not None and not isinstance(option.policy, Keep):
+        lines.append(f"             {_in_python(option.policy)}")
     return lines
 
 

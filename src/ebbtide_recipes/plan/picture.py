@@ -12,7 +12,7 @@ from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, PLOT, RIGHT, TOP, WIDTH
-from ebbtide_recipes.plan.ways import Way
+from ebbtide_recipes.plan.options import Option
 
 BUDGETS = 6
 """Budgets for which ``Auto`` is asked, evenly from the smallest peak to plain training's."""
@@ -51,12 +51,12 @@ class Pareto:
     bound: Sequence[Point]
 
 
-def pareto(profile: Profile, ways: Sequence[Way]) -> Pareto:
+def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
     """Return the points of the picture.
 
     Args:
         profile: The step that keeps everything.
-        ways: The rows of the table.
+        options: The rows of the table.
     """
     search, bound, step = Search(profile), Bound(profile), profile.step_seconds
     least, most = search.smallest.predicted.peak_bytes, search.everything.predicted.peak_bytes
@@ -73,12 +73,12 @@ def pareto(profile: Profile, ways: Sequence[Way]) -> Pareto:
         peak = floor + (most - floor) * part // SAMPLES
         seconds = bound.least(peak - profile.turn_beside_bytes)[0]
         line.append(Point(name="bound", peak_bytes=peak, step_ratio=1 + seconds / step))
-    options = [
-        Point(name=way.name, peak_bytes=way.peak_bytes, step_ratio=way.step_ratio)
-        for way in ways
-        if way.peak_bytes is not None and way.step_ratio is not None
+    points = [
+        Point(name=option.name, peak_bytes=option.peak_bytes, step_ratio=option.step_ratio)
+        for option in options
+        if option.peak_bytes is not None and option.step_ratio is not None
     ]
-    return Pareto(options=options, auto=auto, bound=[p for p in line if p.step_ratio < float("inf")])
+    return Pareto(options=points, auto=auto, bound=[p for p in line if p.step_ratio < float("inf")])
 
 
 def svg(found: Pareto, title: str) -> str:

@@ -9,8 +9,8 @@ from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.model import Outline
+from ebbtide_recipes.plan.options import Limits, Option, best
 from ebbtide_recipes.plan.picture import Pareto
-from ebbtide_recipes.plan.ways import Limits, Way, best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Result:
         machine: Where it is to be trained.
         profile: Its simulated step.
         room: What there is to fit into.
-        ways: What each way to train would take.
+        options: What each option of training would take.
         pareto: The points of the picture; None: not asked for.
     """
 
@@ -32,10 +32,10 @@ class Result:
     machine: Machine
     profile: Profile
     room: Limits
-    ways: Sequence[Way]
+    options: Sequence[Option]
     pareto: Pareto | None = None
 
     @property
-    def take(self) -> Way | None:
-        """The way to take; None: none fits."""
-        return best(self.ways)
+    def recommended(self) -> Option | None:
+        """The recommended option; None: none fits."""
+        return best(self.options)

@@ -30,18 +30,18 @@ def test_what_is_printed_for_programs_is_json_alone(
     line = ["plan", "--model", model, "--gpu", "h200", "--max-length", "1024", "--json", "true", "--out", out]
     assert cli.main([*line, "--lora_rank", "4"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out)["take"] == "plain"
+    assert json.loads(shown.out)["recommended"] == "plain"
     assert "--lora_rank has no effect here" in shown.err
-    assert f"saved    {out}, the plan of plain" in shown.err
+    assert f"saved        {out}, the plan of plain" in shown.err
     assert json.loads(Path(out).read_text())["name"] == "keep"
 
 
-def test_what_is_printed_for_people_names_each_way(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--model", model, "--gpu", "h200", "--max_length", "1024"]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     rows = [line.split("  ")[0] for line in shown.out.splitlines()]
-    assert {"way", "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload"} <= set(rows)
+    assert {"option", "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload"} <= set(rows)
 
 
 @pytest.mark.parametrize(

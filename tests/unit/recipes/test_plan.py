@@ -1,4 +1,4 @@
-"""What training would take: the model from its config, the ways side by side, what is said of them."""
+"""What training would take: the model from its config, the options side by side, what is said of them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ebbtide_recipes.plan import main as recipe
 from ebbtide_recipes.plan import model, page, picture
 from ebbtide_recipes.plan.config import PlanConfig
 from ebbtide_recipes.plan.job import QUANTISED_BYTES, state_ratio
+from ebbtide_recipes.plan.options import Limits, Option, best, limits, options
 from ebbtide_recipes.plan.result import Result
-from ebbtide_recipes.plan.ways import Limits, Way, best, limits, ways
 from ebbtide_recipes.sft.config import SftConfig
 
 GIB = 1024**3
@@ -72,15 +72,15 @@ def result(qwen: str) -> Result:
     return found(qwen, max_length=1024)
 
 
-def named(result: Result, name: str) -> Way:
-    return next(way for way in result.ways if way.name.startswith(name))
+def named(result: Result, name: str) -> Option:
+    return next(option for option in result.options if option.name.startswith(name))
 
 
-# The ways
+# The options
 
 
 def test_every_way_has_a_row_in_this_order(result: Result) -> None:
-    assert [way.name for way in result.ways] == [
+    assert [option.name for option in result.options] == [
         "plain", "checkpointing", "ebbtide-minimal", "ebbtide-offload", "ebbtide-auto, at most 5 % slower",
     ]  # fmt: skip
 
@@ -89,45 +89,45 @@ def test_plain_is_the_measure_of_all(result: Result) -> None:
     plain = named(result, "plain")
     assert plain.step_ratio == pytest.approx(1)
     assert plain.offloaded_bytes == 0
-    assert max(way.peak_bytes or 0 for way in result.ways) == plain.peak_bytes
+    assert max(option.peak_bytes or 0 for option in result.options) == plain.peak_bytes
 
 
 def test_checkpointing_keeps_the_inputs_and_runs_every_block_again(result: Result) -> None:
-    way, profile = named(result, "checkpointing"), result.profile
-    assert way.step_ratio == pytest.approx(1 + profile.forward_seconds / profile.step_seconds)
+    option, profile = named(result, "checkpointing"), result.profile
+    assert option.step_ratio == pytest.approx(1 + profile.forward_seconds / profile.step_seconds)
     inputs = 4 * 1024 * 64 * 2  # four blocks, 1024 tokens, hidden size 64, bfloat16
-    assert (way.peak_bytes or 0) <= inputs + max(b.saved_bytes for b in profile.blocks) + max(
+    assert (option.peak_bytes or 0) <= inputs + max(b.saved_bytes for b in profile.blocks) + max(
         [profile.turn_beside_bytes, *(b.backward_beside_bytes for b in profile.blocks)]
     )
-    assert (way.peak_bytes or 0) >= inputs + profile.turn_beside_bytes
+    assert (option.peak_bytes or 0) >= inputs + profile.turn_beside_bytes
 
 
 def test_what_fits_plainly_is_trained_plainly(result: Result) -> None:
-    assert result.take is named(result, "plain")
-    assert "take     plain: everything that is saved fits" in page.text(result)
+    assert result.recommended is named(result, "plain")
+    assert "recommended  plain: everything that is saved fits" in page.text(result)
 
 
 def test_what_does_not_fit_plainly_gets_a_budget_of_nine_tenths(qwen: str, small: Callable[[float], str]) -> None:
     plain = named(found(qwen, max_length=1024), "plain").peak_bytes or 0
     tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
-    way = tight.ways[-1]
+    option = tight.options[-1]
     assert named(tight, "plain").fits == "barely"
-    assert isinstance(way.policy, Auto)
-    assert way.policy.memory_budget == int(0.9 * tight.machine.memory_bytes)
-    assert way.fits == "yes"
-    assert tight.take is not None
-    assert tight.take.policy is not None
+    assert isinstance(option.policy, Auto)
+    assert option.policy.memory_budget == int(0.9 * tight.machine.memory_bytes)
+    assert option.fits == "yes"
+    assert tight.recommended is not None
+    assert tight.recommended.policy is not None
     assert "--activation_cpu_offload true" in page.text(tight)
-    assert f"--memory_budget {int(0.9 * tight.machine.memory_bytes) >> 20}MiB" in page.command(tight, way)
+    assert f"--memory_budget {int(0.9 * tight.machine.memory_bytes) >> 20}MiB" in page.command(tight, option)
 
 
 def test_where_nothing_fits_it_says_what_the_least_is(qwen: str, small: Callable[[float], str], tmp_path: Path) -> None:
     none = found(qwen, gpu=small(1))
     text = page.text(none)
-    assert none.take is None
+    assert none.recommended is None
     assert "there is no such plan: at least " in text
     assert "hint: that peak is in " in text
-    assert "take     nothing, for none of these fits; the lowest peak is " in text
+    assert "recommended  nothing, for none of these fits; the lowest peak is " in text
     with pytest.raises(BudgetError, match="no plan was saved in 'plan.json': none fits"):
         recipe.save(none, "plan.json")
 
@@ -136,9 +136,9 @@ def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
     peak = named(found(qwen), "plain").peak_bytes or 0
     asked = found(qwen, memory_budget=str(int(peak * 0.97)))
     assert named(asked, "plain").fits == "no"
-    assert asked.ways[-1].fits == "yes"
-    assert asked.take is not None
-    assert (asked.take.peak_bytes or 0) <= int(peak * 0.97)
+    assert asked.options[-1].fits == "yes"
+    assert asked.recommended is not None
+    assert (asked.recommended.peak_bytes or 0) <= int(peak * 0.97)
 
 
 def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
@@ -146,7 +146,7 @@ def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
     assert (named(eight, "plain").peak_bytes or 0) < (named(one, "plain").peak_bytes or 0)
     assert eight.room.ranks == 8
     moved = named(eight, "ebbtide-offload").offloaded_bytes
-    values = page.as_values(eight)["ways"][3]
+    values = page.as_values(eight)["options"][3]
     assert values["offloaded_bytes_a_node"] == 8 * moved > 0
     assert "--nproc_per_node 8 --fsdp_strategy full_shard" in values["command"]
 
@@ -157,7 +157,7 @@ def test_more_devices_than_a_node_has_are_several_nodes(result: Result) -> None:
         config=dataclasses.replace(result.config, gpus=16),
         room=dataclasses.replace(result.room, ranks=8),
     )
-    assert page.command(wide, wide.ways[0]).startswith(
+    assert page.command(wide, wide.options[0]).startswith(
         "torchrun --nnodes 2 --nproc_per_node 8 --node_rank RANK --master_addr FIRST -m ebbtide sft "
     )
 
@@ -169,7 +169,7 @@ def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result)
         )
         for b in result.profile.blocks
     )
-    found_ = ways(dataclasses.replace(result.profile, blocks=few), [4 * 2**10] * 4, result.room, 0.05)
+    found_ = options(dataclasses.replace(result.profile, blocks=few), [4 * 2**10] * 4, result.room, 0.05)
     rerun = found_[2]
     assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide-minimal, blocks re-run", Minimal(), None)
     assert (rerun.peak_bytes, rerun.step_ratio) == (found_[1].peak_bytes, found_[1].step_ratio)
@@ -206,25 +206,25 @@ def test_ranks_of_a_node_share_its_host_memory() -> None:
     assert of_two_nodes.host_bytes == 2048 * GIB - 8 * GIB
 
 
-def way(name: str, peak: int, ratio: float, *, fits: Any = "yes", host: bool = True) -> Way:
-    return Way(name=name, policy=None, peak_bytes=peak, step_ratio=ratio, fits=fits, fits_host=host)
+def option(name: str, peak: int, ratio: float, *, fits: Any = "yes", host: bool = True) -> Option:
+    return Option(name=name, policy=None, peak_bytes=peak, step_ratio=ratio, fits=fits, fits_host=host)
 
 
 def test_the_fastest_that_fits_is_taken() -> None:
-    slow, fast, full = way("slow", 10, 1.2), way("fast", 80, 1.03), way("full", 120, 1.0, fits="no")
+    slow, fast, full = option("slow", 10, 1.2), option("fast", 80, 1.03), option("full", 120, 1.0, fits="no")
     assert best([slow, fast, full]) is fast
-    assert best([slow, way("fast", 80, 1.03, host=False), full]) is slow
+    assert best([slow, option("fast", 80, 1.03, host=False), full]) is slow
     assert best([full]) is None
 
 
 def test_of_equally_fast_ways_plain_comes_first_then_the_lowest_peak() -> None:
-    plain, small, large = way("plain", 90, 1.0), way("small", 10, 1.004), way("large", 50, 1.0)
+    plain, small, large = option("plain", 90, 1.0), option("small", 10, 1.004), option("large", 50, 1.0)
     assert best([plain, large, small]) is plain
     assert best([large, small]) is small
 
 
 def test_a_way_that_barely_fits_is_the_last_resort() -> None:
-    fast, slow = way("fast", 95, 1.0, fits="barely"), way("slow", 10, 1.5)
+    fast, slow = option("fast", 95, 1.0, fits="barely"), option("slow", 10, 1.5)
     assert best([fast, slow]) is slow
     assert best([fast]) is fast
 
@@ -234,18 +234,18 @@ def test_a_way_that_barely_fits_is_the_last_resort() -> None:
 
 def test_the_page_says_that_nothing_was_measured(result: Result) -> None:
     text = page.text(result)
-    assert text.startswith("model    ")
+    assert text.startswith("model        ")
     assert "(bfloat16; all trained), 4 x Qwen3DecoderLayer; 1 x 1024 tokens a device" in text
-    assert "\nmachine  h200: 139.0 GiB a device" in text
+    assert "\nmachine      h200: 139.0 GiB a device" in text
     assert "predicted, not measured: the step was simulated. Left out: fragmentation" in text
 
 
 def test_values_for_programs_are_json(result: Result) -> None:
     values = json.loads(json.dumps(page.as_values(result), allow_nan=False))
     assert values["predicted"] is True
-    assert values["take"] == "plain"
+    assert values["recommended"] == "plain"
     assert values["model"]["tokens"] == 1024
-    assert [way["name"] for way in values["ways"]] == [way.name for way in result.ways]
+    assert [option["name"] for option in values["options"]] == [option.name for option in result.options]
     assert recipe.shown(dataclasses.replace(result, config=dataclasses.replace(result.config, json=True))) == (
         json.dumps(values, indent=1)
     )
@@ -270,10 +270,10 @@ def test_the_plan_that_is_saved_is_the_one_to_take(qwen: str, small: Callable[[f
     tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
     path = tmp_path / "plan.json"
     said = recipe.save(tight, str(path))
-    assert tight.take is not None
-    assert f"the plan of {tight.take.name}" in said
+    assert tight.recommended is not None
+    assert f"the plan of {tight.recommended.name}" in said
     plan = load_plan(path)
-    assert plan.predicted.peak_bytes == tight.take.peak_bytes
+    assert plan.predicted.peak_bytes == tight.recommended.peak_bytes
     assert {name for name, _ in plan.actions} == {f"model.layers.{i}" for i in range(4)}
 
 
@@ -429,7 +429,7 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
     machine, out = tmp_path / "cpu.json", tmp_path / "plan.json"
     dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(machine)
     asked = found(qwen, max_length=1024, gpu=str(machine))
-    asked = dataclasses.replace(asked, ways=[named(asked, "ebbtide-minimal")])
+    asked = dataclasses.replace(asked, options=[named(asked, "ebbtide-minimal")])
     recipe.save(asked, str(out))
     predicted = load_plan(out).predicted
     config = SftConfig(model=qwen, max_length=1024)
@@ -477,7 +477,7 @@ def test_mixed_precision_has_float32_weights_and_bfloat16_products(qwen: str, re
     mixed, single = found(qwen, max_length=1024, bf16=True), found(qwen, max_length=1024, torch_dtype="float32")
     assert mixed.outline.dtype == "float32"
     assert mixed.profile.saved_bytes < single.profile.saved_bytes
-    assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.ways[0])
+    assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.options[0])
 
 
 def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
@@ -499,7 +499,7 @@ def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result)
     added = last.backward_beside_bytes - result.profile.blocks[-1].backward_beside_bytes
     assert 0 < added < gradients
     assert several.profile.tail_seconds == pytest.approx(result.profile.tail_seconds / 8)
-    assert "--gradient_accumulation_steps 8" in page.command(several, several.ways[0])
+    assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])
 
 
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
@@ -511,8 +511,8 @@ def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
 
 
 def test_the_picture_holds_every_option_and_the_bound(result: Result) -> None:
-    points = picture.pareto(result.profile, result.ways)
-    assert [p.name for p in points.options] == [way.name for way in result.ways]
+    points = picture.pareto(result.profile, result.options)
+    assert [p.name for p in points.options] == [option.name for option in result.options]
     peaks = [p.peak_bytes for p in points.auto]
     assert peaks == sorted(peaks)
     assert len(points.auto) == picture.BUDGETS

@@ -34,12 +34,12 @@ def found(model: str | Path, **changes: Any) -> Result:
 @pytest.mark.parametrize("family", video_pipelines.FAMILIES)
 def test_every_family_has_a_plan(pipelines: dict[str, Path], family: str) -> None:
     result = found(pipelines[family])
-    by_name = {way.name: way for way in result.ways}
+    by_name = {option.name: option for option in result.options}
     plain, checkpointing = by_name["plain"], by_name["checkpointing"]
     assert plain.peak_bytes is not None
     assert checkpointing.peak_bytes is not None
     assert checkpointing.peak_bytes < plain.peak_bytes
-    assert all(way.problem == "" for way in result.ways)
+    assert all(option.problem == "" for option in result.options)
     assert f"{SIZE['num_frames']} frames of {SIZE['width']} x {SIZE['height']} pixels" in page.text(result)
 
 
@@ -50,7 +50,7 @@ def test_tokens_follow_from_the_size_of_the_clip(pipelines: dict[str, Path]) -> 
 
 
 def test_more_frames_take_more(pipelines: dict[str, Path]) -> None:
-    short, long = (found(pipelines["wan"], num_frames=frames).ways[0].peak_bytes for frames in (17, 29))
+    short, long = (found(pipelines["wan"], num_frames=frames).options[0].peak_bytes for frames in (17, 29))
     assert short is not None
     assert long is not None
     assert short < long
@@ -61,26 +61,26 @@ def test_a_transformers_config_alone_is_enough(pipelines: dict[str, Path], tmp_p
     shutil.copy(source, tmp_path / "config.json")
     whole = found(pipelines["wan"])
     for place in (tmp_path, tmp_path / "config.json"):
-        assert [way.peak_bytes for way in found(place).ways] == [way.peak_bytes for way in whole.ways]
+        assert [option.peak_bytes for option in found(place).options] == [option.peak_bytes for option in whole.options]
 
 
 def test_adapters_take_less_than_full_training(pipelines: dict[str, Path]) -> None:
     full, lora = found(pipelines["wan"]), found(pipelines["wan"], train_type="lora", lora_rank=2)
     assert 0 < lora.outline.trained < full.outline.trained == full.outline.weights
-    assert lora.ways[0].peak_bytes is not None
-    assert full.ways[0].peak_bytes is not None
-    assert lora.ways[0].peak_bytes < full.ways[0].peak_bytes
+    assert lora.options[0].peak_bytes is not None
+    assert full.options[0].peak_bytes is not None
+    assert lora.options[0].peak_bytes < full.options[0].peak_bytes
 
 
 def test_the_command_line_trains_that_way(pipelines: dict[str, Path]) -> None:
     result = found(pipelines["wan"])
-    for way in result.ways:
-        words = page.command(result, way).split()
+    for option in result.options:
+        words = page.command(result, option).split()
         assert words[:2] == ["ebbtide", "video"]
         config = read_arguments(VideoConfig, words[2:], prog="ebbtide video")
         assert config is not None
         assert (config.num_frames, config.height, config.width, config.text_length) == (29, 128, 128, 24)
-        assert config.mode == {"plain": "plain", "checkpointing": "checkpointing"}.get(way.name, "ebbtide")
+        assert config.mode == {"plain": "plain", "checkpointing": "checkpointing"}.get(option.name, "ebbtide")
 
 
 def test_sizes_that_make_no_whole_tokens_are_refused(pipelines: dict[str, Path]) -> None:

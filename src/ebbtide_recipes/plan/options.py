@@ -1,4 +1,4 @@
-"""The ways to train, side by side: what each would take, whether it fits, and which one to take."""
+"""The options of training a model, side by side: what each would take, whether it fits, which one is recommended."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def limits(machine: Machine, gpus: int, *, memory_budget: str | None, host_memor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One way to train.
+class Option:
+    """One option of training the model.
 
     Attributes:
         name: As the table calls it.
@@ -109,8 +109,8 @@ class Way:
     problem: str = ""
 
 
-def ways(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_slowdown: float) -> list[Way]:
-    """Return what each way would take.
+def options(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_slowdown: float) -> list[Option]:
+    """Return what each option would take.
 
     Args:
         profile: The step that keeps everything.
@@ -130,24 +130,27 @@ def ways(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_
     return found
 
 
-def best(found: Sequence[Way]) -> Way | None:
-    """Return the way to take: of those that fit, the fastest; of equally fast ones plain, then the lowest peak."""
+def best(found: Sequence[Option]) -> Option | None:
+    """Return the recommended option: of those that fit the fastest; of equally fast ones plain, then the least peak."""
     for degrees in (("yes",), ("yes", "barely")):
-        fitting = [way for way in found if way.fits in degrees and way.fits_host]
+        fitting = [option for option in found if option.fits in degrees and option.fits_host]
         if fitting:
-            least = min(way.step_ratio or 0.0 for way in fitting)
-            alike = [way for way in fitting if (way.step_ratio or 0.0) <= least + ALIKE]
-            return next((way for way in alike if way.name == "plain"), min(alike, key=lambda way: way.peak_bytes or 0))
+            least = min(option.step_ratio or 0.0 for option in fitting)
+            alike = [option for option in fitting if (option.step_ratio or 0.0) <= least + ALIKE]
+            return next(
+                (option for option in alike if option.name == "plain"),
+                min(alike, key=lambda option: option.peak_bytes or 0),
+            )
     return None
 
 
-def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
+def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Option:
     try:
         solution = solution_for(policy, profile)
     except BudgetError as error:
-        return Way(name=name, policy=policy, problem=f"there is no such plan: {error.expected}\nhint: {error.hint}")
+        return Option(name=name, policy=policy, problem=f"there is no such plan: {error.expected}\nhint: {error.hint}")
     predicted = solution.predicted
-    return Way(
+    return Option(
         name=name,
         policy=policy,
         peak_bytes=predicted.peak_bytes,
@@ -159,7 +162,7 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Way:
     )
 
 
-def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Way) -> Way:
+def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
     """Return ebbtide-minimal; where it would re-run blocks that the rules cover badly, checkpointing with its bytes."""
     if input_bytes is None or not _reruns(profile, input_bytes):
         return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
@@ -184,9 +187,9 @@ def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
     return False
 
 
-def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Way:
+def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Option:
     rerun = rerun_blocks(profile, input_bytes)
-    return Way(
+    return Option(
         name="checkpointing",
         policy=None,
         peak_bytes=rerun.peak_bytes,
