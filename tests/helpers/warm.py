@@ -6,16 +6,18 @@ Nothing here may start a thread or use torch beyond importing it: neither surviv
 from __future__ import annotations
 
 import gc
+from importlib import import_module
 
-import accelerate  # noqa: F401
-import peft  # noqa: F401
-import pytest  # noqa: F401
-import torch.distributed.checkpoint  # noqa: F401
-import torch.distributed.fsdp  # noqa: F401
-import torch.distributed.tensor.parallel  # noqa: F401
-import transformers.models.llama.modeling_llama  # noqa: F401
-
-import ebbtide.api  # noqa: F401
-
+for _name in (
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "peft",
+    "pytest",
+    "ebbtide.api",
+):
+    import_module(_name)
 gc.collect()
 gc.freeze()  # a collection in a rank would copy every page that it looks at
