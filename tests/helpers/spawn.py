@@ -149,7 +149,7 @@ class _Group:
 
     def _death(self, raised: int) -> str:
         """Name the rank that died, if one did: the error of its neighbour, whose connection broke, is a consequence."""
-        dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=1.0)
+        dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=3.0)
         for rank, process in enumerate(self._processes):
             if process.sentinel in dead:
                 return f"rank {rank} died with exit code {process.exitcode}"

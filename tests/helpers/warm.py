@@ -19,5 +19,6 @@ for _name in (
     "ebbtide.api",
 ):
     import_module(_name)
+import_module("ebbtide_recipes.sft.pydoc").rows()  # kept for the life of a process: seconds for each rank that trains
 gc.collect()
 gc.freeze()  # a collection in a rank would copy every page that it looks at
