@@ -66,7 +66,7 @@ def test_bad_input_is_two_lines_and_a_traceback_only_for_debug(settings: Path, l
 @pytest.mark.parametrize(
     ("number", "code", "word", "offload"),
     [
-        (signal.SIGINT, 130, "interrupted", "false"),
+        pytest.param(signal.SIGINT, 130, "interrupted", "false", marks=pytest.mark.slow),
         (signal.SIGINT, 130, "interrupted", "true"),
         (signal.SIGTERM, 143, "terminated", "true"),
     ],
