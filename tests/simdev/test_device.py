@@ -307,7 +307,7 @@ def test_a_model_trains_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
 
 def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine_does() -> None:
     side, host = torch.Stream(device=DEVICE), torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
-    x = nbytes(1000)
+    x, y = nbytes(1000), nbytes(1000)
     x.add_(1)  # known from now on: the first call of a kernel waits
     with configured(kernel_delay_us=100, copy_delay_us=0, copy_bytes_per_s=10**6, jitter_us=50):
         before = simulated_seconds()
@@ -315,9 +315,8 @@ def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             host.copy_(x, non_blocking=True)  # a millisecond
-        x.add_(1)
-        between = torch.accelerator.current_stream()
-        between.wait_stream(side)  # 0.1 + 1.0 ms, of which 0.9 are waited for
+        y.add_(1)
+        torch.accelerator.current_stream().wait_stream(side)  # 0.1 + 1.0 ms, of which 0.9 are waited for
         x.add_(1)
         after = simulated_seconds()
     passed, busy = (round(1e6 * (b - a)) for a, b in zip(before, after, strict=True))
