@@ -100,7 +100,7 @@ def counters() -> dict[str, int]:
 
 
 def simulated_seconds() -> tuple[float, float]:
-    """Wait for the device; return its simulated time, and for how much of it the default stream was busy."""
+    """Wait for the device; return its simulated time, and for how much of it the default stream ran kernels."""
     now, busy = native().simulated_ns(_index(), 0)
     return now / 1e9, busy / 1e9
 

@@ -223,7 +223,7 @@ void enqueue(c10::Stream stream, Kind kind, const char* name, Work work, const s
       for (auto& access : accesses) m.log.add(state.number, state.clock, when, name, access);
     int64_t took = 1000 * cost_us(kind, copied);
     state.simulated_ns = std::max(state.simulated_ns, m.host_ns) + took;
-    state.busy_ns += took;
+    if (kind == Kind::kernel) state.busy_ns += took;
     state.queue.push([kind, copied, work = std::move(work)] {
       if (kind != Kind::free) pause_us(cost_us(kind, copied) + jitter_us());
       if (kind == Kind::kernel) at::init_num_threads();

@@ -66,7 +66,7 @@ void synchronize(const MarkPtr& mark);
 bool is_idle(c10::Stream stream);
 void synchronize_stream(c10::Stream stream);
 void synchronize_device(int device);
-// Waits for the device; returns the simulated time, and how long kernels and copies of one of its streams took in it.
+// Waits for the device; returns the simulated time, and how long kernels of one of its streams took in it.
 std::pair<int64_t, int64_t> simulated_ns(c10::Stream stream);
 void sleep_on(c10::Stream stream, int64_t microseconds);
 // Keeps a stream from going on until it is released: a test that needs a late stream needs no clock.
