@@ -5,7 +5,8 @@ slowdowns, and ``Auto`` with budgets between the least memory that came of these
 is the linear program's, at the rates and times that the case itself measured while it made its plan. All cases of a
 model run in turn, round after round.
 
-    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--tokens 4096] [--out DIR]
+    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--tokens 4096]
+        [--out DIR]
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 import ebbtide
 from benchmarks import first_contact
 from benchmarks.suites import overhead
+from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.speed import measure_speed, noise
@@ -126,6 +127,15 @@ def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: py
         assert len([r for r in caplog.records if "capture of a device graph" in r.getMessage()]) == 1
         assert _same(plain, _step(model, x)) and handle.stats().live_tickets == 0
     assert counters()["bytes_in"] > after["bytes_in"] or policy == "auto"
+
+
+def test_the_budget_of_host_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine whose memory grows later gives a small one, and the rest goes to disk."""
+    with caplog.at_level("INFO", logger="ebbtide.store"):
+        open_tier("host", host_budget_bytes=64 * MIB).close()
+    assert [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()] == [
+        "host memory for offloaded tensors: 64.0 MiB at most"
+    ]
 
 
 def test_first_contact() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.engine.layout import checksum
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import on_device
 from tests.helpers.models import Tiny, build
@@ -23,6 +24,7 @@ from tests.simdev.device import configured
 
 SIZE = Size(batch=4, tokens=256, pixels=32, layers=6)
 MODELS = ("mlp", "attention", "conv", "llama", "gpt2")
+MIB = 1 << 20
 ROUNDED = 512
 """What the allocator makes of each request."""
 
@@ -112,6 +114,11 @@ def test_the_peak_is_what_the_plan_keeps_and_what_one_block_needs(name: str, pla
     print(f"{name}, {plan}: kept {kept} and {more}, peak {peak} and {deeper}, the rest {peak - kept} bytes")
     assert (more > kept) is (plan in ("keep", "inputs", "mixed"))
     assert peak - kept == deeper - more > 0
+
+
+def test_a_checksum_takes_little_memory() -> None:
+    data = torch.ones(8 * MIB, dtype=torch.uint8, device="simdev")
+    assert peak_of(lambda: checksum(data)) <= 48 * MIB  # of all at once: some 200
 
 
 SHARES = (0.9, 0.5, 0.0)
