@@ -52,8 +52,6 @@ def report(rows: list[tuple[int, Row]], about: Case) -> str:
     lines = [
         "# Ways to spare activations on the simulated device",
         "",
-        "**Simulated**: the device is that of `tests/simdev`. These figures tell ways apart, and nothing of a card.",
-        "",
         f"{about.model}, {about.batch} x {about.tokens} tokens, forward and backward of one step after "
         f"{case.WARMUP_STEPS} that warm up; each kernel takes {KERNEL_US} us. Gradients are compared with those of "
         "plain training first. Peak: above weights, gradients and inputs, by the allocator's account. Waits: simulated "

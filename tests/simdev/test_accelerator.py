@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import ebbtide
 from benchmarks import first_contact
+from benchmarks.results_folder import write_result
 from benchmarks.suites import overhead
 from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
@@ -142,3 +145,10 @@ def test_first_contact() -> None:
     with configured(copy_delay_us=2000):
         found = list(first_contact.answers(copied_bytes=8 * MIB))
     assert len(found) > 12 and [answer for *answer, right in found if not right] == []
+
+
+def test_results_of_the_simulated_device_say_so(tmp_path: Path) -> None:
+    write_result(tmp_path, {"suite": "none"}, "# A suite\n\nFigures.\n")
+    title, _, said, *rest = (tmp_path / "README.md").read_text().splitlines()
+    assert (title, rest) == ("# A suite", ["", "Figures."]) and said.startswith("**Simulated**")
+    assert json.loads((tmp_path / "run.json").read_text())["simulated"] is True
