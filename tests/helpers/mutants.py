@@ -23,7 +23,8 @@ PAGE = ROOT / "docs" / "reference" / "mutants.md"
 _ABOUT = """# Guards removed, one at a time
 
 For who changes the engine or the store. Each row is one text of the source taken out (`tests/helpers/mutant_table.py`,
-`tests/simdev/mutants.py`), and the test that failed then. Written by `python -m tests.helpers.mutants`; not edited by hand.
+`tests/simdev/mutants.py`), and the test that failed then. Written by `python -m tests.helpers.mutants`; not edited by
+hand.
 
 | removed | in | found by |
 | --- | --- | --- |
