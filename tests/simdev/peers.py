@@ -55,7 +55,9 @@ def report(rows: list[tuple[int, Row]], about: Case) -> str:
         f"{about.model}, {about.batch} x {about.tokens} tokens, forward and backward of one step after "
         f"{case.WARMUP_STEPS} that warm up; each kernel takes {KERNEL_US} us. Gradients are compared with those of "
         "plain training first. Peak: above weights, gradients and inputs, by the allocator's account. Waits: simulated "
-        "time of a step in which compute runs no kernel. Made by `python -m tests.simdev.run tests.simdev.peers`.",
+        "time of a step in which compute runs no kernel. `Auto` plans by what it measures in real time, on a machine "
+        "that does other work: these rows do not test its promise. Windows: the default of ebbtide is at least 16 MiB, "
+        "nearly all that this model saves. Made by `python -m tests.simdev.run tests.simdev.peers`.",
         "",
         "| way | link, GB/s | bits | out, MB | in, MB | peak, MB | ÷ plain | step, ms | ÷ plain | waits, ms | status |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
