@@ -283,9 +283,19 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
     step(prepared, inputs)
     synchronize(device)
     row.peak_bytes = max(0, peak(device) - row.base_bytes)
+    before = _simulated_seconds(device)
     with counted(row, device):
         step(prepared, inputs)
         synchronize(device)
+    passed, busy = (b - a for a, b in zip(before, _simulated_seconds(device), strict=True))
+    if passed:
+        row.notes |= {"simulated_step_seconds": passed, "simulated_wait_seconds": max(0.0, passed - busy)}
+
+
+def _simulated_seconds(device: torch.device) -> tuple[float, float]:
+    """Return the time of a device that simulates it, and for how much of it kernels ran; else zeros."""
+    clock: Any = getattr(torch.get_device_module(device), "simulated_seconds", lambda: (0.0, 0.0))
+    return clock()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.case import MARK, Case, Row
 from benchmarks.peers import absent, way_named
-from benchmarks.results_folder import RESULTS, hardware, result_folder, summary, write_result
+from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
 
 MIB = 1 << 20
 CASE_SECONDS = 240.0
@@ -50,8 +50,7 @@ def run_in_process(case: Case, *, limit_seconds: float = CASE_SECONDS) -> Row:
         case: What to run.
         limit_seconds: After which it is stopped.
     """
-    simulated = str(torch.accelerator.current_accelerator()) == "simdev"
-    loader = ["tests.simdev.run"] if simulated else []  # which a fresh process does not have
+    loader = ["tests.simdev.run"] if is_simulated() else []  # which a fresh process does not have
     command = [sys.executable, "-m", *loader, "benchmarks.case", json.dumps(asdict(case))]
     row = Row(case=case)
     environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not

@@ -69,8 +69,16 @@ def result_folder(theme: str, directory: Path | None = None) -> Path:
     return RESULTS / f"{theme}_{hardware(directory or RESULTS)}_{datetime.date.today():%Y%m}"
 
 
+def is_simulated() -> bool:
+    """Whether torch's accelerator is the one of ``tests/simdev``, which exists in host memory only."""
+    return str(torch.accelerator.current_accelerator()) == "simdev"
+
+
 def write_result(folder: Path, result: dict[str, Any], text: str) -> None:
-    """Write ``run.json`` (the result, with date, versions and commit) and ``README.md``."""
+    """Write ``run.json`` (the result, with date, versions and commit) and ``README.md``.
+
+    Both say so where the device was simulated: such figures tell nothing of a card.
+    """
     found = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=RESULTS, capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -81,7 +89,13 @@ def write_result(folder: Path, result: dict[str, Any], text: str) -> None:
         "torch": torch.__version__,
         "commit": found or None,
         "command": " ".join(sys.orig_argv[1:]),
+        "simulated": is_simulated(),
     }
+    if is_simulated():
+        title, rest = text.split("\n", 1)
+        text = (
+            f"{title}\n\n**Simulated**: the device is that of `tests/simdev`; no figure here tells of a card.\n{rest}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps({**about, **result}, indent=1) + "\n")
     (folder / "README.md").write_text(text)

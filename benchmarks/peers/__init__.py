@@ -80,10 +80,10 @@ def all_ways() -> dict[str, Way]:
 
 
 def way_named(name: str) -> Way:
-    """Return one of ``all_ways()``, or the one that ``planned(...)`` named."""
-    from benchmarks.peers.builtin import auto
+    """Return one of ``all_ways()``, or one of ebbtide's with settings in its name, as ``planned(...)`` makes them."""
+    from benchmarks.peers.builtin import with_settings
 
-    return all_ways().get(name) or auto(name)
+    return all_ways().get(name) or with_settings(name)
 
 
 def planned(**aim: float | str) -> str:

@@ -47,6 +47,11 @@ def checkpointing_offload(model: nn.Module) -> Generator[Prepared]:
     decoder.gradient_checkpointing_disable()
 
 
+def saved_in_pageable_memory(model: nn.Module) -> Generator[Prepared]:
+    """Every saved tensor waits in pageable host memory; each copy halts the host."""
+    yield Prepared(model=model, forward=save_on_cpu)
+
+
 def saved_on_cpu(model: nn.Module) -> Generator[Prepared]:
     """Every saved tensor waits in host memory, pinned where torch is told the device: it asks for CUDA by default."""
     where = torch.accelerator.current_accelerator()
@@ -64,21 +69,26 @@ def policy(name: str) -> Way:
     return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
 
 
-def auto(name: str) -> Way:
-    """Return the way that ``benchmarks.peers.planned`` named; its notes are what the plan predicts.
+def with_settings(name: str) -> Way:
+    """Return the way of a name such as ``ebbtide offload, window=1MiB``; ``benchmarks.peers.planned`` makes them too.
+
+    Its notes are what a plan predicts, if there is one.
 
     Raises:
         ValueError: It is no such name.
     """
-    begin, *aims = name.split(", ")
-    if begin != "ebbtide auto" or not all("=" in text for text in aims):
+    begin, *given = name.split(", ")
+    kinds: dict[str, type[Any]] = {"auto": ebbtide.Auto, "minimal": ebbtide.Minimal, "offload": ebbtide.Offload}
+    kind = kinds.get(begin.removeprefix("ebbtide "))
+    if kind is None or begin == name or not all("=" in text for text in given):
         raise ValueError(f"{name!r} is no way")
-    aim: dict[str, Any] = dict(text.split("=", 1) for text in aims)
+    aim: dict[str, Any] = dict(text.split("=", 1) for text in given)
+    window = aim.pop("window", None)
     if "max_slowdown" in aim:
         aim["max_slowdown"] = float(aim["max_slowdown"])
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
-        with ebbtide.enable_activation_offloading(model, policy=ebbtide.Auto(**aim)) as handle:
+        with ebbtide.enable_activation_offloading(model, policy=kind(**aim), window=window) as handle:
 
             def notes() -> dict[str, Any]:
                 plan = handle.plan
@@ -94,5 +104,6 @@ WAYS = (
     Way(name="checkpointing", prepare=checkpointing, setting="use_reentrant=False"),
     Way(name="transformers offload", prepare=checkpointing_offload, setting="use_reentrant=False, offload=True"),
     Way(name="save_on_cpu", prepare=saved_on_cpu, setting="pin_memory=True on a device"),
+    Way(name="save_on_cpu, pageable", prepare=saved_in_pageable_memory, setting="pin_memory=False, its default"),
     *map(policy, ("auto", "minimal", "offload", "inputs")),
 )

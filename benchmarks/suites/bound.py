@@ -5,7 +5,8 @@ slowdowns, and ``Auto`` with budgets between the least memory that came of these
 is the linear program's, at the rates and times that the case itself measured while it made its plan. All cases of a
 model run in turn, round after round.
 
-    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--out DIR]
+    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--tokens 4096]
+        [--out DIR]
 """
 
 from __future__ import annotations
@@ -111,11 +112,11 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write after every case."""
-    given = arguments(__doc__, models="", rounds=3)
+    given = arguments(__doc__, models="", rounds=3, tokens=0)
     lengths = {"small": 512} if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
     for model in given.models.split(",") if given.models else lengths:
-        shape = {"model": model, "tokens": lengths.get(model, 8192), "batch": 2 if given.small else 1}
+        shape = {"model": model, "tokens": given.tokens or lengths.get(model, 8192), "batch": 2 if given.small else 1}
 
         def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
             book.run_all(Case(way=way, gate_tokens=128, **shape) for way in ways)

@@ -32,6 +32,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["facts"]["target"] == "host" and found["facts"]["unmeasured"] is None
     machine = found["machine"]
     assert machine["flop_per_second"] > machine["flop32_per_second"] > 0
-    least = 0 if device_here().type == "simdev" else 1e9
+    simulated = device_here().type == "simdev"  # whose rates are those of a machine that does other work too
+    least = 0 if simulated else 1e9
     assert machine["out_bytes_per_second"] > least and machine["in_bytes_per_second"] > least
-    assert found["both_ways"] > 0.3
+    assert found["both_ways"] > (0 if simulated else 0.3)

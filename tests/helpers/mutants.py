@@ -2,7 +2,8 @@
 
 ``python -m tests.helpers.mutants`` runs the tables of ``mutant_table.py`` beside it and of ``tests/simdev/mutants.py``;
 with words, only the mutants whose names hold all of them. Each mutant changes one text in a copy of ``src``; the tests
-named in its row run against that copy, and the first failure kills it. The exit status is 1 if one survives.
+named in its row run against that copy, and the first failure kills it. What killed it last time is tried before them:
+``docs/reference/mutants.md``, which a run of all mutants writes anew. The exit status is 1 if one survives.
 """
 
 from __future__ import annotations
@@ -13,11 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "mutants.md"
+_ABOUT = """# Guards removed, one at a time
+
+For who changes the engine or the store. Each row is one text of the source taken out (`tests/helpers/mutant_table.py`,
+`tests/simdev/mutants.py`), and the test that failed then. Written by `python -m tests.helpers.mutants`; not edited by
+hand.
+
+| removed | in | found by |
+| --- | --- | --- |
+"""
 LIMIT_SECONDS = 600
 NO_END = f"(no end within {LIMIT_SECONDS} s)"
 """What kills a mutant under which the tests wait for ever."""
@@ -57,39 +68,56 @@ def apply(mutant: Mutant, source: Path) -> None:
     path.write_text(changed)
 
 
-def killed_by(mutant: Mutant) -> str:
-    """Return the test that fails under a mutant, or ``NO_END``; an empty text if it survives."""
+def killed_by(mutant: Mutant, first: str = "") -> str:
+    """Return the test that fails under a mutant, or how the tests ended; an empty text if it survives.
+
+    Args:
+        mutant: The change.
+        first: A test that is tried before all others.
+    """
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         apply(mutant, source)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-n0",
-            "-p",
-            "no:cacheprovider",
-            "--tb=no",
-            *mutant.tests,
-        ]
-        environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        try:
-            ran = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return NO_END
-        failed = [line for line in ran.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        if ran.returncode == 1 and failed:
-            return failed[0].split(" ", 1)[1].partition(" - ")[0]
-        if ran.returncode not in (0, 1):
-            raise RuntimeError(
-                f"{mutant.name!r}: pytest returned {ran.returncode}\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}"
-            )
-        return ""
+        options = [text for text in mutant.tests if text.startswith("-")]
+        status, output = _run([*options, first], source) if first else (0, "")
+        if status in (0, 4, 5):  # it passes now, or is gone
+            status, output = _run(mutant.tests, source)
+    if status is None:
+        return NO_END
+    if status < 0:
+        return f"(the tests' process ended by signal {-status})"
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if status == 1 and failed:
+        return failed[0].split(" ", 1)[1].partition(" - ")[0]
+    if status not in (0, 1):
+        raise RuntimeError(f"{mutant.name!r}: pytest returned {status}\n{output[-4000:]}")
+    return ""
+
+
+def _run(tests: Sequence[str], source: Path) -> tuple[int | None, str]:
+    """Return how tests against a copy of ``src`` ended, None if they did not, and what they printed."""
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", "--tb=no", *tests]
+    try:
+        ran = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return None, ""
+    return ran.returncode, ran.stdout + ran.stderr
+
+
+def known_killers() -> dict[str, str]:
+    """Return which test found each mutant when the page was written."""
+    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if "`" in line]
+    return {row[0]: row[2].strip("`") for row in rows if len(row) == 3}
+
+
+def write_page(killers: Mapping[Mutant, str]) -> None:
+    """Write which test found each mutant."""
+    rows = [f"| {m.name} | `{m.file}` | `{killer}` |" for m, killer in killers.items()]
+    PAGE.write_text(_ABOUT + "\n".join(rows) + "\n", encoding="utf-8")
 
 
 def main(words: Sequence[str]) -> int:
@@ -98,12 +126,14 @@ def main(words: Sequence[str]) -> int:
     from tests.simdev.mutants import MUTANTS as OF_THE_STORE
 
     chosen = [m for m in (*MUTANTS, *OF_THE_STORE) if all(word in m.name for word in words)]
-    survivors: list[str] = []
-    begun = time.monotonic()
+    begun, known = time.monotonic(), known_killers()
+    killers: dict[Mutant, str] = {}
     for mutant in chosen:
-        killer = killed_by(mutant)
-        survivors += [] if killer else [mutant.name]
+        killer = killers[mutant] = killed_by(mutant, known.get(mutant.name, ""))
         print(f"{'killed' if killer else 'SURVIVES':9} {mutant.name:64} {killer}", flush=True)
+    survivors = [mutant.name for mutant, killer in killers.items() if not killer]
+    if not words and not survivors:
+        write_page(killers)
     print(
         f"{len(chosen)} mutants in {time.monotonic() - begun:.0f} s, {len(survivors)} survive", *survivors, sep="\n  "
     )

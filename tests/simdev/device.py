@@ -99,6 +99,12 @@ def counters() -> dict[str, int]:
     return dict(native().counters())
 
 
+def simulated_seconds() -> tuple[float, float]:
+    """Wait for the device; return its simulated time, and for how much of it the default stream ran kernels."""
+    now, busy = native().simulated_ns(_index(), 0)
+    return now / 1e9, busy / 1e9
+
+
 def _settle() -> None:
     if os.getpid() == _OWNER:
         with contextlib.suppress(RuntimeError):  # a kernel that failed late and that nobody asked for
@@ -180,6 +186,7 @@ def _device_module() -> types.ModuleType:
         "set_rng_state": lambda state, device=DEVICE: native().set_rng_state(_index(device), state),
         "set_rng_state_all": lambda states: [native().set_rng_state(i, s) for i, s in enumerate(states)],
         "set_stream": torch.accelerator.set_stream,
+        "simulated_seconds": simulated_seconds,
         "Stream": torch.Stream,
         "stream": lambda stream: stream,
         "synchronize": lambda device=None: native().synchronize(_index(device)),

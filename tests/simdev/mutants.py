@@ -28,6 +28,12 @@ MUTANTS = (
     without("taking waits for the copy-in", "host.py", "self.stall(compute, ahead.done)"),
     without("prefetched memory recorded", "host.py", "self.device.record_use(ahead.target, compute)"),
     without("host waits for the copy-out", "host.py", "self.device.synchronize(slot.done)"),
+    without(
+        "stall waits where nothing is timed",
+        "host.py",
+        "            self.device.wait(stream, event)\n            return",
+        "            return",
+    ),
     without("stall waits when late", "host.py", "        self.device.wait(stream, event)\n        end", "        end"),
     without(
         "second copy-in drops the first",

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 import ebbtide
 from benchmarks import first_contact
+from benchmarks.results_folder import write_result
 from benchmarks.suites import overhead
+from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.speed import measure_speed, noise
@@ -128,7 +132,23 @@ def test_a_step_that_is_captured_runs_as_without_ebbtide(policy: str, caplog: py
     assert counters()["bytes_in"] > after["bytes_in"] or policy == "auto"
 
 
+def test_the_budget_of_host_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A machine whose memory grows later gives a small one, and the rest goes to disk."""
+    with caplog.at_level("INFO", logger="ebbtide.store"):
+        open_tier("host", host_budget_bytes=64 * MIB).close()
+    assert [r.getMessage() for r in caplog.records if "host memory" in r.getMessage()] == [
+        "host memory for offloaded tensors: 64.0 MiB at most"
+    ]
+
+
 def test_first_contact() -> None:
     with configured(copy_delay_us=2000):
         found = list(first_contact.answers(copied_bytes=8 * MIB))
     assert len(found) > 12 and [answer for *answer, right in found if not right] == []
+
+
+def test_results_of_the_simulated_device_say_so(tmp_path: Path) -> None:
+    write_result(tmp_path, {"suite": "none"}, "# A suite\n\nFigures.\n")
+    title, _, said, *rest = (tmp_path / "README.md").read_text().splitlines()
+    assert (title, rest) == ("# A suite", ["", "Figures."]) and said.startswith("**Simulated**")
+    assert json.loads((tmp_path / "run.json").read_text())["simulated"] is True

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ebbtide
+from ebbtide.base.events import BUS
 from ebbtide.engine.flow import BACKWARDS_WITH_ROOM, Window
 from ebbtide.engine.recompute import recompute
 from tests.gpu.test_first_light import _batch, _model, _same, _step
@@ -100,3 +101,23 @@ def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch
         for _ in range(2):
             assert _same(plain, _step(model, x))
     assert refused
+
+
+def test_events_keep_time_only_where_somebody_reads_it() -> None:
+    model, x = _model(width=64, depth=3), _batch(width=64, tokens=256)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window="1B") as handle:
+
+        def events() -> list[int]:
+            """Return what a step makes: events that keep time, other events, copies."""
+            before, _ = counters(), _step(model, x)
+            return [counters().get(n, 0) - before.get(n, 0) for n in ("events_timed", "events_untimed", "copies_async")]
+
+        begun, *_, (timed, untimed, copies) = [events() for _ in range(4)]
+        assert begun[0] > 0 and timed == 0
+        assert 0 < copies <= untimed <= 2 * copies + 1  # compute's and the copy's own, and one of the backward
+        rate = handle.stats().copy_in_bytes_per_second
+        assert rate is not None and rate > 0
+        unsubscribe = BUS.subscribe(lambda kind, fields: None)
+        assert events()[0] > 0
+        unsubscribe()
+        assert events()[0] == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.models import build
-from tests.simdev.device import configured, counters, held, violations
+from tests.simdev.device import configured, counters, held, simulated_seconds, violations
 
 DEVICE = "simdev"
 MIB = 1 << 20
@@ -303,3 +303,21 @@ def test_a_model_trains_as_on_the_cpu(name: str, dtype: torch.dtype) -> None:
         return [p.detach().cpu() for p in tiny.model.parameters()]
 
     assert all(torch.equal(p, q) for p, q in zip(train("cpu"), train(DEVICE), strict=True))
+
+
+def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine_does() -> None:
+    side, host = torch.Stream(device=DEVICE), torch.zeros(1000, dtype=torch.uint8, pin_memory=True)
+    x, y = nbytes(1000), nbytes(1000)
+    x.add_(1)  # known from now on: the first call of a kernel waits
+    with configured(kernel_delay_us=100, copy_delay_us=0, copy_bytes_per_s=10**6, jitter_us=50):
+        before = simulated_seconds()
+        x.add_(1)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            host.copy_(x, non_blocking=True)  # a millisecond
+        y.add_(1)
+        torch.accelerator.current_stream().wait_stream(side)  # 0.1 + 1.0 ms, of which 0.9 are waited for
+        x.add_(1)
+        after = simulated_seconds()
+    passed, busy = (round(1e6 * (b - a)) for a, b in zip(before, after, strict=True))
+    assert (passed, busy) == (1200, 300)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.engine.layout import checksum
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.helpers.accelerator import on_device
 from tests.helpers.models import Tiny, build
@@ -21,6 +24,7 @@ from tests.simdev.device import configured
 
 SIZE = Size(batch=4, tokens=256, pixels=32, layers=6)
 MODELS = ("mlp", "attention", "conv", "llama", "gpt2")
+MIB = 1 << 20
 ROUNDED = 512
 """What the allocator makes of each request."""
 
@@ -35,9 +39,9 @@ def allocated() -> int:
     return torch.accelerator.memory_allocated()
 
 
-def peak_of(step: Callable[[], object]) -> int:
+def peak_of(step: Callable[[], object], *, warm: int = 3) -> int:
     """Most bytes that a step takes beyond what is there before it, when nothing is new to it any more."""
-    for _ in range(3):
+    for _ in range(warm):
         step()
     before = allocated()
     torch.accelerator.reset_peak_memory_stats()
@@ -81,6 +85,40 @@ def test_the_peak_of_minimal_is_at_most_that_of_checkpoints(name: str) -> None:
         assert differences(plain.step(), tiny.step()) == []
     print(f"{name}: plain {kept}, checkpointed {theirs}, minimal {ours} bytes")
     assert ours <= theirs < kept
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "keep": {"policy": "keep"},
+    "inputs": {"policy": "inputs"},
+    "offload": {"policy": "offload"},
+    "minimal": {"policy": "minimal"},
+    "mixed": {"policy": "offload", "tensor_filter": lambda tensor: tensor.shape[-1] == SIZE.width},
+}
+"""Everything kept; nothing; some."""
+
+
+def peak_and_kept(name: str, layers: int, plan: dict[str, Any]) -> tuple[int, int]:
+    """Return the most bytes that a step takes, weights, gradients and inputs left out, and what the plan keeps."""
+    tiny = on_device(build(name, size=replace(SIZE, batch=2, tokens=64, pixels=16, layers=layers)))
+    with ebbtide.enable_activation_offloading(tiny.model, min_bytes=0, window=1, **plan) as handle:
+        handle._engine.trust.fingerprints = False  # of one block in fifty steps
+        peak = peak_of(lambda: tiny.loss()[0].backward(), warm=6)
+        return peak, handle.stats().kept_bytes
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "bert", "phi"])
+def test_the_peak_is_what_the_plan_keeps_and_what_one_block_needs(name: str, plan: str) -> None:
+    """A deeper model takes more by what is kept of it, to the byte: the rest is one block's, and the head's, work."""
+    (peak, kept), (deeper, more) = (peak_and_kept(name, layers, PLANS[plan]) for layers in (3, 5))
+    print(f"{name}, {plan}: kept {kept} and {more}, peak {peak} and {deeper}, the rest {peak - kept} bytes")
+    assert (more > kept) is (plan in ("keep", "inputs", "mixed"))
+    assert peak - kept == deeper - more > 0
+
+
+def test_a_checksum_takes_little_memory() -> None:
+    data = torch.ones(8 * MIB, dtype=torch.uint8, device="simdev")
+    assert peak_of(lambda: checksum(data)) <= 48 * MIB  # of all at once: some 200
 
 
 SHARES = (0.9, 0.5, 0.0)

@@ -98,7 +98,8 @@ class Trial:
         self.tier.trim()
 
     def run(self, steps: int) -> None:
-        for _ in range(steps):
+        for step in range(steps):
+            self.tier.stalls.timed = bool(step % 2)
             with self.random.choice(self.streams):  # no order between them but what the tier makes
                 others = [self.prefetch, self.put_back, self.ask, self.take, self.free, self.trim] + [self.use_up] * 3
                 self.random.choice([self.park] * 5 + (others if self.slots else []))()

@@ -101,8 +101,7 @@ class Engine:
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
-        self.index = StorageIndex()
-        self.tensor_types = tensor_types
+        self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
         self._backwards: dict[int, _Backward] = {}
         self._stalls = StallBook(tier, bus)
@@ -123,6 +122,7 @@ class Engine:
             if self._pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
             self._pass = Pass()
+            self._stalls.begin_pass(measured=self.timer is not None and self.timer.wanted)
             self.weights.begin_pass(lasting)
 
     def end_pass(self) -> None:
@@ -387,8 +387,8 @@ class Engine:
             stalls=self._stalls.by_block,
             total_copy_out_bytes=counters.out_bytes,
             total_copy_in_bytes=counters.in_bytes,
-            copy_out_bytes_per_second=counters.out_bytes / counters.out_seconds if counters.out_seconds else None,
-            copy_in_bytes_per_second=counters.in_bytes / counters.in_seconds if counters.in_seconds else None,
+            copy_out_bytes_per_second=counters.out_bytes_per_second,
+            copy_in_bytes_per_second=counters.in_bytes_per_second,
             total_recomputes=self._recomputes,
             total_recompute_seconds=self._recompute_seconds,
             demoted_sites=tuple(sorted(map(str, self.trust.demoted))),

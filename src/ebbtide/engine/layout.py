@@ -9,6 +9,8 @@ import torch
 
 ALIGNED_BYTES = 512
 """How the allocators of devices align what they hand out."""
+_CHECKSUM_BYTES = 1 << 20
+"""Summed at a time: each byte takes some 40 then, and a device may be nearly full."""
 
 
 class Layout(NamedTuple):
@@ -114,6 +116,10 @@ def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, i
 
 def checksum(data: torch.Tensor) -> tuple[int, int]:
     """Return two sums over a ``uint8`` tensor's bytes, one of them weighted by position; for ``verify=True``."""
-    values = data.to(torch.int64)
-    weights = torch.arange(values.numel(), device=values.device) % 65_521 + 1
-    return int(values.sum()), int((values * weights).sum())
+    sums, first = torch.zeros(2, dtype=torch.int64, device=data.device), 0
+    for piece in data.split(_CHECKSUM_BYTES):
+        values = piece.to(torch.int64)
+        weights = torch.arange(first, first + values.numel(), device=values.device) % 65_521 + 1
+        sums += torch.stack([values.sum(), (values * weights).sum()])
+        first += values.numel()
+    return int(sums[0]), int(sums[1])

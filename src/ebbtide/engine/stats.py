@@ -13,6 +13,8 @@ from ebbtide.store.protocol import Tier
 
 _LEAST_STALL_SECONDS = 1e-4
 """Shorter waits of a block are counted and not told of."""
+_TIMED_PASSES, _PASSES_PER_TIMED = 2, 50
+"""How many passes, of how many, a device times where nobody listens and no plan is made."""
 _MOST_STALLS_TOLD = 5
 _MOST_OUTSIDE = 3
 """Modules outside of the blocks named in one line."""
@@ -105,7 +107,17 @@ class StallBook:
 
     def __init__(self, tier: Tier, bus: Bus) -> None:
         self._tier, self._bus = tier, bus
+        self._passes = 0
         self.by_block: dict[str, float] = {}
+
+    def begin_pass(self, *, measured: bool) -> None:
+        """Time the copies and waits of a pass if somebody reads the times; else those of one pass in many.
+
+        Args:
+            measured: Whether a plan is to be made of this pass.
+        """
+        number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
+        self._tier.stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
     def serve(self, where: str, block: str, nbytes: int | None = None) -> None:
         """What is asked of the store from now on is asked for this block.
@@ -187,7 +199,8 @@ class Stats:
         coverage_percent: Share of what autograd saves in the model's forward that is saved in blocks, as measured in
             the first pass; None before it, or where the model's own forward is not called.
         checkpointed_blocks: Blocks re-run whole.
-        total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told.
+        total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told. A
+            device times the passes that ``Auto`` measures and those that ``track_memory`` watches; else 2 in 50.
         stalls: The same by who waited, such as ``"forward layers.3"``.
         total_copy_out_bytes: Bytes copied out since then.
         total_copy_in_bytes: Bytes copied in since then.

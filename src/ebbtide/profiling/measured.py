@@ -279,14 +279,15 @@ class MeasuredPlan:
 
     def _rates(self) -> Rates:
         counters = self._tier.counters
-        if not (counters.out_bytes and counters.in_bytes and counters.out_seconds and counters.in_seconds):
+        if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
             self._probe()
         return Rates(
-            out_bytes_per_second=max(counters.out_bytes, 1) / max(counters.out_seconds, 1e-9),
-            in_bytes_per_second=max(counters.in_bytes, 1) / max(counters.in_seconds, 1e-9),
+            out_bytes_per_second=max(counters.timed_out_bytes, 1) / max(counters.out_seconds, 1e-9),
+            in_bytes_per_second=max(counters.timed_in_bytes, 1) / max(counters.in_seconds, 1e-9),
         )
 
     def _probe(self) -> None:
+        self._tier.stalls.timed = True  # until the next pass begins
         kind = torch.accelerator.current_accelerator() if self._tier.name == "host" else torch.device("cpu")
         source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=kind)
         slot = self._tier.park(source)

@@ -8,6 +8,7 @@ import os
 import torch
 
 from ebbtide.base.errors import ConfigError, nearest
+from ebbtide.base.units import format_size
 from ebbtide.store.allocator import return_freed_memory
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskSlot, DiskTier
@@ -72,6 +73,7 @@ def open_tier(
         if disk_path is not None:
             check_directory(disk_path)
         budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
+        _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
         host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
         return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
     if accelerated:

@@ -18,11 +18,14 @@ class Stalls:
 
     Attributes:
         reader: On whose behalf is asked now; any value.
+        timed: Whether a device times the copies and waits that are asked of it from now on. Each takes two events that
+            keep time, in the middle of a stream; the host's own clock costs nothing and is always read.
         total_seconds: All that is known so far.
     """
 
     def __init__(self) -> None:
         self.reader: Any = None
+        self.timed = True
         self.total_seconds = 0.0
         self._unread: deque[tuple[Any, float]] = deque(maxlen=_MOST_UNREAD)
 
@@ -51,9 +54,11 @@ class TierCounters:
 
     Attributes:
         out_bytes: Bytes copied out.
-        out_seconds: Time spent copying out; ``out_bytes / out_seconds`` is the rate.
+        out_seconds: Time spent copying ``timed_out_bytes`` out.
         in_bytes: Bytes copied in.
-        in_seconds: Time spent copying in.
+        in_seconds: Time spent copying ``timed_in_bytes`` in.
+        timed_out_bytes: Bytes whose copy out was timed, and is over. See ``Stalls.timed``.
+        timed_in_bytes: Bytes whose copy in was timed, and is over.
         stalls: Time compute waited for either.
     """
 
@@ -61,4 +66,26 @@ class TierCounters:
     out_seconds: float = 0.0
     in_bytes: int = 0
     in_seconds: float = 0.0
+    timed_out_bytes: int = 0
+    timed_in_bytes: int = 0
     stalls: Stalls = field(default_factory=Stalls)
+
+    @property
+    def out_bytes_per_second(self) -> float | None:
+        """Rate of copies out; None before one was timed."""
+        return self.timed_out_bytes / self.out_seconds if self.out_seconds else None
+
+    @property
+    def in_bytes_per_second(self) -> float | None:
+        """Rate of copies in; None before one was timed."""
+        return self.timed_in_bytes / self.in_seconds if self.in_seconds else None
+
+    def copied_out(self, nbytes: int, seconds: float) -> None:
+        """Count a copy out that was timed and is over."""
+        self.timed_out_bytes += nbytes
+        self.out_seconds += seconds
+
+    def copied_in(self, nbytes: int, seconds: float) -> None:
+        """Count a copy in that was timed and is over."""
+        self.timed_in_bytes += nbytes
+        self.in_seconds += seconds

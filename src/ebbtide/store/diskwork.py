@@ -337,8 +337,9 @@ class DiskWork:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
         parcel.source = None  # before anybody hears that it is parked: whoever waited for that finds the memory free
         with self._lock:
-            self._counters.out_seconds += time.perf_counter() - started
-            self._counters.out_bytes += 0 if fault else parcel.nbytes
+            written = 0 if fault else parcel.nbytes
+            self._counters.out_bytes += written
+            self._counters.copied_out(written, time.perf_counter() - started)
             parcel.fault = fault
             self._written(parcel)  # first: should this die, nobody finds the parcel parked
             if parcel.state is State.WRITING:
@@ -393,7 +394,7 @@ class DiskWork:
         with self._lock:
             if tensor is not None:
                 self._counters.in_bytes += parcel.nbytes
-                self._counters.in_seconds += time.perf_counter() - started
+                self._counters.copied_in(parcel.nbytes, time.perf_counter() - started)
             read.tensor, read.fault, read.done, self._reading = tensor, fault, True, None
             self._release_if_unused(parcel)
             self._done.notify_all()

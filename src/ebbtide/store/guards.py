@@ -54,10 +54,10 @@ class Guard:
         """Return what must have happened before the bytes are used by another stream."""
         return [leaf.done(device) for leaf in self.leaves()]
 
-    def done(self, device: Device) -> EventHandle:
+    def done(self, device: Device, *, timed: bool = False) -> EventHandle:
         """Return the event of the copy that was claimed, recording it if that was not done yet."""
         if self._event is None:
-            self._event = device.record(self._stream, timed=True)
+            self._event = device.record(self._stream, timed=timed)
         return self._event
 
     def quiet(self, device: Device) -> bool:

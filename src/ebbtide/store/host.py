@@ -160,8 +160,8 @@ class HostTier:
         place.guard.claim(out)
         for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
             device.copy(part, piece, out)
-        slot.done = place.guard.done(device)
-        self._note_span("out", functools.partial(self._copied, "out_seconds"), begin, slot.done)
+        slot.done = place.guard.done(device, timed=begin is not None)
+        self._note_span("out", functools.partial(self._counters.copied_out, slot.nbytes), begin, slot.done)
         return slot
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
@@ -235,11 +235,10 @@ class HostTier:
 
     def stall(self, stream: StreamHandle, event: EventHandle) -> None:
         """Make ``stream`` wait for ``event`` and count the stall."""
-        if self.device.query(event) or not self.device.capabilities.timed_events:
+        stalls = self._counters.stalls
+        if not stalls.timed or self.device.query(event) or (begin := self._begin(stream)) is None:
             self.device.wait(stream, event)
             return
-        stalls = self._counters.stalls
-        begin = self._begin(stream)
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
@@ -274,9 +273,6 @@ class HostTier:
             self._arena.clear()
             self._settle()
 
-    def _copied(self, field: str, seconds: float) -> None:
-        setattr(self._counters, field, getattr(self._counters, field) + seconds)
-
     def _take(self, nbytes: int, spare_bytes: int) -> Place:
         with self._lock:
             self._settle()
@@ -298,9 +294,9 @@ class HostTier:
         pieces = target.split([part.numel() for part in place.parts])
         for part, piece in zip(place.parts, pieces, strict=True):
             device.copy(piece, part, into)
-        ahead.done = place.guard.done(device)
+        ahead.done = place.guard.done(device, timed=begin is not None)
         self._counters.in_bytes += slot.nbytes
-        self._note_span("in", functools.partial(self._copied, "in_seconds"), begin, ahead.done)
+        self._note_span("in", functools.partial(self._counters.copied_in, slot.nbytes), begin, ahead.done)
         return ahead
 
     def _drop_ahead(self, slot: HostSlot) -> None:
@@ -346,7 +342,8 @@ class HostTier:
             self._leaving.popleft()
 
     def _begin(self, stream: StreamHandle) -> EventHandle | None:
-        return self.device.record(stream, timed=True) if self.device.capabilities.timed_events else None
+        timed = self._counters.stalls.timed and self.device.capabilities.timed_events
+        return self.device.record(stream, timed=True) if timed else None
 
     def _note_span(
         self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle

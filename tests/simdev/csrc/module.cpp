@@ -17,6 +17,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("current_device", &current_device);
   m.def("exchange_device", &exchange_device);
   m.def("synchronize", &synchronize_device, without_gil);
+  m.def("simulated_ns", [](int device, int64_t stream) { return simulated_ns(stream_of(device, stream)); },
+        without_gil);
   m.def("sleep", [](int64_t microseconds) { sleep_on(current_stream(-1), microseconds); });
   pybind11::class_<Mark, MarkPtr>(m, "Mark");
   m.def("hold", [](int device, int64_t stream) { return hold(stream_of(device, stream)); });

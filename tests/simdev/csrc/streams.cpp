@@ -34,6 +34,15 @@ int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(steady_clock::now().time_since_epoch()).count();
 }
 
+// How long a kernel or a copy takes, in microseconds, without jitter.
+int64_t cost_us(Kind kind, size_t copied) {
+  auto& c = config();
+  if (kind == Kind::kernel) return c.kernel_delay_us;
+  if (kind == Kind::free) return 0;
+  int64_t rate = c.copy_bytes_per_s;
+  return c.copy_delay_us + (rate > 0 ? static_cast<int64_t>(1e6 * static_cast<double>(copied) / rate) : 0);
+}
+
 void pause_us(int64_t microseconds) {
   if (microseconds > 0) std::this_thread::sleep_for(std::chrono::microseconds(microseconds));
 }
@@ -95,6 +104,7 @@ class Queue {
 struct StreamState {
   Queue queue;
   size_t number = 0;  // its place in clocks
+  int64_t simulated_ns = 0, busy_ns = 0;
   Clock clock;
 };
 
@@ -104,6 +114,7 @@ struct Machine {
   std::array<int64_t, kMaxDevices> handed{};
   size_t stream_count = 0;
   Clock host;  // what the host knows to be done
+  int64_t host_ns = 0;
   AccessLog log;
 
   StreamState& state(c10::Stream stream) {
@@ -210,14 +221,12 @@ void enqueue(c10::Stream stream, Kind kind, const char* name, Work work, const s
     uint64_t when = m.tick(state);
     if (config().races)
       for (auto& access : accesses) m.log.add(state.number, state.clock, when, name, access);
+    int64_t took = 1000 * cost_us(kind, copied);
+    state.simulated_ns = std::max(state.simulated_ns, m.host_ns) + took;
+    if (kind == Kind::kernel) state.busy_ns += took;
     state.queue.push([kind, copied, work = std::move(work)] {
-      if (kind == Kind::kernel) {
-        pause_us(config().kernel_delay_us + jitter_us());
-        at::init_num_threads();
-      } else if (kind == Kind::copy) {
-        int64_t rate = config().copy_bytes_per_s;
-        pause_us(config().copy_delay_us + jitter_us() + (rate > 0 ? static_cast<int64_t>(1e6 * copied / rate) : 0));
-      }
+      if (kind != Kind::free) pause_us(cost_us(kind, copied) + jitter_us());
+      if (kind == Kind::kernel) at::init_num_threads();
       work();
     });
   }
@@ -245,6 +254,7 @@ MarkPtr record(c10::Stream stream) {
   auto& state = m.state(stream);
   m.tick(state);
   mark->clock = state.clock;
+  mark->simulated_ns = state.simulated_ns;
   state.queue.push([mark] { finish(mark); });
   return mark;
 }
@@ -254,6 +264,7 @@ void wait(c10::Stream stream, const MarkPtr& mark) {
   std::lock_guard<std::mutex> lock(m.mutex);
   auto& state = m.state(stream);
   merge(state.clock, mark->clock);
+  state.simulated_ns = std::max(state.simulated_ns, mark->simulated_ns);
   state.queue.push([mark] { await(mark); });
 }
 
@@ -270,6 +281,9 @@ void synchronize(const MarkPtr& mark) {
   TORCH_CHECK(!t_worker, "simdev: a kernel waits for its own stream");
   await(mark);
   let_host_know(mark);
+  auto& m = machine();
+  std::lock_guard<std::mutex> lock(m.mutex);
+  m.host_ns = std::max(m.host_ns, mark->simulated_ns);
 }
 
 bool is_idle(c10::Stream stream) {
@@ -299,6 +313,13 @@ void synchronize_device(int device) {
   for (size_t id = 0; id < count; ++id) marks.push_back(record(stream_of(device, static_cast<int64_t>(id))));
   for (auto& mark : marks) synchronize(mark);
   raise_late_error();
+}
+
+std::pair<int64_t, int64_t> simulated_ns(c10::Stream stream) {
+  synchronize_device(stream.device_index());
+  auto& m = machine();
+  std::lock_guard<std::mutex> lock(m.mutex);
+  return {m.host_ns, m.state(stream).busy_ns};
 }
 
 void sleep_on(c10::Stream stream, int64_t microseconds) {

@@ -4,6 +4,11 @@
 // A stream is a thread with a queue in order. The work holds addresses, never tensors: memory freed too early is used
 // again under it, as on a real device. A delay passes before the bytes move, so that a copy-out reads its source as late
 // as it may. An event is a mark in a queue.
+//
+// [Note: simulated time]
+// Beside the real time, in which delays are slept, runs one that no busy machine changes: each kernel takes
+// kernel_delay_us, each copy copy_delay_us and its bytes at copy_bytes_per_s, a wait ends when what is waited for is
+// done, and the host takes no time but where it waits itself.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -15,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "config.h"
@@ -31,7 +37,8 @@ struct Mark {
   std::condition_variable changed;
   bool done = false;
   int64_t nanoseconds = 0;
-  Clock clock;  // of its stream
+  int64_t simulated_ns = 0;  // [Note: simulated time]
+  Clock clock;               // of its stream
 };
 using MarkPtr = std::shared_ptr<Mark>;
 
@@ -59,6 +66,8 @@ void synchronize(const MarkPtr& mark);
 bool is_idle(c10::Stream stream);
 void synchronize_stream(c10::Stream stream);
 void synchronize_device(int device);
+// Waits for the device; returns the simulated time, and how long kernels of one of its streams took in it.
+std::pair<int64_t, int64_t> simulated_ns(c10::Stream stream);
 void sleep_on(c10::Stream stream, int64_t microseconds);
 // Keeps a stream from going on until it is released: a test that needs a late stream needs no clock.
 MarkPtr hold(c10::Stream stream);

@@ -54,6 +54,7 @@ def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
 def test_a_way_is_named_by_its_arguments() -> None:
     assert way_named("plain").name == "plain"
     assert way_named(planned(max_slowdown=0.3)).setting == "auto, max_slowdown=0.3"
+    assert way_named("ebbtide offload, window=1MiB").setting == "offload, window=1MiB"
     for name in ("ebbtide nothing", "ebbtide auto, x", "TRLs"):
         with pytest.raises(ValueError, match="is no way"):
             way_named(name)

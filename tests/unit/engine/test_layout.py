@@ -75,3 +75,10 @@ def test_the_checksum_sees_a_changed_and_a_swapped_byte() -> None:
     changed[4321] ^= 1
     assert checksum(changed) != checksum(data) == checksum(data.clone())
     assert checksum(swapped) != checksum(swapped.flip(0))
+
+
+def test_the_checksum_is_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.randint(0, 256, (100_003,), dtype=torch.uint8)
+    whole = checksum(data)
+    monkeypatch.setattr("ebbtide.engine.layout._CHECKSUM_BYTES", 1000)
+    assert checksum(data) == whole

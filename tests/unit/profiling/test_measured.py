@@ -17,6 +17,7 @@ from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
 from ebbtide.profiling.measured import MeasuredPlan, profile_of, solution_for
+from ebbtide.store.counters import TierCounters
 
 MB = 10**6
 RATES = Rates(out_bytes_per_second=100 * MB, in_bytes_per_second=100 * MB)
@@ -47,7 +48,7 @@ def step(
 
 
 def tier(out_bytes: int = 100 * MB) -> Any:
-    counters = SimpleNamespace(out_bytes=out_bytes, out_seconds=1.0, in_bytes=out_bytes, in_seconds=1.0)
+    counters = TierCounters(timed_out_bytes=out_bytes, out_seconds=1.0, timed_in_bytes=out_bytes, in_seconds=1.0)
     return SimpleNamespace(name="disk", counters=counters)
 
 

@@ -19,6 +19,7 @@ from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, profile_of
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.store.counters import TierCounters
 from tests.helpers.profiles import alike
 from tests.helpers.profiles import unit as make_unit
 
@@ -55,7 +56,7 @@ def with_plain(found: TimedStep, *, forward: float, backward: float) -> TimedSte
 
 
 def tier() -> Any:
-    counters = SimpleNamespace(out_bytes=1000 * MB, out_seconds=1.0, in_bytes=1000 * MB, in_seconds=1.0)
+    counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
     return SimpleNamespace(name="disk", counters=counters)
 
 
