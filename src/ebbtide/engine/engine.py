@@ -195,9 +195,9 @@ class Engine:
         self._stalls.serve("forward", run.block.name)
         self._copy_out.add(entry, run.pass_)
 
-    def keep(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Keep an entry's bytes on the device, and count them while it lives."""
-        self.hold(entry, tensor)
+    def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """Keep an entry's storage on the device, and count its bytes while it lives."""
+        entry.keep(storage)
         self._kept.add(entry)
 
     @property
@@ -234,12 +234,15 @@ class Engine:
         if isinstance(ticket, WrapperTicket):
             return ticket.read(self.unpack)
         try:
-            ticket.check()
+            if ticket.probe._version != ticket.version:
+                ticket.check()
+            task, run = torch._C._current_graph_task_id(), ticket.run
+            if ticket.alias and (task == -1 or run.task == task):
+                return ticket.probe
             with self.lock:
-                task = torch._C._current_graph_task_id()
-                if task != -1 and ticket.run.task != task:
-                    self._begin_block_backward(ticket.run, task)
-                return ticket.tensor(self._read(ticket.entry, ticket.run, task))
+                if task != -1 and run.task != task:
+                    self._begin_block_backward(run, task)
+                return ticket.probe if ticket.alias else ticket.tensor(self._read(ticket.entry, run, task))
         except BaseException as error:
             where = f"{ticket.entry.site} of block {ticket.run.block.name!r} ({ticket.entry.action.value})"
             note_place(error, f"while restoring {where}")
@@ -279,8 +282,10 @@ class Engine:
         self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
     ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
-        if backward is not None and run is not None and run.order_key not in self.orders:
+        if run is not None and run.unordered and backward is not None:
             run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
+        if entry.kept is not None and entry.source is None:
+            entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
         if entry.source is not None:
             if entry.changed:
                 entry.tainted = True
@@ -323,7 +328,7 @@ class Engine:
     # Backward
 
     def _begin_block_backward(self, run: BlockRun, task: int) -> None:
-        run.task = task
+        run.task, run.unordered = task, run.order_key not in self.orders
         backward = self._backwards.get(task)
         if backward is None:
             backward = self._backwards[task] = _Backward()

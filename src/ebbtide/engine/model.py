@@ -70,9 +70,8 @@ class ModelWeights:
         if self._lasting is not None:
             self._lasting = [], self._lasting[1]
 
-    def include(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is one of the model's parameters or buffers."""
-        key = storage_key(storage)
+    def include(self, key: int) -> bool:
+        """Whether the storage of a key is one of the model's parameters or buffers."""
         return key in self._keys or (self.move and key in self._known()[1])
 
     def last(self, weight: torch.Tensor) -> bool:

@@ -49,10 +49,14 @@ class Expr:
         flops: float = 0.0,
     ) -> None:
         self.fn, self.operands = fn, operands
-        inner = [o for o in operands if isinstance(o, Expr)]
-        self.depth = 1 + max(map(_depth, operands), default=0)
-        self.flops = flops + sum(o.flops for o in inner)
-        self.structure = hash((key, tuple(_structure(o) for o in operands)))
+        depth, parts = 0, [key]
+        for operand in operands:
+            if isinstance(operand, Expr):
+                flops += operand.flops
+            depth = max(depth, _depth(operand))
+            parts.append(_structure(operand))
+        self.depth, self.flops = 1 + depth, flops
+        self.structure = hash(tuple(parts))
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
@@ -73,10 +77,10 @@ def _depth(operand: Operand) -> int:
     return operand.depth if isinstance(operand, Expr) else 0
 
 
-def _structure(operand: Operand) -> Any:
+def _structure(operand: Operand) -> tuple[Any, ...]:
     """Return what of an operand stays from step to step."""
     if isinstance(operand, Expr):
-        return operand.structure
+        return (operand.structure,)
     if isinstance(operand, Ticket):
         return operand.layout.dtype, len(operand.layout.size)
     return operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout
@@ -103,6 +107,15 @@ def evaluate(
     Returns:
         The value (of an expression) or the content of the storage (of an entry).
     """
+    recipe = target if isinstance(target, Expr) else _recipe_of(target)
+    value = _at_once(recipe, read, weight)
+    if value is not None:
+        if isinstance(target, Expr):
+            return value
+        value = with_layout(value, target.base_layout)
+        if keep is not None:
+            keep(target, value)
+        return value
     values: dict[int, torch.Tensor] = {}
     waiting = _count_readers(target)
     stack: list[Expr | Entry] = [target]
@@ -136,6 +149,24 @@ def evaluate(
                     del values[id(operand)]
         stack.pop()
     return values[id(target)]
+
+
+def _at_once(
+    recipe: Expr, read: Reader, weight: Callable[[Watched], torch.Tensor]
+) -> torch.Tensor | None:
+    """Return the value of a recipe whose operands are all there, as most are; None if one must be recomputed first."""
+    if any(isinstance(operand, Expr) and operand.operands for operand in recipe.operands):
+        return None
+    values: list[torch.Tensor] = []
+    for operand in recipe.operands:
+        if isinstance(operand, Ticket):
+            content = read(operand.entry)
+            if content is None:
+                return None
+            values.append(operand.layout.over(content, operand.entry.first))
+        else:
+            values.append(operand.fn() if isinstance(operand, Expr) else _value(operand, {}, weight))
+    return recipe.fn(*values)
 
 
 def _inner(operand: Operand) -> Expr | Entry | None:
