@@ -16,7 +16,7 @@ from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyIn, CopyOut, LivingBytes, Window
+from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LivingBytes, Window, flow_of
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
@@ -37,19 +37,6 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide.engine")
 
 TensorFilter = Callable[[torch.Tensor], bool]
-
-
-class _Backward:
-    """What is remembered during one backward, and dropped at its end."""
-
-    def __init__(self) -> None:
-        self.flows: dict[int, CopyIn] = {}
-        self.restored: list[weakref.ref[Entry]] = []
-        self.run: BlockRun | None = None
-
-
-def _flow(backward: _Backward | None, run: BlockRun | None) -> CopyIn | None:
-    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
 
 
 class Engine:
@@ -104,7 +91,7 @@ class Engine:
         self.index = StorageIndex()
         self.tensor_types = tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, Backward] = {}
         self._stalls = StallBook(tier, bus)
         self._recomputes, self._recompute_seconds = 0, 0.0
 
@@ -256,7 +243,7 @@ class Engine:
             read = functools.partial(self._operand, entry, backward, run)
             keep = functools.partial(self._keep, backward)
             work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
-            content = self._with_room(_flow(backward, run), work)
+            content = self._with_room(flow_of(backward, run), work)
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -268,7 +255,7 @@ class Engine:
         return content
 
     def _operand(
-        self, target: Entry, backward: _Backward | None, run: BlockRun | None, entry: Entry
+        self, target: Entry, backward: Backward | None, run: BlockRun | None, entry: Entry
     ) -> torch.Tensor | None:
         """Return the bytes of an operand of what is recomputed if they need no recompute, else None."""
         try:
@@ -279,7 +266,7 @@ class Engine:
             raise
 
     def _content(
-        self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
+        self, entry: Entry, backward: Backward | None = None, run: BlockRun | None = None
     ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
         if run is not None and run.unordered and backward is not None:
@@ -305,7 +292,7 @@ class Engine:
             if entry.recipe is None:
                 raise operand_error(str(entry.site))
             return None
-        flow = _flow(backward, run)
+        flow = flow_of(backward, run)
         if run is not None:
             self._stalls.serve("backward", run.block.name, entry.nbytes)
         content = self._with_room(flow, entry.slot.take)
@@ -331,7 +318,7 @@ class Engine:
         run.task, run.unordered = task, run.order_key not in self.orders
         backward = self._backwards.get(task)
         if backward is None:
-            backward = self._backwards[task] = _Backward()
+            backward = self._backwards[task] = Backward()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
@@ -367,7 +354,7 @@ class Engine:
                 self.timer.backward_ends()
             self.trust.end_backward()
 
-    def _keep(self, backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
         if backward is not None:
             entry.restored, entry.restored_on = content, self.tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))

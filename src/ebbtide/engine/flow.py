@@ -325,6 +325,20 @@ class CopyIn:
         self.ahead_bytes -= self._asked.pop(reference, (0, 0))[0]
 
 
+class Backward:
+    """What is remembered during one backward, and dropped at its end."""
+
+    def __init__(self) -> None:
+        self.flows: dict[int, CopyIn] = {}  # by pass
+        self.restored: list[weakref.ref[Entry]] = []
+        self.run: BlockRun | None = None
+
+
+def flow_of(backward: Backward | None, run: BlockRun | None) -> CopyIn | None:
+    """Return the copies in of a block's pass in a backward, if both are known."""
+    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
+
+
 def _walk(run: BlockRun | None) -> Iterator[tuple[weakref.ref[Entry], int]]:
     # Yields references: a suspended generator would keep an entry, and with it a slot, alive.
     while run is not None:

@@ -30,9 +30,10 @@ class StorageIndex:
             return None
         for reference in known[1]:
             entry = reference()
-            if entry is not None and entry.at == version and entry.first <= first and last <= entry.last:
-                if not entry.changed:
-                    return entry
+            if entry is None or entry.at != version or entry.first > first or last > entry.last:
+                continue
+            if not entry.changed:
+                return entry
         return None
 
     def bytes_apart(self, storage: torch.UntypedStorage, version: Version) -> int:

@@ -128,7 +128,8 @@ def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, i
         taken_bytes: Bytes of other parts that have entries of their own. All parts together stay under half of the
             storage: many overlapping windows would cross the link more often than the storage does.
     """
-    first, last = layout.first - layout.first % ALIGNED_BYTES, layout.last
+    first, last = layout.first, layout.last
+    first -= first % ALIGNED_BYTES
     apart = 2 * (taken_bytes + last - first) < storage_bytes
     return (first, last) if apart else (0, storage_bytes)
 

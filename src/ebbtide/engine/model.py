@@ -31,6 +31,11 @@ class ModelWeights:
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
 
     @property
+    def known(self) -> bool:
+        """Whether the model has weights that are known since the pass began."""
+        return bool(self._keys)
+
+    @property
     def checked(self) -> bool:
         """Whether a weight that was changed in place since it was saved is an error."""
         return not self.move

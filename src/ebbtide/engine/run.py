@@ -173,7 +173,8 @@ class BlockRun:
                 self.tally.add_small(nbytes)
             return LightTicket(tensor, place=self.place)
         layout = Layout.of(tensor)
-        owner = layout if outer is None and base is None else Layout.of(base if outer is None else outer.owner)
+        whole = outer.owner if outer is not None else tensor if base is None else base
+        owner = layout if whole is tensor else Layout.of(whole)
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.

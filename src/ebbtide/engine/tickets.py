@@ -96,9 +96,9 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last", "life",
-        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
-        "storage_ref", "tainted", "version",
+        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
+        "life", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
+        "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(

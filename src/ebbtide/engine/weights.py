@@ -18,12 +18,12 @@ class Weights:
     Args:
         model: Knows the model's weights, and which have bytes through the whole forward and backward.
         own: Returns the parameters and buffers of the block whose bytes are there in its forward and in its backward.
-            Asked only where weights move: elsewhere the model knows them since the pass began.
+            Not asked where the model has told all of its weights when the pass began, and they do not move.
     """
 
     def __init__(self, model: ModelWeights, own: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._model = model
-        weights = list(own()) if model.move else []
+        weights = list(own()) if model.move or not model.known else []
         model.note_versions(weights)
         self._own = storage_keys(weights)
         self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
