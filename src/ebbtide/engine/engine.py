@@ -14,6 +14,7 @@ import torch
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
+from ebbtide.base.marks import marked
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LivingBytes, Window, flow_of
@@ -243,7 +244,7 @@ class Engine:
             read = functools.partial(self._operand, entry, backward, run)
             keep = functools.partial(self._keep, backward)
             work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
-            content = self._with_room(flow_of(backward, run), work)
+            content = marked("recompute", functools.partial(self._with_room, flow_of(backward, run), work))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -295,7 +296,7 @@ class Engine:
         flow = flow_of(backward, run)
         if run is not None:
             self._stalls.serve("backward", run.block.name, entry.nbytes)
-        content = self._with_room(flow, entry.slot.take)
+        content = marked("copy_in", functools.partial(self._with_room, flow, entry.slot.take))
         self._keep(backward, entry, content)
         if flow is not None:
             flow.has_read(entry)
