@@ -67,7 +67,8 @@ def batch(number: int) -> Tensor:
     return torch.randn(2, 8, WIDTH, generator=generator)
 
 
-LIMIT_SECONDS = 3.0
+LIMIT_SECONDS = 8.0
+"""Of the group in which a rank fails: longer than the ranks of a busy machine are apart in the step before."""
 
 
 def fails(where: str, wrapper: str) -> tuple[str, str]:

@@ -1,11 +1,13 @@
 """Runs functions on several gloo ranks, with a hard time limit.
 
 [Note: a group's life]
-``run_cases`` starts one process a rank, which costs seconds, and then runs case after case in the same group. Ranks are
-told over pipes which case comes next and answer with a value (pickled: tensors come back by value, never as shared
-memory) or with a traceback. A case that fails on any rank, or is not answered by all ranks in time, leaves the others
-inside a collective, so the whole group is ended, by pid, and the cases still to come get a new one. A hang is a failure
-like any other, said with the ranks that did not answer and the stacks they stand in.
+``run_cases`` starts one process a rank and then runs case after case in the same group. Importing torch and the hosts
+takes longer than most cases: one process imports them (``tests.helpers.warm``), and the ranks of all groups are forked
+from it, with the environment that the caller has by then. Ranks are told over pipes which case comes next and answer
+with a value (pickled: tensors come back by value, never as shared memory) or with a traceback. A case that fails on any
+rank, or is not answered by all ranks in time, leaves the others inside a collective, so the whole group is ended, by
+pid, and the cases still to come get a new one. A hang is a failure like any other, said with the ranks that did not
+answer and the stacks they stand in.
 
 The functions must be importable by name (module level, not lambdas); they run with the process group initialised.
 """
@@ -102,14 +104,17 @@ class _Group:
     """The parent's side of a group of ranks."""
 
     def __init__(self, world_size: int, timeout_seconds: float) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.warm"])
         self._folder = tempfile.TemporaryDirectory(prefix="ebbtide-spawn-")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, self._folder.name, theirs, timeout_seconds), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, self._folder.name, theirs, timeout_seconds, dict(os.environ)),
+                daemon=True,
             )
             process.start()
             theirs.close()  # so that a rank's death is an end-of-file here
@@ -144,7 +149,7 @@ class _Group:
 
     def _death(self, raised: int) -> str:
         """Name the rank that died, if one did: the error of its neighbour, whose connection broke, is a consequence."""
-        dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=1.0)
+        dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=3.0)
         for rank, process in enumerate(self._processes):
             if process.sentinel in dead:
                 return f"rank {rank} died with exit code {process.exitcode}"
@@ -178,8 +183,17 @@ class _Group:
         self._folder.cleanup()
 
 
-def _rank_main(rank: int, world_size: int, folder: str, pipe: Connection, timeout_seconds: float) -> None:
+def _rank_main(
+    rank: int,
+    world_size: int,
+    folder: str,
+    pipe: Connection,
+    timeout_seconds: float,
+    environment: dict[str, str],
+) -> None:
     """One rank: initialise, say so, then answer case after case until told to stop."""
+    os.environ.clear()
+    os.environ.update(environment)
     stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     size = str(world_size)  # as torchrun says it

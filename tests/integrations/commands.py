@@ -89,9 +89,10 @@ def serve() -> None:
     import torch
 
     from ebbtide_recipes.language import adapters, meta, models  # noqa: F401
-    from ebbtide_recipes.sft import data, trainer  # noqa: F401
+    from ebbtide_recipes.sft import data, pydoc, trainer  # noqa: F401
 
     torch.set_num_threads(1)
+    pydoc.rows()  # kept for the life of a process, and so by all forks
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         with tempfile.TemporaryDirectory(prefix="ebbtide-forks-") as folder:

@@ -66,7 +66,7 @@ def test_bad_input_is_two_lines_and_a_traceback_only_for_debug(settings: Path, l
 @pytest.mark.parametrize(
     ("number", "code", "word", "offload"),
     [
-        (signal.SIGINT, 130, "interrupted", "false"),
+        pytest.param(signal.SIGINT, 130, "interrupted", "false", marks=pytest.mark.slow),
         (signal.SIGINT, 130, "interrupted", "true"),
         (signal.SIGTERM, 143, "terminated", "true"),
     ],
@@ -74,9 +74,11 @@ def test_bad_input_is_two_lines_and_a_traceback_only_for_debug(settings: Path, l
 def test_ctrl_c_and_sigterm_close_the_run_file(
     settings: Path, number: signal.Signals, code: int, word: str, offload: str
 ) -> None:
-    store = settings.parent / "store"
+    store, rows = settings.parent / "store", settings.parent / "rows.jsonl"
     store.mkdir()
+    rows.write_text('{"text": "It returns the value of the argument."}\n' * 200)  # pydoc's take seconds to collect
     argv = command(settings, "--max_steps", 1_000_000, "--activation_cpu_offload", offload, "--disk_path", store)
+    argv += ["--dataset", str(rows)]
     with subprocess.Popen(argv, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         before = [next(line for line in process.stderr if " step 2/" in line)]

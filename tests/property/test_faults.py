@@ -20,6 +20,7 @@ from ebbtide.engine.run import BlockRun
 from tests.helpers.engines import TIERS
 from tests.helpers.handles import Trainee, training
 from tests.helpers.interrupts import Fuse
+from tests.helpers.pairs import all_pairs
 
 POLICIES = ["offload", "minimal", "auto"]
 TORCH_AND_CONTEXTS = (torch.autograd.graph.__file__, contextlib_module.__file__)
@@ -62,8 +63,9 @@ class Countdown:
             raise self.error("planted")
 
 
-@everywhere
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
+@pytest.mark.parametrize(
+    ("policy", "tier", "error"), all_pairs(POLICIES, TIERS, [KeyboardInterrupt, RuntimeError, MemoryError])
+)
 def test_an_exception_at_every_call_of_a_hook(policy: str, tier: str, error: type[BaseException]) -> None:
     before = set(threading.enumerate())
     with training(policy, tier) as trainee:

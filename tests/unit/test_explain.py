@@ -15,7 +15,9 @@ from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from tests.helpers.handles import enable_over
 from tests.helpers.models import PRECISIONS, build
+from tests.helpers.pairs import all_pairs
 
+NAMES = ("block", "conv", "lstm", "lstm_stack", "llama", "t5")
 POLICIES = ("auto", "offload", "inputs", "minimal", "keep")
 LINE = re.compile(r" *(\S+ [KMGT]?i?B)  (keep|offload|recompute|checkpoint) +x(\d+) +(\S+)")
 
@@ -37,9 +39,7 @@ def assert_agrees(handle: ebbtide.Handle) -> Counter[Action]:
     return sums
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["block", "conv", "lstm", "lstm_stack", "llama", "t5"])
+@pytest.mark.parametrize(("name", "precision", "policy"), all_pairs(NAMES, PRECISIONS, POLICIES))
 def test_the_lines_of_a_pass_add_up_to_its_stats(name: str, precision: str, policy: str) -> None:
     tiny = build(name, **PRECISIONS[precision])
     with ebbtide.enable_activation_offloading(tiny.model, policy=policy, min_bytes=0) as handle:

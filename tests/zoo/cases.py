@@ -4,12 +4,13 @@ Each case takes three steps with ``verify=True``: the first compares recipes, th
 trusts both, and where the policy measures, the last block of each kind runs in it without hooks. The outcome of plain
 training is worked out once for a family and a precision, and twice there, to see that plain training repeats itself: no
 claim is made about a model that does not.
+
+Every run takes every pair of a family, a precision and a policy; the rest of their product is slow.
 """
 
 from __future__ import annotations
 
 import functools
-from itertools import product
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import ebbtide
 from ebbtide.engine import Stats
 from tests.helpers.models import PRECISIONS, build
 from tests.helpers.oracle import Outcome, differences
+from tests.helpers.pairs import all_pairs
 
 POLICIES = ("keep", "offload", "inputs", "minimal", "auto")
 
@@ -27,7 +29,7 @@ PARTS_STAY = frozenset({"gru_stack"})
 
 def cases(names: tuple[str, ...]) -> pytest.MarkDecorator:
     """Return the decorator that runs a test for every family, precision and policy."""
-    return pytest.mark.parametrize(("name", "precision", "policy"), list(product(names, PRECISIONS, POLICIES)))
+    return pytest.mark.parametrize(("name", "precision", "policy"), all_pairs(names, PRECISIONS, POLICIES))
 
 
 @functools.cache

@@ -67,7 +67,7 @@ def saved(profile: Profile) -> list[tuple[Any, ...]]:
     ]
 
 
-SOME = ("block", "llama", "qwen3", "gpt2", "t5", "vit", "qwen2_5_vl", "mixtral", "wan")
+SOME = ("block", "llama", "t5", "vit", "mixtral", "wan")
 
 
 ASK_FOR_VALUES = ("mixtral_eager", "qwen3_moe_eager", "deepseek_v3_eager")

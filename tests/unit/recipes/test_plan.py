@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,12 +65,16 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[float], str]:
 
 
 def found(model: str, **changes: Any) -> Result:
-    return recipe.main(PlanConfig(**{"model": model, "gpu": "h200", "max_length": 512, **changes}))
+    return recipe.main(PlanConfig(**{"model": model, "gpu": "h200", "max_length": 1024, **changes}))
+
+
+known = functools.cache(found)
+"""``found``; simulating a model takes seconds, and the same values have the same result."""
 
 
 @pytest.fixture(scope="module")
 def result(qwen: str) -> Result:
-    return found(qwen, max_length=1024)
+    return known(qwen)
 
 
 def named(result: Result, name: str) -> Option:
@@ -108,8 +113,8 @@ def test_what_fits_plainly_is_trained_plainly(result: Result) -> None:
 
 
 def test_what_does_not_fit_plainly_gets_a_budget_of_nine_tenths(qwen: str, small: Callable[[float], str]) -> None:
-    plain = named(found(qwen, max_length=1024), "plain").peak_bytes or 0
-    tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
+    plain = named(known(qwen), "plain").peak_bytes or 0
+    tight = found(qwen, gpu=small(plain / 2**20))
     option = tight.options[-1]
     assert named(tight, "plain").fits == "barely"
     assert isinstance(option.policy, Auto)
@@ -133,7 +138,7 @@ def test_where_nothing_fits_it_says_what_the_least_is(qwen: str, small: Callable
 
 
 def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
-    peak = named(found(qwen), "plain").peak_bytes or 0
+    peak = named(known(qwen), "plain").peak_bytes or 0
     asked = found(qwen, memory_budget=str(int(peak * 0.97)))
     assert named(asked, "plain").fits == "no"
     assert asked.options[-1].fits == "yes"
@@ -142,7 +147,7 @@ def test_a_budget_is_what_must_be_fitted_into(qwen: str) -> None:
 
 
 def test_shards_take_less_and_ranks_share_the_host(qwen: str) -> None:
-    one, eight = found(qwen), found(qwen, gpus=8, host_memory="1GiB")
+    one, eight = known(qwen), found(qwen, gpus=8, host_memory="1GiB")
     assert (named(eight, "plain").peak_bytes or 0) < (named(one, "plain").peak_bytes or 0)
     assert eight.room.ranks == 8
     moved = named(eight, "ebbtide-offload").offloaded_bytes
@@ -266,8 +271,8 @@ def test_the_command_line_trains_that_way(result: Result, name: str, flags: str)
 
 
 def test_the_plan_that_is_saved_is_the_one_to_take(qwen: str, small: Callable[[float], str], tmp_path: Path) -> None:
-    plain = named(found(qwen, max_length=1024), "plain").peak_bytes or 0
-    tight = found(qwen, max_length=1024, gpu=small(plain / 2**20))
+    plain = named(known(qwen), "plain").peak_bytes or 0
+    tight = found(qwen, gpu=small(plain / 2**20))
     path = tmp_path / "plan.json"
     said = recipe.save(tight, str(path))
     assert tight.recommended is not None
@@ -281,7 +286,7 @@ def test_the_plan_that_is_saved_is_the_one_to_take(qwen: str, small: Callable[[f
 
 
 def test_only_a_config_is_needed_and_a_file_will_do(qwen: str, result: Result) -> None:
-    outline = found(f"{qwen}/config.json", max_length=1024).outline
+    outline = found(f"{qwen}/config.json").outline
     assert outline.weights == result.outline.weights == sum(p.numel() for p in outline.module.parameters())
     assert all(p.is_meta for p in outline.module.parameters())
 
@@ -311,7 +316,7 @@ def test_adapters_are_those_that_training_puts_on(qwen: str) -> None:
 
 
 def test_adapters_take_less_than_full_training(qwen: str) -> None:
-    full, lora = found(qwen), found(qwen, train_type="lora")
+    full, lora = known(qwen, max_length=512), known(qwen, max_length=512, train_type="lora")
     assert (named(lora, "ebbtide-minimal").peak_bytes or 0) < (named(full, "ebbtide-minimal").peak_bytes or 0)
     assert "--train_type lora" in page.text(lora)
 
@@ -428,7 +433,7 @@ def test_a_saved_plan_is_carried_out_as_it_was_predicted(qwen: str, tmp_path: Pa
 
     machine, out = tmp_path / "cpu.json", tmp_path / "plan.json"
     dataclasses.replace(MACHINES["h200"], name="cpu", devices=1).save(machine)
-    asked = found(qwen, max_length=1024, gpu=str(machine))
+    asked = found(qwen, gpu=str(machine))
     asked = dataclasses.replace(asked, options=[named(asked, "ebbtide-minimal")])
     recipe.save(asked, str(out))
     predicted = load_plan(out).predicted
@@ -467,21 +472,21 @@ def test_each_optimizer_has_its_bytes(optim: str, state: int) -> None:
 
 
 def test_the_optimizers_state_is_in_every_peak(qwen: str, result: Result) -> None:
-    sgd = found(qwen, max_length=1024, optim="sgd")
+    sgd = found(qwen, optim="sgd")
     more = (named(result, "plain").peak_bytes or 0) - (named(sgd, "plain").peak_bytes or 0)
     assert more == 2 * 2 * result.outline.trained
     assert "--optim sgd is for a loop of your own" in page.text(sgd)
 
 
 def test_mixed_precision_has_float32_weights_and_bfloat16_products(qwen: str, result: Result) -> None:
-    mixed, single = found(qwen, max_length=1024, bf16=True), found(qwen, max_length=1024, torch_dtype="float32")
+    mixed, single = found(qwen, bf16=True), found(qwen, torch_dtype="float32")
     assert mixed.outline.dtype == "float32"
     assert mixed.profile.saved_bytes < single.profile.saved_bytes
     assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.options[0])
 
 
 def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
-    lora, qlora = found(qwen, train_type="lora"), found(qwen, train_type="qlora")
+    lora, qlora = (known(qwen, max_length=512, train_type=kind) for kind in ("lora", "qlora"))
     linear = [m for m in lora.outline.module.modules() if isinstance(m, nn.Linear) and not m.weight.requires_grad]
     numbers = sum(m.weight.numel() for m in linear) - 512 * 64  # the head stays
     less = (named(lora, "plain").peak_bytes or 0) - (named(qlora, "plain").peak_bytes or 0)
@@ -491,7 +496,7 @@ def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
 
 
 def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result) -> None:
-    several = found(qwen, max_length=1024, gradient_accumulation_steps=8)
+    several = found(qwen, gradient_accumulation_steps=8)
     gradients = 2 * result.outline.trained
     assert several.profile.turn_beside_bytes - result.profile.turn_beside_bytes == gradients
     first, last = several.profile.blocks[0], several.profile.blocks[-1]

@@ -16,8 +16,10 @@ from ebbtide.wrap.forward import StandIn
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import Tiny, build
 from tests.helpers.oracle import differences, step
+from tests.helpers.pairs import all_pairs
 from tests.helpers.parts import WIDTH, Model, Part, check_model, differing, gated_model, linear, training_step
 
+POLICIES = ["offload", "minimal", "auto"]
 pytestmark = [  # torch's own, while compiling
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
@@ -275,26 +277,23 @@ def frames(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize(("backend", "autocast"), [("aot_eager", False), ("eager", True)], ids=str)
-@pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
-@pytest.mark.parametrize("kind", ["full graphs", "breaks"])
-def test_compiled_blocks_with_eager_parts(
-    kind: str, policy: str, autocast: bool, backend: str, frames: list[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "backend", "policy"), all_pairs(["full graphs", "breaks"], ["aot_eager", "eager"], POLICIES)
+)
+def test_compiled_blocks_with_eager_parts(kind: str, backend: str, policy: str, frames: list[str]) -> None:
     def make() -> Model:
         model = Model(Breaking if kind == "breaks" else lambda: nn.Sequential(Scoped(), nn.LayerNorm(WIDTH)))
         for layer in model.layers:
             layer.compile(backend=backend, fullgraph=kind == "full graphs")
         return model
 
-    _check_compiled(make, policy, autocast=autocast)
+    _check_compiled(make, policy, autocast=backend == "eager")
     assert frames == []
 
 
-@pytest.mark.parametrize(("policy", "fullgraph"), [("offload", True), ("minimal", True), ("auto", False)])
-@pytest.mark.parametrize("how", ["in place", "wrapper", "method"])
-def test_compiled_parts_of_eager_blocks(how: str, policy: str, fullgraph: bool, frames: list[str]) -> None:
-    _check_compiled(lambda: Model(lambda: Partly(how, backend="aot_eager", fullgraph=fullgraph)), policy)
+@pytest.mark.parametrize(("how", "policy"), all_pairs(["in place", "wrapper", "method"], POLICIES))
+def test_compiled_parts_of_eager_blocks(how: str, policy: str, frames: list[str]) -> None:
+    _check_compiled(lambda: Model(lambda: Partly(how, backend="aot_eager", fullgraph=policy != "auto")), policy)
     assert frames == []
 
 
