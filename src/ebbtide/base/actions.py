@@ -21,6 +21,8 @@ class Action(Enum):
     RECOMPUTE = "recompute"
     CHECKPOINT = "checkpoint"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, called for every storage that is counted
+
 
 class Site(NamedTuple):
     """A stable name for a saved tensor. See [Note: site]."""

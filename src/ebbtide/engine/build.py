@@ -234,8 +234,7 @@ class Builder:
         if found is None:
             return None
         ticket, layout = found
-        first, last = layout.extent()
-        if first < ticket.entry.first or last > ticket.entry.last:
+        if layout.first < ticket.entry.first or layout.last > ticket.entry.last:
             return None
         whole = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
         return whole

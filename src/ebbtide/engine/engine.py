@@ -14,9 +14,10 @@ import torch
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
+from ebbtide.base.marks import marked
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyIn, CopyOut, LivingBytes, Window
+from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LivingBytes, Window, flow_of
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
@@ -37,19 +38,6 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide.engine")
 
 TensorFilter = Callable[[torch.Tensor], bool]
-
-
-class _Backward:
-    """What is remembered during one backward, and dropped at its end."""
-
-    def __init__(self) -> None:
-        self.flows: dict[int, CopyIn] = {}
-        self.restored: list[weakref.ref[Entry]] = []
-        self.run: BlockRun | None = None
-
-
-def _flow(backward: _Backward | None, run: BlockRun | None) -> CopyIn | None:
-    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
 
 
 class Engine:
@@ -103,7 +91,7 @@ class Engine:
         self._copy_out = CopyOut(tier, self._window)
         self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
-        self._backwards: dict[int, _Backward] = {}
+        self._backwards: dict[int, Backward] = {}
         self._stalls = StallBook(tier, bus)
         self._recomputes, self._recompute_seconds = 0, 0.0
 
@@ -195,9 +183,9 @@ class Engine:
         self._stalls.serve("forward", run.block.name)
         self._copy_out.add(entry, run.pass_)
 
-    def keep(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Keep an entry's bytes on the device, and count them while it lives."""
-        self.hold(entry, tensor)
+    def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """Keep an entry's storage on the device, and count its bytes while it lives."""
+        entry.keep(storage)
         self._kept.add(entry)
 
     @property
@@ -234,12 +222,15 @@ class Engine:
         if isinstance(ticket, WrapperTicket):
             return ticket.read(self.unpack)
         try:
-            ticket.check()
+            if ticket.probe._version != ticket.version:
+                ticket.check()
+            task, run = torch._C._current_graph_task_id(), ticket.run
+            if ticket.alias and (task == -1 or run.task == task):
+                return ticket.probe
             with self.lock:
-                task = torch._C._current_graph_task_id()
-                if task != -1 and ticket.run.task != task:
-                    self._begin_block_backward(ticket.run, task)
-                return ticket.tensor(self._read(ticket.entry, ticket.run, task))
+                if task != -1 and run.task != task:
+                    self._begin_block_backward(run, task)
+                return ticket.probe if ticket.alias else ticket.tensor(self._read(ticket.entry, run, task))
         except BaseException as error:
             where = f"{ticket.entry.site} of block {ticket.run.block.name!r} ({ticket.entry.action.value})"
             note_place(error, f"while restoring {where}")
@@ -253,7 +244,7 @@ class Engine:
             read = functools.partial(self._operand, entry, backward, run)
             keep = functools.partial(self._keep, backward)
             work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
-            content = self._with_room(_flow(backward, run), work)
+            content = marked("recompute", functools.partial(self._with_room, flow_of(backward, run), work))
             self._recomputes += 1
             self._recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -265,7 +256,7 @@ class Engine:
         return content
 
     def _operand(
-        self, target: Entry, backward: _Backward | None, run: BlockRun | None, entry: Entry
+        self, target: Entry, backward: Backward | None, run: BlockRun | None, entry: Entry
     ) -> torch.Tensor | None:
         """Return the bytes of an operand of what is recomputed if they need no recompute, else None."""
         try:
@@ -276,11 +267,13 @@ class Engine:
             raise
 
     def _content(
-        self, entry: Entry, backward: _Backward | None = None, run: BlockRun | None = None
+        self, entry: Entry, backward: Backward | None = None, run: BlockRun | None = None
     ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
-        if backward is not None and run is not None and run.order_key not in self.orders:
+        if run is not None and run.unordered and backward is not None:
             run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
+        if entry.kept is not None and entry.source is None:
+            entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
         if entry.source is not None:
             if entry.changed:
                 entry.tainted = True
@@ -300,10 +293,10 @@ class Engine:
             if entry.recipe is None:
                 raise operand_error(str(entry.site))
             return None
-        flow = _flow(backward, run)
+        flow = flow_of(backward, run)
         if run is not None:
             self._stalls.serve("backward", run.block.name, entry.nbytes)
-        content = self._with_room(flow, entry.slot.take)
+        content = marked("copy_in", functools.partial(self._with_room, flow, entry.slot.take))
         self._keep(backward, entry, content)
         if flow is not None:
             flow.has_read(entry)
@@ -323,10 +316,10 @@ class Engine:
     # Backward
 
     def _begin_block_backward(self, run: BlockRun, task: int) -> None:
-        run.task = task
+        run.task, run.unordered = task, run.order_key not in self.orders
         backward = self._backwards.get(task)
         if backward is None:
-            backward = self._backwards[task] = _Backward()
+            backward = self._backwards[task] = Backward()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
@@ -362,7 +355,7 @@ class Engine:
                 self.timer.backward_ends()
             self.trust.end_backward()
 
-    def _keep(self, backward: _Backward | None, entry: Entry, content: torch.Tensor) -> None:
+    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
         if backward is not None:
             entry.restored, entry.restored_on = content, self.tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))

@@ -17,6 +17,7 @@ as bytes in the window, so memory is the same with and without a trace that fits
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import weakref
@@ -28,6 +29,7 @@ import torch
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError, note_place
+from ebbtide.base.marks import marked
 from ebbtide.base.units import format_size
 from ebbtide.engine.tickets import Entry
 from ebbtide.store.protocol import Tier
@@ -238,7 +240,7 @@ class CopyOut:
         if entry.changed or entry.source.untyped_storage().nbytes() < entry.last:
             return  # changed, or its memory taken away, while it was held: plain autograd could not read it either
         try:
-            entry.slot = self._tier.park(entry.source)
+            entry.slot = marked("copy_out", functools.partial(self._tier.park, entry.source))
         except CapError as error:
             entry.action = Action.KEEP
             if not self.refused_bytes:
@@ -290,7 +292,7 @@ class CopyIn:
                 self._next = upcoming
                 return
             try:
-                entry.slot.prefetch()
+                marked("copy_in", entry.slot.prefetch)
             except torch.OutOfMemoryError:
                 self.window.shrink(self.ahead_bytes)
                 self._next = upcoming
@@ -323,6 +325,20 @@ class CopyIn:
 
     def _gone(self, reference: weakref.ref[Entry]) -> None:
         self.ahead_bytes -= self._asked.pop(reference, (0, 0))[0]
+
+
+class Backward:
+    """What is remembered during one backward, and dropped at its end."""
+
+    def __init__(self) -> None:
+        self.flows: dict[int, CopyIn] = {}  # by pass
+        self.restored: list[weakref.ref[Entry]] = []
+        self.run: BlockRun | None = None
+
+
+def flow_of(backward: Backward | None, run: BlockRun | None) -> CopyIn | None:
+    """Return the copies in of a block's pass in a backward, if both are known."""
+    return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
 
 
 def _walk(run: BlockRun | None) -> Iterator[tuple[weakref.ref[Entry], int]]:

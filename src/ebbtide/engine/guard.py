@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.base.units import format_size
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
-from ebbtide.engine.layout import byte_view
+from ebbtide.engine.layout import Layout, byte_view
 from ebbtide.engine.model import storage_key
 
 logger = logging.getLogger("ebbtide.engine")
@@ -176,8 +176,5 @@ def _region(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the memory in which a weight lies as one dimension of bytes; None if there is none to look at."""
     if not can_be_taken(tensor):
         return None
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    last = first + (int(reach) + 1) * tensor.itemsize
-    storage = tensor.untyped_storage()
-    return byte_view(storage, first, last, tensor) if last <= storage.nbytes() else None
+    layout, storage = Layout.of(tensor), tensor.untyped_storage()
+    return byte_view(storage, layout.first, layout.last, tensor) if layout.last <= storage.nbytes() else None

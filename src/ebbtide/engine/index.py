@@ -25,15 +25,24 @@ class StorageIndex:
 
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry that stands for bytes ``first`` to ``last`` of a storage at this version."""
-        for entry in self._entries(storage):
-            if entry.at == version and entry.first <= first and last <= entry.last and not entry.changed:
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return None
+        for reference in known[1]:
+            entry = reference()
+            if entry is None or entry.at != version or entry.first > first or last > entry.last:
+                continue
+            if not entry.changed:
                 return entry
         return None
 
     def bytes_apart(self, storage: torch.UntypedStorage, version: Version) -> int:
         """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
-        whole = storage.nbytes()
-        return sum(e.nbytes for e in self._entries(storage) if e.at == version and e.nbytes < whole)
+        known = self._known.get(id(storage))
+        if known is None or known[0]() is not storage:
+            return 0
+        entries, whole = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
+        return sum(e.nbytes for e in entries if e.at == version and e.nbytes < whole)
 
     def remember(self, storage: torch.UntypedStorage, entry: Entry, *, same_bytes: bool = True) -> None:
         """Let ``find`` find an entry while its storage lives.
@@ -45,17 +54,11 @@ class StorageIndex:
         """
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
-            known = self._known[id(storage)] = (self._reference(storage), [])
-        known[1][:] = [r for r in known[1] if r() is not None]
-        known[1].append(weakref.ref(entry))
+            known = self._known[id(storage)] = (self._reference(storage), [weakref.ref(entry)])
+        else:
+            known[1][:] = [*(r for r in known[1] if r() is not None), weakref.ref(entry)]
         if same_bytes and entry.storage_ref is None:
             entry.storage_ref = known[0]
-
-    def _entries(self, storage: torch.UntypedStorage) -> list[Entry]:
-        known = self._known.get(id(storage))
-        if known is None or known[0]() is not storage:
-            return []
-        return [entry for reference in known[1] if (entry := reference()) is not None]
 
     def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
         """Return a weak reference to a storage that removes its key when the storage dies."""

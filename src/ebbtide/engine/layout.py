@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,51 +13,72 @@ ALIGNED_BYTES = 512
 _CHECKSUM_BYTES = 1 << 20
 """Summed at a time: each byte takes some 40 then, and a device may be nearly full."""
 
+KNOWN_LAYOUTS = 8192
+"""Layouts remembered: steps of equal shapes meet the same few hundred again and again."""
 
-class Layout(NamedTuple):
-    """Size, stride, offset (in elements) and dtype of a tensor in its storage."""
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Size, stride, offset (in elements) and dtype of a tensor in its storage, and what follows from them.
+
+    Attributes:
+        logical_bytes: Elements times element size: the bytes of a copy without aliases.
+        first: First byte that the view can reach in its storage.
+        last: The byte after the last.
+        dense: The elements lie one after the other in some order of the dimensions, without gaps or overlaps.
+    """
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    logical_bytes: int = field(init=False, compare=False)
+    first: int = field(init=False, compare=False)
+    last: int = field(init=False, compare=False)
+    dense: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        width = self.dtype.itemsize
+        count = math.prod(self.size)
+        reach = sum((n - 1) * step for n, step in zip(self.size, self.stride, strict=True)) + 1 if count else 0
+        derived = {
+            "logical_bytes": count * width,
+            "first": self.offset * width,
+            "last": (self.offset + reach) * width,
+            "dense": _dense(self.size, self.stride),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
         """Return the layout of ``tensor``."""
-        return Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    @property
-    def logical_bytes(self) -> int:
-        """Elements times element size: what a copy without aliases would hold."""
-        return math.prod(self.size) * self.dtype.itemsize
-
-    def extent(self) -> tuple[int, int]:
-        """Return the first byte and the byte after the last that the view can reach in its storage."""
-        last = self.offset
-        for n, step in zip(self.size, self.stride, strict=True):
-            if n == 0:
-                return self.offset * self.dtype.itemsize, self.offset * self.dtype.itemsize
-            last += (n - 1) * step
-        return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+        return _layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def whole(self, storage_bytes: int) -> bool:
         """Whether the view is dense and is exactly its storage of ``storage_bytes`` bytes."""
-        if self.offset or self.logical_bytes != storage_bytes:
-            return False
-        expected = 1
-        for step, n in sorted((s, n) for n, s in zip(self.size, self.stride, strict=True) if n != 1):
-            if step != expected:
-                return False
-            expected *= n
-        return True
+        return self.dense and not self.offset and self.logical_bytes == storage_bytes
 
     def over(self, content: torch.Tensor, first_byte: int) -> torch.Tensor:
         """Return this view over ``content``, whose first byte is byte ``first_byte`` of the old storage."""
         view = content.new_empty(0, dtype=self.dtype)
         shift = int(content.storage_offset()) * content.itemsize - first_byte  # the source lies in a larger storage
-        offset = self.offset + shift // self.dtype.itemsize
+        offset = self.offset + shift // self.dtype.itemsize if shift else self.offset
         return view.set_(content.untyped_storage(), offset, self.size, self.stride)
+
+
+@functools.lru_cache(KNOWN_LAYOUTS)
+def _layout(dtype: torch.dtype, size: tuple[int, ...], stride: tuple[int, ...], offset: int) -> Layout:
+    return Layout(dtype, tuple(size), stride, int(offset))
+
+
+def _dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for step, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
 
 
 def byte_view(storage: torch.UntypedStorage, first: int, last: int, like: torch.Tensor) -> torch.Tensor:
@@ -108,7 +130,7 @@ def region(layout: Layout, storage_bytes: int, taken_bytes: int) -> tuple[int, i
         taken_bytes: Bytes of other parts that have entries of their own. All parts together stay under half of the
             storage: many overlapping windows would cross the link more often than the storage does.
     """
-    first, last = layout.extent()
+    first, last = layout.first, layout.last
     first -= first % ALIGNED_BYTES
     apart = 2 * (taken_bytes + last - first) < storage_bytes
     return (first, last) if apart else (0, storage_bytes)

@@ -31,6 +31,11 @@ class ModelWeights:
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
 
     @property
+    def known(self) -> bool:
+        """Whether the model has weights that are known since the pass began."""
+        return bool(self._keys)
+
+    @property
     def checked(self) -> bool:
         """Whether a weight that was changed in place since it was saved is an error."""
         return not self.move
@@ -70,9 +75,8 @@ class ModelWeights:
         if self._lasting is not None:
             self._lasting = [], self._lasting[1]
 
-    def include(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is one of the model's parameters or buffers."""
-        key = storage_key(storage)
+    def include(self, key: int) -> bool:
+        """Whether the storage of a key is one of the model's parameters or buffers."""
         return key in self._keys or (self.move and key in self._known()[1])
 
     def last(self, weight: torch.Tensor) -> bool:

@@ -49,10 +49,21 @@ class Expr:
         flops: float = 0.0,
     ) -> None:
         self.fn, self.operands = fn, operands
-        inner = [o for o in operands if isinstance(o, Expr)]
-        self.depth = 1 + max(map(_depth, operands), default=0)
-        self.flops = flops + sum(o.flops for o in inner)
-        self.structure = hash((key, tuple(_structure(o) for o in operands)))
+        depth, parts = 0, [key]
+        for operand in operands:
+            if isinstance(operand, Expr):
+                flops += operand.flops
+                deep, part = operand.depth, (operand.structure,)
+            elif isinstance(operand, Ticket):
+                recipe, layout = operand.entry.recipe, operand.layout
+                deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
+            else:
+                deep, part = 0, (operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout)
+            depth = max(depth, deep)
+            parts.append(part)
+        self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
+        self.flops = flops
+        self.structure = hash(tuple(parts))
 
     def tickets(self) -> Iterator[Ticket]:
         """Yield the tickets that the expression, and those in it, read."""
@@ -64,22 +75,6 @@ class Expr:
 
 
 Operand = Expr | Ticket | LightTicket | Watched
-
-
-def _depth(operand: Operand) -> int:
-    """Return the length of the longest chain that must be recomputed before an operand is there."""
-    if isinstance(operand, Ticket):
-        return 0 if operand.entry.recipe is None else operand.entry.recipe.depth
-    return operand.depth if isinstance(operand, Expr) else 0
-
-
-def _structure(operand: Operand) -> Any:
-    """Return what of an operand stays from step to step."""
-    if isinstance(operand, Expr):
-        return operand.structure
-    if isinstance(operand, Ticket):
-        return operand.layout.dtype, len(operand.layout.size)
-    return operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout
 
 
 def _weight(watched: Watched) -> torch.Tensor:
@@ -103,6 +98,15 @@ def evaluate(
     Returns:
         The value (of an expression) or the content of the storage (of an entry).
     """
+    recipe = target if isinstance(target, Expr) else _recipe_of(target)
+    value = _at_once(recipe, read, weight)
+    if value is not None:
+        if isinstance(target, Expr):
+            return value
+        value = with_layout(value, target.base_layout)
+        if keep is not None:
+            keep(target, value)
+        return value
     values: dict[int, torch.Tensor] = {}
     waiting = _count_readers(target)
     stack: list[Expr | Entry] = [target]
@@ -124,9 +128,12 @@ def evaluate(
             values[id(node)] = content
             stack.pop()
             continue
-        missing = [n for o in node.operands if (n := _inner(o)) is not None and id(n) not in values]
-        if missing:
-            stack.extend(missing)
+        before = len(stack)
+        for operand in node.operands:
+            inner = operand.entry if isinstance(operand, Ticket) else operand
+            if isinstance(inner, (Entry, Expr)) and id(inner) not in values:
+                stack.append(inner)
+        if len(stack) > before:
             continue
         values[id(node)] = node.fn(*[_value(o, values, weight) for o in node.operands])
         for operand in node.operands:
@@ -138,10 +145,20 @@ def evaluate(
     return values[id(target)]
 
 
-def _inner(operand: Operand) -> Expr | Entry | None:
-    if isinstance(operand, Ticket):
-        return operand.entry
-    return operand if isinstance(operand, Expr) else None
+def _at_once(recipe: Expr, read: Reader, weight: Callable[[Watched], torch.Tensor]) -> torch.Tensor | None:
+    """Return the value of a recipe whose operands are all there, as most are; None if one must be recomputed first."""
+    if any(isinstance(operand, Expr) and operand.operands for operand in recipe.operands):
+        return None
+    values: list[torch.Tensor] = []
+    for operand in recipe.operands:
+        if isinstance(operand, Ticket):
+            content = read(operand.entry)
+            if content is None:
+                return None
+            values.append(operand.layout.over(content, operand.entry.first))
+        else:
+            values.append(operand.fn() if isinstance(operand, Expr) else _value(operand, {}, weight))
+    return recipe.fn(*values)
 
 
 def _value(
@@ -181,7 +198,7 @@ def _count_readers(target: Expr | Entry) -> dict[int, int]:
         for operand in node.operands:
             if isinstance(operand, Expr):
                 counts[id(operand)] = counts.get(id(operand), 0) + 1
-            inner = _inner(operand)
-            if inner is not None:
+            inner = operand.entry if isinstance(operand, Ticket) else operand
+            if isinstance(inner, (Entry, Expr)):
                 stack.append(inner)
     return counts

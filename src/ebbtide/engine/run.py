@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,14 +27,18 @@ from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 if TYPE_CHECKING:
     from ebbtide.engine.engine import Engine
+    from ebbtide.engine.timing import StepTimer
 
+
+CAST = "ToCopyBackward0"
+"""The node of a cast."""
 
 FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
 
 
 class BlockRun:
-    """The forward of one block, open while it runs; then the order of what it saved, by weak references."""
+    """The forward of one block, open while it runs; then the order of what it did not keep, by weak references."""
 
     def __init__(
         self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
@@ -50,12 +53,15 @@ class BlockRun:
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.entries: list[weakref.ref[Entry]] = []
         self.task = -1  # the backward in which this block showed last
+        self.unordered = False  # its backward runs, and no run of this kind has told the order of its reads yet
         self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
-        self._counts: Counter[tuple[str, str]] = Counter()
-        self.weights = Weights(engine.weights, block.weights())
+        self._counts: dict[tuple[str, str], int] = {}
+        self.place: Place = "(block)", block.name  # as errors name it
+        self.weights = Weights(engine.weights, block.weights)
+        self.recipes = engine.plan.recomputes  # operands of recipes are noted
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
@@ -81,32 +87,36 @@ class BlockRun:
             outer: The saved tensor that it is inside of. See [Note: wrapper subclasses].
         """
         engine = self.engine
-        light = self._light(tensor, outer)
-        if light is not None:
-            if isinstance(light, LightTicket):
-                self._note(tensor, light)
-            return light
+        layout = self._light(tensor, outer)
+        if not isinstance(layout, Layout):
+            if self.recipes and isinstance(layout, LightTicket):
+                self._note(tensor, layout)
+            return layout
         storage = tensor.untyped_storage()
-        layout = Layout.of(tensor)
-        first, last = layout.extent()
         version = tensor._version if outer is None else outer.version
         try:
             with engine.lock:
                 at = version if outer is None else (version, tensor._version)
-                entry = engine.index.find(storage, at, first, last)
+                entry = engine.index.find(storage, at, layout.first, layout.last)
                 if entry is None:
-                    known = self._known_value(tensor, layout)
+                    known = self._known_value(tensor, layout) if self._narrow else None
                     entry = known or self._admit(tensor, layout, storage, at, outer)
                     engine.index.remember(storage, entry, same_bytes=known is None)
-                probe = version_probe(tensor, engine.empty(tensor)) if outer is None else outer.probe
-                ticket = Ticket(entry, layout, self, probe, version)
-                self._list(entry)
+                alias = outer is None and entry.kept is storage
+                if outer is not None:
+                    probe = outer.probe
+                else:
+                    probe = tensor.detach() if alias else version_probe(tensor, entry.empty)
+                ticket = Ticket(entry, layout, self, probe, version, alias=alias)
+                if entry.action is not Action.KEEP:
+                    self._list(entry)
         except BaseException as error:
-            module, block = self._place
+            module, block = self.place
             note_place(error, f"while saving a {list(tensor.shape)} tensor in {module} of block {block!r}")
             raise
         self.tally.add_saved(layout.logical_bytes)
-        self._note(tensor, ticket)
+        if self.recipes:
+            self._note(tensor, ticket)
         return ticket
 
     def enter(self, name: str, module: torch.nn.Module) -> None:
@@ -117,10 +127,13 @@ class BlockRun:
             module: The module.
         """
         self.running.append(Running.here(name, module, self._inputs.device_type))
+        self.place = name, self.block.name
 
     def leave(self) -> Running | None:
         """End the innermost module, and return it."""
-        return self.running.pop() if self.running else None
+        left = self.running.pop() if self.running else None
+        self.place = self.running[-1].name if self.running else "(block)", self.block.name
+        return left
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
@@ -136,40 +149,45 @@ class BlockRun:
             self._seen.add(id(entry))
             self.entries.append(weakref.ref(entry))
 
-    def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | None:
-        """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else None."""
+    def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | Layout:
+        """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else its layout."""
         engine = self.engine
-        base = tensor._base
         if self.weights.include(tensor):
-            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self._place)
-        if tensor.is_nested or tensor._has_symbolic_sizes_strides:
+            return LightTicket(tensor, weight=True, checked=engine.weights.checked, place=self.place)
+        odd = tensor.is_nested or tensor._has_symbolic_sizes_strides
+        if odd:
             self.jagged = True
         if type(tensor) not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
-            ticket = pack_wrapper(tensor, self.pack, engine.empty, self._place) if copied is None else None
-            return ticket or LightTicket(tensor, place=self._place)
-        if not (has_layout(tensor) and (base is None or has_layout(base)) and engine.tier.owns(tensor)):
-            return LightTicket(tensor, place=self._place)
+            ticket = pack_wrapper(tensor, self.pack, engine.empty, self.place) if copied is None else None
+            return ticket or LightTicket(tensor, place=self.place)
+        base = tensor._base
+        strided = not odd and tensor.layout is torch.strided and (base is None or has_layout(base))
+        if not (strided and engine.tier.owns(tensor)):
+            return LightTicket(tensor, place=self.place)
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
             self.tally.add_saved(nbytes)
             if nbytes and self.pass_.first_stays(storage):
                 self.tally.add_small(nbytes)
-            return LightTicket(tensor, place=self._place)
-        owner = outer.owner if outer is not None else tensor if base is None else base
+            return LightTicket(tensor, place=self.place)
+        layout = Layout.of(tensor)
+        whole = outer.owner if outer is not None else tensor if base is None else base
+        owner = layout if whole is tensor else Layout.of(whole)
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.
-            Layout.of(owner).extent() != (0, nbytes)
+            owner.first != 0
+            or owner.last != nbytes
             or tensor.is_conj()
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
         ):
             self._keep_light(tensor, storage)
-            return LightTicket(tensor, place=self._place)
-        return None
+            return LightTicket(tensor, place=self.place)
+        return layout
 
     def _keep_light(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> None:
         """Count a storage of which a part, or a kind that is not moved, stays."""
@@ -201,14 +219,10 @@ class BlockRun:
         if type(tensor) not in engine.tensor_types or not has_layout(tensor):
             return None
         layout = Layout.of(tensor)
-        entry = engine.index.find(tensor.untyped_storage(), tensor._version, *layout.extent())
+        entry = engine.index.find(tensor.untyped_storage(), tensor._version, layout.first, layout.last)
         if entry is None or entry.recipe is not None:
             return None
         return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
-
-    @property
-    def _place(self) -> Place:
-        return (self.running[-1].name if self.running else "(block)"), self.block.name
 
     @property
     def _innermost(self) -> Running | None:
@@ -218,8 +232,9 @@ class BlockRun:
         module = self.running[-1].name if self.running else ""
         if node_name.startswith(FUSED_ATTENTION):
             node_name = FUSED_ATTENTION
-        self._counts[module, node_name] += 1
-        return Site(self.block.kind, module, node_name, self._counts[module, node_name] - 1)
+        ordinal = self._counts.get((module, node_name), 0)
+        self._counts[module, node_name] = ordinal + 1
+        return Site(self.block.kind, module, node_name, ordinal)
 
     def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
@@ -238,25 +253,23 @@ class BlockRun:
         base_layout, nbytes = layout if base is tensor else Layout.of(base), storage.nbytes()
         whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
-        is_input = self._inputs.holds(storage) or self._inputs.casts(base)
-        name = outer.node if outer is not None else node.name() if node is not None else "leaf"
-        site = self._site("input" if is_input else name)
-        weight = self.weights.copied(base, self._innermost) if whole and engine.may_recompute(tensor) else None
+        made_by = "leaf" if node is None else node.name()
+        came_in = self._inputs.holds(storage)
+        is_input = came_in or (made_by == CAST and self._inputs.casts(base))
+        site = self._site("input" if is_input else outer.node if outer is not None else made_by)
+        may_recompute = whole and engine.may_recompute(tensor)
+        weight = None
+        if may_recompute and (node is None or made_by == CAST):
+            weight = self.weights.copied(base, self._innermost)
         recipe = None
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
             recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
-        elif (
-            whole
-            and not self._inputs.holds(storage)
-            and node is not None
-            and self.builder is not None
-            and engine.may_recompute(tensor)
-            and engine.plan.recomputes
-        ):
+        elif may_recompute and not came_in and node is not None and self.builder is not None and self.recipes:
             recipe = self.builder.recipe(node, base.output_nr)
-        taken = engine.index.bytes_apart(storage, at)
-        moved = (0, nbytes) if recipe is not None else region(layout, nbytes, taken)
+        moved = (0, nbytes)
+        if recipe is None and (layout.first, layout.last) != moved:
+            moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
         entry = Entry(
             engine.empty(tensor),
             site=site,
@@ -278,15 +291,18 @@ class BlockRun:
         if weight is not None and action is not Action.KEEP:
             action = Action.RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
-        began = time.perf_counter()
+        timer = engine.timer
+        began = 0.0 if timer is None else time.perf_counter()
         self._carry_out(action, entry, tensor, base, recipe)
-        self._tell_timer(entry, candidate, tensor, base, recipe, time.perf_counter() - began)
+        if timer is not None:
+            self._tell_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
         self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
         return entry
 
     def _tell_timer(
         self,
+        timer: StepTimer,
         entry: Entry,
         candidate: Candidate,
         tensor: torch.Tensor,
@@ -295,9 +311,7 @@ class BlockRun:
         host_seconds: float,
     ) -> None:
         """Let a step that is measured know what was saved, and what was done with it."""
-        engine, timer = self.engine, self.engine.timer
-        if timer is None:
-            return
+        engine = self.engine
         narrow = narrower(self.builder, entry, base)
         narrowed = entry.recipe is not None and entry.recipe is not recipe
         timer.saw(
@@ -334,8 +348,7 @@ class BlockRun:
             engine.park(self, entry, tensor)
             return
         entry.action, entry.checksum = Action.KEEP, None
-        entry.first, entry.last = 0, tensor.untyped_storage().nbytes()  # a part would hold the whole storage too
-        engine.keep(entry, tensor)
+        engine.keep(entry, tensor.untyped_storage())
 
     def keep_narrowed(self, key: tuple[int, int], ticket: Ticket, nbytes: int) -> None:
         """Remember what was stored in the type that it was cast up from.

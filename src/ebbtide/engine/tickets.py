@@ -72,7 +72,7 @@ class LightTicket:
 
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since."""
-        if self.changed:
+        if self.version != UNCHECKED and self.tensor._version != self.version:
             where = "" if self.place is None else "{} of block {!r} (keep)".format(*self.place)
             raise modified_error(self.tensor.dtype, tuple(self.tensor.shape), self.tensor._version, self.version, where)
         return self.tensor
@@ -96,9 +96,9 @@ class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
-        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "last", "life",
-        "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source", "storage_ref",
-        "tainted", "version",
+        "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
+        "life", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
+        "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -116,9 +116,11 @@ class Entry:
         self.site = site
         self.empty = empty
         self.first, self.last = region
+        self.nbytes = self.last - self.first  # of the region of the storage that this entry stands for
         self.at, self.version = at, at if isinstance(at, int) else at[0]
         self.base_layout = base_layout
         self.action = Action.KEEP
+        self.kept: torch.UntypedStorage | None = None  # what the plan keeps on the device
         self.source: torch.Tensor | None = None
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.recipe: Expr | None = None
@@ -131,10 +133,10 @@ class Entry:
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the region of the storage that this entry stands for."""
-        return self.last - self.first
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Stay on the device: the storage that was saved, whole, for a part would hold all of it too."""
+        self.kept, self.first, self.last = storage, 0, storage.nbytes()
+        self.nbytes = self.last
 
     @property
     def living_storage(self) -> torch.UntypedStorage | None:
@@ -151,12 +153,15 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("entry", "layout", "life", "probe", "run", "version")
+    __slots__ = ("alias", "entry", "layout", "life", "probe", "run", "version")
 
-    def __init__(self, entry: Entry, layout: Layout, run: BlockRun, probe: torch.Tensor, version: int) -> None:
+    def __init__(
+        self, entry: Entry, layout: Layout, run: BlockRun, probe: torch.Tensor, version: int, *, alias: bool = False
+    ) -> None:
         self.life = Life(run.engine.live_tickets)
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
+        self.alias = alias  # the probe has its memory still, which the entry keeps: it is the saved tensor
         if entry.probe is None and entry.version == self.version:
             entry.probe = self.probe
 

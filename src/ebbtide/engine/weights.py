@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,18 +17,19 @@ class Weights:
 
     Args:
         model: Knows the model's weights, and which have bytes through the whole forward and backward.
-        own: Parameters and buffers of the block whose bytes are there in its forward and in its backward.
+        own: Returns the parameters and buffers of the block whose bytes are there in its forward and in its backward.
+            Not asked where the model has told all of its weights when the pass began, and they do not move.
     """
 
-    def __init__(self, model: ModelWeights, own: Iterable[torch.Tensor]) -> None:
+    def __init__(self, model: ModelWeights, own: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._model = model
-        own = list(own)
-        model.note_versions(own)
-        self._own = storage_keys(own)
+        weights = list(own()) if model.move or not model.known else []
+        model.note_versions(weights)
+        self._own = storage_keys(weights)
         self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
         if model.move:
-            self._note_nodes([*own, *model.lasting()])
+            self._note_nodes([*weights, *model.lasting()])
 
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
@@ -43,14 +44,15 @@ class Weights:
 
     def include(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, a view of one, or lies in the storage of one."""
-        base = tensor._base
-        if is_parameter(tensor) or (base is not None and is_parameter(base)):
+        if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             return True
-        return tensor.layout == torch.strided and not tensor.is_nested and self._holds(tensor.untyped_storage())
-
-    def _holds(self, storage: torch.UntypedStorage) -> bool:
-        key = storage_key(storage)
-        return key in self._own or key in self._passing or self._model.include(storage)
+        base = tensor._base
+        if base is not None and is_parameter(base):
+            return True
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        key = tensor.untyped_storage()._cdata
+        return key in self._own or key in self._passing or self._model.include(key)
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward recomputes."""

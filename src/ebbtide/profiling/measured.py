@@ -20,6 +20,7 @@ import torch
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
+from ebbtide.base.marks import marked
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine import Engine
@@ -182,7 +183,7 @@ class MeasuredPlan:
         profile = against_plain(profile, plain_blocks(first, last))
         self._noise, self._corrections, self._story = noise(first, last), 0, []
         self._steps.clear()
-        self._carry_out(self._solution(profile, self._budget_bytes))
+        self._carry_out(marked("plan", lambda: self._solution(profile, self._budget_bytes)))
         return False
 
     def saw_span(self, span: Span) -> bool:

@@ -32,6 +32,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.layout import Layout
+from ebbtide.engine.model import storage_key
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.weights import is_parameter
 from ebbtide.engine.wrappers import plain_tensors
@@ -234,8 +235,9 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
             if storage is None or id(storage) in counted or not storage.nbytes():
                 continue
             counted[id(storage)] = storage
-            known = engine.index.find(storage, tensor._version, *Layout.of(tensor).extent())
-            if known is None and not engine.weights.include(storage):
+            layout = Layout.of(tensor)
+            known = engine.index.find(storage, tensor._version, layout.first, layout.last)
+            if known is None and not engine.weights.include(storage_key(storage)):
                 found[path_at(node._sequence_nr())] += storage.nbytes()
     return found
 

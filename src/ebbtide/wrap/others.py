@@ -30,7 +30,7 @@ class Inside:
     def look(self, run: BlockRun) -> None:
         """Look at the innermost hooks; called when a module of the block begins to run."""
         pack = innermost_hooks()
-        if pack is self._looked or _owner(pack) is run:
+        if pack is self._looked or getattr(pack, "__self__", None) is run:
             return
         self._looked = pack
         kept = checkpoint_around(pack)

@@ -89,5 +89,11 @@ class Scope:
         if run is None:
             return
         running = run.leave()
-        if leaf and running is not None and isinstance(output, torch.Tensor) and run.builder is not None:
+        if (
+            leaf
+            and run.recipes
+            and running is not None
+            and isinstance(output, torch.Tensor)
+            and run.builder is not None
+        ):
             run.builder.note_module(running, output)

@@ -197,9 +197,9 @@ def test_weights_never_move(policy: str) -> None:
             + x * buffer[:1]
             + x @ frozen.view(8, 8)
         )
-        assert y.requires_grad and run.tally.unique == 0 and not run.entries
+        assert y.requires_grad and run.tally.unique == 0
         z = x @ w
-        assert z.requires_grad and [r().nbytes for r in run.entries] == [6 * 8 * 4], "x alone"
+        assert z.requires_grad and run.tally.unique == 6 * 8 * 4, "x alone"
 
 
 class Layer(nn.Module):

@@ -26,7 +26,8 @@ VIEWS = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_the_extent_is_what_the_view_can_reach(name: str) -> None:
     view = VIEWS[name]
-    first, last = Layout.of(view).extent()
+    layout = Layout.of(view)
+    first, last = layout.first, layout.last
     items = torch.arange(BASE.numel() * BASE.itemsize // view.itemsize)
     reached = items.as_strided(view.shape, view.stride(), view.storage_offset()).flatten() * view.itemsize
     if view.numel():
@@ -40,7 +41,7 @@ def test_a_view_over_its_own_source_is_itself(name: str) -> None:
     # The source of a kept entry is a window on the old storage, which does not begin at byte 0 of it.
     view = VIEWS[name]
     layout = Layout.of(view)
-    first, last = layout.extent()
+    first, last = layout.first, layout.last
     source = byte_view(view.untyped_storage(), first, last, view)
     assert same_bits(layout.over(source, first), view)
     assert same_bits(layout.over(source.clone(), first), view)

@@ -21,7 +21,7 @@ def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops
         operands: In the order in which ``fn`` takes them.
         flops: Multiply-add work in FLOP.
     """
-    found = tuple(o for o in operands if o is not None)
+    found = tuple([o for o in operands if o is not None])
     if len(found) < len(operands):
         return None
     dtype = n.dtype
