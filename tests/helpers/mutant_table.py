@@ -143,8 +143,8 @@ MUTANTS = (
     Mutant(
         "trust: sizes make new verdicts",
         "ebbtide/engine/recipe.py",
-        "return operand.layout.dtype, len(operand.layout.size)",
-        "return operand.layout",
+        "(layout.dtype, len(layout.size))",
+        "(layout,)",
         (*TRUST, "tests/unit/engine/test_recipe.py"),
     ),
     Mutant(
@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         "room: a recompute does not give up what was brought in ahead",
         "ebbtide/engine/engine.py",
-        "content = self._with_room(_flow(backward, run), work)",
-        "content = work()",
+        "functools.partial(self._with_room, flow_of(backward, run), work)",
+        "work",
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(

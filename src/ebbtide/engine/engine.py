@@ -14,13 +14,13 @@ import torch
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
-from ebbtide.base.marks import marked
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
 from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LivingBytes, Window, flow_of
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
+from ebbtide.engine.marks import marked
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.numerics import Numerics, current_numerics
 from ebbtide.engine.recipe import Expr

@@ -29,8 +29,8 @@ import torch
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError, note_place
-from ebbtide.base.marks import marked
 from ebbtide.base.units import format_size
+from ebbtide.engine.marks import marked
 from ebbtide.engine.tickets import Entry
 from ebbtide.store.protocol import Tier
 

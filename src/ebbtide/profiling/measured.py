@@ -20,10 +20,10 @@ import torch
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import BudgetError, ConfigError
 from ebbtide.base.events import Bus
-from ebbtide.base.marks import marked
 from ebbtide.base.units import parse_size
 from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine import Engine
+from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep
 from ebbtide.engine.timing import StepTimer
