@@ -17,7 +17,8 @@ def marked(name: str, work: Callable[[], T]) -> T:
         name: What is done.
         work: Does it.
     """
-    if not torch.autograd._profiler_enabled():  # entering a span costs microseconds even where nobody records
+    recording = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    if not recording:  # entering a span costs microseconds even where nobody records
         return work()
     with torch.autograd.profiler.record_function(f"ebbtide::{name}"):
         return work()
