@@ -2,18 +2,21 @@
 
 [Note: the baseline]
 ``max_slowdown`` is a part of plain training. Steps that are measured under hooks contain our own work, so plain
-training is not among them. In the second one the last block of each kind runs plain (``ebbtide.engine.timing``, [Note:
-plain blocks]): the last, because no copies run beside its backward. What its equals took beyond it in the same step,
-less their recomputes, is our own work: it is charged to what is moved and recomputed (``ebbtide.planner.charges``), and
-all blocks of the kind count with the plain one's times. Without an equal, the block is compared with itself one step
-before.
+training is not among them. In the second one some blocks of each kind run plain (``ebbtide.engine.timing``, [Note:
+plain blocks]), at most one in ``APART``: the last ones, because no copies run beside their backward, and others spread
+over the stack, because a machine is not equally fast throughout a step. What their equals took beyond them in the same
+step, less recomputes, is our own work: it is charged to what is moved and recomputed (``ebbtide.planner.charges``), and
+all blocks of the kind count with the plain ones' times. Machines are noisy, so the upper quartile of the equals is
+compared with the lower quartile of the plain ones: a plan that keeps too much costs less than a broken promise.
+Without an equal, a block is compared with itself one step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, quantiles
+from typing import Protocol
 
 from ebbtide.base.actions import Action
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
@@ -23,17 +26,42 @@ from ebbtide.planner.profile import BlockProfile, Profile
 ROOM = 2
 """A block runs plain only where the memory that is left holds what it saves this many times."""
 
+MOST = 4
+"""Most blocks of a kind that run plain in a measured step."""
+
+APART = 4
+"""At most one block of a kind in so many runs plain, or one: the others show what hooks cost."""
+
+
+class Sized(Protocol):
+    """A block whose saved bytes are known."""
+
+    @property
+    def name(self) -> str:
+        """Path of the module."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Its class."""
+        ...
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of what it saves."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBlock:
-    """A block without hooks, and its equals with them.
+    """What blocks of a kind take without hooks, and their equals with them.
 
     Attributes:
         units: What its equals saved, and what was done with it.
-        forward_seconds: Of its forward.
-        backward_seconds: Of its backward.
-        hooked_forward_seconds: Of its equals' forward.
-        hooked_backward_seconds: Of their backward, recomputes included.
+        forward_seconds: Of a forward without hooks: the lower quartile.
+        backward_seconds: Of a backward without hooks: the lower quartile.
+        hooked_forward_seconds: Of a forward with hooks: the upper quartile.
+        hooked_backward_seconds: Of such a backward, recomputes included.
     """
 
     units: tuple[TimedUnit, ...]
@@ -45,7 +73,7 @@ class PlainBlock:
     @property
     def saved_bytes(self) -> int:
         """Bytes of what its equals saved."""
-        return _saved_bytes(self.units)
+        return sum(unit.nbytes for unit in self.units)
 
     @property
     def extra_seconds(self) -> float:
@@ -54,58 +82,74 @@ class PlainBlock:
         return hooked - self.forward_seconds - self.backward_seconds
 
 
-def sample(step: TimedStep, room_bytes: int | None) -> frozenset[str]:
-    """Return the blocks that are to run plain in the next step: the last of each kind, the smallest first.
+def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST) -> frozenset[str]:
+    """Return the blocks that are to run plain in the next step. See [Note: the baseline].
 
     Args:
-        step: A step that was measured.
+        blocks: The blocks of a step that was measured.
         room_bytes: Memory that a step may take beyond that one; None: not known, so none runs plain.
+        most: Most blocks of a kind.
     """
-    last = {block.kind: block for block in step.blocks}
-    chosen: set[str] = set()
-    needed = 0
-    for block in sorted(last.values(), key=lambda block: _saved_bytes(block.units)):
-        needed += ROOM * sum(_saved_bytes(other.units) for other in step.blocks if other.name == block.name)
-        if room_bytes is None or needed > room_bytes:
+    if room_bytes is None:
+        return frozenset()
+    wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second one of any, the smallest first
+    for last in {block.kind: block for block in blocks}.values():
+        equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
+        for turn, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
+            executions = sum(other.name == block.name for other in blocks)
+            wanted.append((turn, ROOM * executions * block.saved_bytes, block.name))
+    chosen: dict[str, int] = {}
+    for _, nbytes, name in sorted(wanted):
+        if name not in chosen and sum(chosen.values()) + nbytes > room_bytes:
             break
-        chosen.add(block.name)
+        chosen[name] = nbytes
     return frozenset(chosen)
 
 
+def _spread(equals: list[Sized], count: int) -> list[Sized]:
+    """Return some of several blocks, the likeliest first: half of them the last ones, the others spread."""
+    tail = (count + 1) // 2
+    rest = equals[: len(equals) - tail]
+    spread = [rest[len(rest) * place // (count - tail + 1)] for place in range(1, count - tail + 1)]
+    return [*reversed(equals[len(equals) - tail :]), *spread]
+
+
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
-    """Return, by kind, the blocks that ran plain in a step.
+    """Return, by kind, what blocks took that ran plain in a step.
 
     Args:
         before: An equal step in which none did.
         step: The step.
     """
     drift = _drift(before, step)
+    last_hooked = max((place for place, block in enumerate(step.blocks) if not block.plain), default=-1)
     found: dict[str, PlainBlock] = {}
-    for place, block in enumerate(step.blocks):
-        if not block.plain:
-            continue
-        self_before = before.blocks[place]
+    for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
+        places = [place for place, block in enumerate(step.blocks) if block.plain and block.kind == kind]
+        self_before = before.blocks[places[-1]]
+        places = [place for place in places if before.blocks[place].saved_bytes == self_before.saved_bytes]
         equals = [
-            other
-            for other in step.blocks
-            if not other.plain
-            and other.kind == block.kind
-            and _saved_bytes(other.units) == _saved_bytes(self_before.units)
+            block
+            for block in step.blocks
+            if not block.plain and block.kind == kind and block.saved_bytes == self_before.saved_bytes
         ]
-        if equals:
-            forward = median(other.forward_seconds for other in equals)
-            backward = median(other.backward_seconds for other in equals)
-        else:
-            forward, backward = self_before.forward_seconds * drift, self_before.backward_seconds * drift
-        found[block.kind] = PlainBlock(
+        tail = [place for place in places if place > last_hooked] or places  # no copies ran beside their backward
+        forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
+        backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
+        found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
             # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
-            forward_seconds=min(block.forward_seconds, forward),
-            backward_seconds=min(block.backward_seconds, backward),
-            hooked_forward_seconds=forward,
-            hooked_backward_seconds=backward,
+            forward_seconds=min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards)),
+            backward_seconds=min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards)),
+            hooked_forward_seconds=quartile(forwards, upper=True),
+            hooked_backward_seconds=quartile(backwards, upper=True),
         )
     return found
+
+
+def quartile(values: Sequence[float], *, upper: bool = False) -> float:
+    """Return the lower quartile of one value or more, or the upper one."""
+    return values[0] if len(values) == 1 else quantiles(values, n=4, method="inclusive")[2 if upper else 0]
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
@@ -198,7 +242,3 @@ def _drift(before: TimedStep, step: TimedStep) -> float:
     pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
     ratios = [seconds(other) / seconds(one) for one, other in pairs if seconds(one)]
     return median(ratios) if ratios else 1.0
-
-
-def _saved_bytes(units: Iterable[TimedUnit]) -> int:
-    return sum(unit.nbytes for unit in units)

@@ -189,7 +189,7 @@ class Attachment:
             finally:
                 scope.open = False
         seen = self._seen.get(block.kind) or Tally()
-        whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs)
+        whole = self._checkpoints(scope, seen, args, kwargs)
         self._check_room()
         measured = engine.timer is not None and engine.timer.wanted
         hooks = offloading(engine, block, inputs, checkpointed=whole)
@@ -199,25 +199,36 @@ class Attachment:
             with hooks as run, self._reruns.watched(run, scope.module, args, kwargs):
                 if whole:
                     try:
-                        return run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
+                        output = run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
                     finally:
                         run.add_rerun(seen.unique)
-                scope.run = run
-                try:
-                    output = forward(*args, **kwargs)
-                    scope.others.check(block.name, run)
-                    run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
-                finally:
-                    scope.run = None
-                    scope.others.forget()
-                    self._seen[block.kind] = run.tally
-                self._plain.saw(run, inputs)
+                else:
+                    scope.run = run
+                    try:
+                        output = forward(*args, **kwargs)
+                        scope.others.check(block.name, run)
+                        run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
+                    finally:
+                        scope.run = None
+                        scope.others.forget()
+                        self._seen[block.kind] = run.tally
+                    self._plain.saw(run, inputs)
             self._plain.mark(run, inputs, output)
             return output
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have struck before they were
             self._leave_compiled_parts(scope)
+
+    def _checkpoints(self, scope: Scope, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a block runs whole a second time in backward: by plan, or to measure what that takes."""
+        block, timer = scope.block, self.engine.timer
+        if block.name == WHOLE_MODEL:
+            return False
+        if self._reruns.decide(block, scope.module, seen, args, kwargs):
+            return True
+        tried = timer is not None and timer.wanted and block.name in timer.checkpointed
+        return tried and self._reruns.able(block, scope.module, args, kwargs)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].

@@ -22,12 +22,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.peak = 0.0, 0
+        self.ahead = False  # whether the device has come to every moment by the time that anybody asks
 
     def moment(self, where: torch.device | None) -> float:
         return self.now
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
+
+    def reached(self, moment: float) -> bool:
+        return self.ahead
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
         peak, self.peak = self.peak, 0
@@ -69,12 +73,15 @@ class Scene:
 class Pass:
     """Stands where the engine's pass stands: weakly referenced."""
 
+    latest = None
+
 
 class Run:
     """Stands where a run of a block stands."""
 
     def __init__(self, pass_: Any, name: str) -> None:
         self.pass_, self.where = pass_, CPU
+        self.checkpointed = False
         self.checkpointable, self.tally = False, SimpleNamespace(input_bytes=0)
         self.block = SimpleNamespace(name=name, kind="Layer")
 

@@ -17,8 +17,9 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, profile_of
+from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.profiling.step_profile import profile_of
 from tests.helpers.profiles import alike
 from tests.helpers.profiles import unit as make_unit
 
@@ -84,9 +85,55 @@ def test_plain_blocks_are_the_last_of_each_kind_where_there_is_room() -> None:
     other = replace(found.blocks[0], name="stem", kind="Stem", units=found.blocks[0].units[:1])
     found = replace(found, blocks=(other, *found.blocks))
     room = ROOM * (100 + 200) * MB
-    assert sample(found, room) == {"stem", "layers.3"}
-    assert sample(found, room - 1) == {"stem"}
-    assert sample(found, None) == frozenset()
+    assert sample(found.blocks, room) == {"stem", "layers.3"}
+    assert sample(found.blocks, room - 1) == {"stem"}
+    assert sample(found.blocks, None) == frozenset()
+
+
+def many(count: int) -> TimedStep:
+    found = step()
+    return replace(found, blocks=tuple(replace(found.blocks[0], name=f"layers.{i}") for i in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(1, {0}), (2, {1}), (7, {6}), (8, {7, 3}), (12, {11, 10, 5}), (30, {29, 28, 9, 18}), (300, {299, 298, 99, 198})],
+)
+def test_of_many_blocks_the_last_and_others_in_between_run_plain(count: int, names: set[int]) -> None:
+    assert sample(many(count).blocks, 10**12) == {f"layers.{i}" for i in names}
+
+
+def test_a_second_block_of_a_kind_comes_after_one_of_each() -> None:
+    found = step()
+    stems = tuple(
+        replace(found.blocks[0], name=f"stem.{i}", kind="Stem", units=found.blocks[0].units[:1]) for i in "01"
+    )
+    found = replace(found, blocks=(*stems, *many(12).blocks))
+    assert sample(found.blocks, ROOM * (100 + 200) * MB) == {"stem.1", "layers.11"}
+    assert sample(found.blocks, ROOM * (100 + 2 * 200) * MB) == {"stem.1", "layers.11", "layers.10"}
+
+
+def test_blocks_of_another_size_are_not_compared() -> None:
+    blocks = list(many(12).blocks)
+    blocks[5] = replace(blocks[5], units=blocks[5].units[:1])
+    assert sample(blocks, 10**12) == {"layers.11", "layers.10"}
+
+
+def test_times_are_quartiles_and_no_copy_ran_beside_the_backward() -> None:
+    """What hooks cost is taken to be the upper quartile of it, what plain training takes the lower."""
+    before = many(12)
+    forwards = {11: 0.8, 10: 0.6, 5: 0.7}
+    blocks = [
+        replace(
+            block, units=(), plain=True, forward_seconds=forwards[place], backward_seconds=2.0 if place > 9 else 1.0
+        )
+        if place in forwards
+        else replace(block, forward_seconds=1.0 + 0.1 * place)
+        for place, block in enumerate(before.blocks)
+    ]
+    found = plain_blocks(before, replace(before, blocks=tuple(blocks)))["Layer"]
+    assert (found.forward_seconds, found.backward_seconds) == (pytest.approx(0.65), 2.0)
+    assert (found.hooked_forward_seconds, found.hooked_backward_seconds) == (pytest.approx(1.7), 2.5)
 
 
 def test_blocks_count_with_plain_times_and_the_rest_is_charged() -> None:
