@@ -190,6 +190,10 @@ class StepTimer:
             self.spans.finish()
         return name in (self.plain if self._wanted else self.unhooked)
 
+    def tries(self, name: str) -> bool:
+        """Return whether a block that is about to begin is checkpointed to measure what that takes."""
+        return self._wanted and name in self.checkpointed
+
     def leave_out(self, run: BlockRun | PlainRun, work: Callable[[], None]) -> None:
         """Do some work in a block's forward whose time is not the block's.
 

@@ -56,7 +56,14 @@ class Reruns:
         self._looked: set[str] = set()  # blocks that were searched for random generators
 
     def decide(
-        self, block: Block, module: nn.Module, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: Block,
+        module: nn.Module,
+        seen: Tally,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        tried: bool = False,
     ) -> bool:
         """Whether a block that is called with these arguments is re-run whole in backward.
 
@@ -66,6 +73,7 @@ class Reruns:
             seen: What blocks of the kind saved when their tensors were last treated one by one.
             args: What it is called with.
             kwargs: What it is called with, by name.
+            tried: Re-run it if this process alone may, to measure what that takes.
         """
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
@@ -77,7 +85,9 @@ class Reruns:
         if seen.input_bytes and self._possible(block):
             wish = AGAIN if allowed else NEVER if again else ONCE
             again = self._votes.decide(block.kind, module, wish)
-        return again and (allowed or self._allowed(block.kind, args, kwargs))
+        if again:
+            return allowed or self._allowed(block.kind, args, kwargs)
+        return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this process alone may run a block again: it was watched, and no other rank is needed.
