@@ -58,8 +58,7 @@ def policy(name: str) -> Way:
     """Return the way of one of ebbtide's policies."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
-        with ebbtide.enable_activation_offloading(model, policy=name):
-            yield Prepared(model=model)
+        yield from _under(model, name)
 
     return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
 
@@ -78,15 +77,20 @@ def auto(name: str) -> Way:
         aim["max_slowdown"] = float(aim["max_slowdown"])
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
-        with ebbtide.enable_activation_offloading(model, policy=ebbtide.Auto(**aim)) as handle:
-
-            def notes() -> dict[str, Any]:
-                plan = handle.plan
-                return {"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {}
-
-            yield Prepared(model=model, notes=notes)
+        yield from _under(model, ebbtide.Auto(**aim))
 
     return Way(name=name, prepare=prepare, setting=name.removeprefix("ebbtide "))
+
+
+def _under(model: nn.Module, policy: ebbtide.Auto | str) -> Generator[Prepared]:
+    with ebbtide.enable_activation_offloading(model, policy=policy) as handle:
+        plan = handle.plan
+
+        def notes() -> dict[str, Any]:
+            found: dict[str, Any] = {"explained": plan.explain().splitlines()[:6]}
+            return found | ({"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {})
+
+        yield Prepared(model=model, notes=notes, settled=lambda: not isinstance(plan, MeasuredPlan) or plan.judged)
 
 
 WAYS = (
@@ -96,3 +100,6 @@ WAYS = (
     Way(name="save_on_cpu", prepare=saved_on_cpu, setting="pin_memory=True on a device"),
     *map(policy, ("auto", "minimal", "offload", "inputs")),
 )
+
+HOOKS_ALONE = policy("keep")
+"""Spares nothing: what the hooks themselves cost."""

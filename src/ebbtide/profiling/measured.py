@@ -158,6 +158,11 @@ class MeasuredPlan:
             )
         return self.table
 
+    @property
+    def judged(self) -> bool:
+        """Whether the plan is made and judged: unless inputs grow, it stays as it is."""
+        return self.table is not None and self._timer is not None and not self._timer.times_blocks
+
     def _aim(self) -> str:
         budget = self._policy.memory_budget
         if budget is not None:
