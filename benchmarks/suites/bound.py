@@ -81,10 +81,8 @@ def kept_promises(rows: list[Row]) -> str:
     ]
     if not beyond:
         return "No promise was put to the test."
-    return (
-        f"Of {len(beyond)} runs with a promised slowdown the median was {statistics.median(beyond):.1f} points beyond it,"
-        f" the worst {max(beyond):.1f}."
-    )
+    middle = statistics.median(beyond)
+    return f"Of {len(beyond)} promised runs the median was {middle:.1f} points beyond, the worst {max(beyond):.1f}."
 
 
 def _figures(found: list[Row], plain: list[Row]) -> list[str]:

@@ -94,7 +94,7 @@ class Attachment:
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
-        self._rest = Rest(model, engine, self._put_on)
+        self._rest = Rest(engine)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, Scope]] = []
         self._own: Scope | None = None  # of the model itself, where that is a block
@@ -124,7 +124,7 @@ class Attachment:
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
-        if self._rest.holds(self._scopes, args, kwargs):
+        if self._rest.holds(self._scopes, self._put_on, args, kwargs):
             return forward(*args, **kwargs)
         self._agree()
         self._depth += 1
@@ -201,10 +201,10 @@ class Attachment:
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs):
+            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
                 if whole:
                     try:
-                        output = run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
+                        output = run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run, state), run)
                     finally:
                         run.add_rerun(seen.unique)
                 else:

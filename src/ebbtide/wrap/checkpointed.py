@@ -45,11 +45,12 @@ class ForwardContext:
     Args:
         module: The block.
         run: Its run.
+        state: What its modules hold now, if that is known.
     """
 
-    def __init__(self, module: nn.Module, run: BlockRun) -> None:
+    def __init__(self, module: nn.Module, run: BlockRun, state: State | None = None) -> None:
         self._run = run
-        self._state = State(module.modules())
+        self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
         self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
         self._watched: list[tuple[torch.Tensor, Watched]] = []

@@ -104,22 +104,26 @@ class Reruns:
     @contextmanager
     def watched(
         self, run: BlockRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generator[None]:
-        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own."""
+    ) -> Generator[State | None]:
+        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own.
+
+        Yields:
+            What its modules hold before; None where nothing is watched.
+        """
         block = run.block
         if not self._possible(block):
-            yield
+            yield None
             return
-        kind = block.kind
+        kind, state = block.kind, State(module.modules())
         first = block.name not in self._looked
         self._looked.add(block.name)
         if first and generators_of(module):
             self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
         # Some kernels move no version of what they change: batch norm's of its running statistics.
-        before = _own_tensors(module, Compared.WHOLE if first else Compared.NOT)
+        before = _own_tensors(state, Compared.WHOLE if first else Compared.NOT)
         given = _contents(args, kwargs)
         try:
-            yield
+            yield state
         finally:
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change tensors of their own in place, which a second run would change again")
@@ -156,9 +160,9 @@ class Reruns:
             )
 
 
-def _own_tensors(block: nn.Module, compared: Compared) -> list[Watched]:
+def _own_tensors(state: State, compared: Compared) -> list[Watched]:
     """Return the tensors that a block's modules reach (parameters, buffers, attributes) as they are now."""
-    tensors = (t for t in State(block.modules()).tensors if not is_lazy(t))
+    tensors = (t for t in state.tensors if not is_lazy(t))
     return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
 
 

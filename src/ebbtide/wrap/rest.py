@@ -26,22 +26,27 @@ class Rest:
     """Knows whether blocks need anything on them. See [Note: rest].
 
     Args:
-        model: The model; of a model that is a block itself nothing is taken off.
         engine: Its timer tells which blocks run without hooks.
-        enter: Puts on a block what was taken off.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, enter: Callable[[nn.Module, Scope], None]) -> None:
-        self._model, self._engine, self._enter = model, engine, enter
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
         self._scopes: list[tuple[nn.Module, Scope]] = []  # of which everything is taken off
         self._elements = 0  # of what the largest pass without hooks was called with
         self._before = 0  # of what the latest pass was called with
 
-    def holds(self, scopes: Sequence[tuple[nn.Module, Scope]], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def holds(
+        self,
+        scopes: Sequence[tuple[nn.Module, Scope]],
+        put_on: Callable[[nn.Module, Scope], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
         """Whether a pass that begins needs nothing on the blocks: then there is nothing on them.
 
         Args:
-            scopes: All blocks.
+            scopes: All blocks; of a model that is its own block nothing is taken off.
+            put_on: Puts on a block what was taken off.
             args: What the model is called with.
             kwargs: What it is called with, by name.
         """
@@ -55,20 +60,16 @@ class Rest:
                 for _, scope in self._scopes:
                     scope.leave()
         if self._scopes and (self._engine.bus.active or elements > GROWTH * self._elements):
-            self.end()
+            while self._scopes:
+                put_on(*self._scopes.pop())
         self._before = elements
         return bool(self._scopes)
-
-    def end(self) -> None:
-        """Put back what was taken off."""
-        while self._scopes:
-            self._enter(*self._scopes.pop())
 
     def _possible(self, scopes: Sequence[tuple[nn.Module, Scope]]) -> bool:
         timer = self._engine.timer
         if timer is None or timer.wanted or timer.times_blocks or self._engine.bus.active:
             return False
         return all(
-            scope.block.name in timer.unhooked and module is not self._model and not is_compiled_inside(module)
+            scope.block.name in timer.unhooked and scope.inside and not is_compiled_inside(module)
             for module, scope in scopes
         )

@@ -45,7 +45,7 @@ def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
         "1.0 MiB / 2.0 MiB / 3.0 MiB | ok |"
     ) in lines[1]
     assert "| auto, max_slowdown=0.05 |  | 200.0 MiB |  | 1.040 | 1.100 (1.100 to 1.100) | +5.0 points |" in lines[2]
-    assert kept_promises(rows).endswith("the median was 5.0 points beyond it, the worst 5.0.")
+    assert kept_promises(rows).endswith("the median was 5.0 points beyond, the worst 5.0.")
     assert kept_promises(rows[:2]) == "No promise was put to the test."
     assert lines[3].endswith("| x |  |  |  |  |  |  |  |  |  | no |")
     assert total(rows[0]) == 400 * MIB
