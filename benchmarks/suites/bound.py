@@ -139,7 +139,11 @@ def main() -> None:
     lengths = SMALL_LENGTHS if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
     for model in given.models.split(",") if given.models else lengths:
-        shape = {"model": model, "tokens": lengths.get(model, 8192), "batch": 2 if given.small else 1}
+        shape = {
+            "model": model,
+            "tokens": lengths.get(model, 512 if given.small else 8192),
+            "batch": 2 if given.small else 1,
+        }
 
         def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
             book.run_all(Case(way=way, gate_tokens=128, **shape) for way in ways)
