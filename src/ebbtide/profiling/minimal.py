@@ -5,8 +5,8 @@
 second run, but each has a price of its own, and a block of many small tensors may pay more for them than for its
 forward. So the two are compared where they meet the same machine in the same seconds: after the first step, every other
 block of a kind is checkpointed, for two steps. The first of these warms up, the second counts. A kind is checkpointed
-from then on unless its recipes were certainly faster: until the middle of the ones lies below that of the others by
-more than both are uncertain. The memory that is held for backward is the inputs of the blocks either way, and what a
+from then on unless its recipes were certainly faster: unless the middle of the ones lies below that of the others by
+more than both are uncertain, and by ``FASTER``. The memory that is held for backward is the inputs of the blocks either way, and what a
 second run takes beside it is what checkpointing takes.
 """
 
@@ -33,6 +33,9 @@ logger = logging.getLogger("ebbtide")
 
 COUNTED = 3
 """The step that counts: the first warms recipes up, the second what is checkpointed."""
+
+FASTER = 0.03
+"""Part by which recipes have to be faster than a second run beyond all doubt: for less they are not worth it."""
 
 NOTCH = 1.57
 """Of the distance of the quartiles, divided by the root of the number: how far off a median is, with 95 % certainty."""
@@ -102,7 +105,7 @@ class MinimalPlan:
     def _decide(self, step: TimedStep) -> None:
         for kind in dict.fromkeys(block.kind for block in step.blocks):
             recipes, second = (_block_seconds(step, kind, checkpointed=whole) for whole in (False, True))
-            if recipes is None or second is None or recipes.high < second.low:
+            if recipes is None or second is None or recipes.high < second.low * (1 - FASTER):
                 continue
             self._second_run[kind] = (
                 f"a block took {second.middle:.4g} s ({second.low:.4g} to {second.high:.4g}) and with recipes "
