@@ -67,10 +67,10 @@ class Layer(nn.Module):
 class Timed:
     """Tiny blocks over a fake device, each direction of which takes a second."""
 
-    def __init__(self, **policy: Any) -> None:
+    def __init__(self, blocks: int = BLOCKS, **policy: Any) -> None:
         self.device = FakeDevice(1e9, 1e9)
         self.tier = HostTier(self.device)
-        self.model = nn.Sequential(*[Layer(lambda: self.device.compute(1.0)) for _ in range(BLOCKS)])
+        self.model = nn.Sequential(*[Layer(lambda: self.device.compute(1.0)) for _ in range(blocks)])
         self.x = torch.randn(16, 8)
         self.expected = self.gradients()
         self.handle = enable_over(self.tier, self.model, policy=ebbtide.Auto(**policy), min_bytes=0)
@@ -164,6 +164,26 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks:
         assert_nothing_left(timed.handle._engine)
 
 
+def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list[str]) -> None:
+    """Half a second for each saved tensor: no plan for all twelve blocks is within 50 %, one for some of them is."""
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN)
+        stats = timed.handle.stats()
+        assert stats.kept_bytes > stats.unique_bytes // 3  # three run plain and three keep all
+        dear_hooks.clear()
+        timed.steps(1)
+        profile = timed.plan.profile
+        assert profile is not None
+        tensors = dear_hooks.count(dear_hooks[0])
+        assert [block.hook_seconds for block in profile.blocks] == pytest.approx([tensors / 2] * 12, rel=0.05)
+        assert profile.step_seconds == pytest.approx(24, rel=0.05)
+        assert timed.plan.table is not None
+        predicted = timed.plan.table.predicted
+        assert 0 < len(timed.plan._timer.unhooked) < 12  # type: ignore[union-attr]
+        assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
+
+
 def last_kept(count: int) -> Callable[[Profile, float], Solution]:
     """Return a solver that offloads what the first blocks save and keeps what the last ``count`` do."""
 
@@ -180,7 +200,7 @@ def last_kept(count: int) -> Callable[[Profile, float], Solution]:
 def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
     monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str]
 ) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink", last_kept(2))
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     timed = Timed(max_slowdown=10.0)
     with timed.handle:
@@ -196,7 +216,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies in begin with the backward, whichever block shows in it first."""
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink", last_kept(2))
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     timed = Timed(max_slowdown=10.0)
     began: list[float] = []
@@ -278,7 +298,7 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
 @pytest.mark.parametrize("inputs", [Action.KEEP, Action.OFFLOAD])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink", whole(inputs))
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", whole(inputs))
     monkeypatch.setattr("ebbtide.profiling.measured.sample", lambda *args, **kwargs: frozenset[str]())
     tiny = build(family)
     plain = tiny.step()
@@ -297,7 +317,7 @@ def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: s
 
 def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink", whole(Action.KEEP))
+    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", whole(Action.KEEP))
     tiny = build("llama")
     with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0) as handle:
         for _ in range(UNTIL_PLAN + 1):

@@ -62,6 +62,7 @@ class PlainBlock:
         backward_seconds: Of a backward without hooks: the lower quartile.
         hooked_forward_seconds: Of a forward with hooks: the upper quartile.
         hooked_backward_seconds: Of such a backward, recomputes included.
+        hook_seconds: What hooks cost a block of which all is kept; 0 where that was not measured.
     """
 
     units: tuple[TimedUnit, ...]
@@ -69,6 +70,7 @@ class PlainBlock:
     backward_seconds: float
     hooked_forward_seconds: float
     hooked_backward_seconds: float
+    hook_seconds: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
@@ -128,23 +130,55 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         places = [place for place, block in enumerate(step.blocks) if block.plain and block.kind == kind]
         self_before = before.blocks[places[-1]]
         places = [place for place in places if before.blocks[place].saved_bytes == self_before.saved_bytes]
-        equals = [
+        hooked = [
             block
-            for block in step.blocks
-            if not block.plain and block.kind == kind and block.saved_bytes == self_before.saved_bytes
+            for block, first in zip(step.blocks, before.blocks, strict=True)
+            if not block.plain and block.kind == kind and first.saved_bytes == self_before.saved_bytes
         ]
+        equals = [block for block in hooked if _treated(block)] or hooked
+        kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
         tail = [place for place in places if place > last_hooked] or places  # no copies ran beside their backward
         forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
         backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
+        # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
+        forward = min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards))
+        backward = min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards))
+        hooks = median(block.forward_seconds + block.backward_seconds for block in kept) if kept else 0.0
         found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
-            # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
-            forward_seconds=min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards)),
-            backward_seconds=min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards)),
+            forward_seconds=forward,
+            backward_seconds=backward,
             hooked_forward_seconds=quartile(forwards, upper=True),
             hooked_backward_seconds=quartile(backwards, upper=True),
+            hook_seconds=max(hooks - forward - backward, 0.0),
         )
     return found
+
+
+def _treated(block: TimedBlock) -> bool:
+    """Whether anything of a block was offloaded or recomputed."""
+    return any(unit.action is not Action.KEEP for unit in block.units)
+
+
+def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
+    """Return blocks that are to keep everything under hooks in the next step: what hooks cost by themselves.
+
+    They are neighbours of those that run plain, and as many, of kinds that have four times as many blocks.
+
+    Args:
+        blocks: The blocks of a step that was measured.
+        plain: Those that run plain.
+        room_bytes: Memory that a step may take beyond that one; None: not known, so there are none.
+    """
+    chosen: set[str] = set()
+    for kind in {block.kind for block in blocks if block.name in plain}:
+        names = [block.name for block in blocks if block.kind == kind]
+        for place in [place for place, name in enumerate(names) if name in plain]:
+            before = next((name for name in reversed(names[:place]) if name not in plain | chosen), None)
+            if before is not None and len(names) >= APART:
+                chosen.add(before)
+    needed = ROOM * sum(block.saved_bytes for block in blocks if block.name in plain | chosen)
+    return frozenset(chosen) if room_bytes is not None and needed <= room_bytes else frozenset()
 
 
 def quartile(values: Sequence[float], *, upper: bool = False) -> float:
@@ -167,7 +201,7 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
         moved_bytes=sum(unit.nbytes if unit.narrow_bytes is None else unit.narrow_bytes for unit in moved),
         crossings=2 * len(moved),
     )
-    extra = sum(block.extra_seconds for block in plain.values())
+    extra = sum(max(block.extra_seconds - block.hook_seconds, 0.0) for block in plain.values())
     host = median(unit.host_seconds for unit in moved) if moved else 0.0
     return charged(profile, work, extra, host_seconds=host) or profile
 
@@ -177,7 +211,8 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
 
     def same(a: TimedBlock, b: TimedBlock) -> bool:
         units = [[(unit.site, unit.nbytes) for unit in block.units] for block in (a, b)]
-        return a.name == b.name and (a.plain or b.plain or units[0] == units[1])
+        # What is kept is saved as it is: of what was cast up, the narrower value may be a storage of its own then.
+        return a.name == b.name and (a.plain or b.plain or _treated(a) != _treated(b) or units[0] == units[1])
 
     return len(one.blocks) == len(other.blocks) and all(map(same, one.blocks, other.blocks))
 
@@ -188,6 +223,7 @@ def fastest(steps: list[TimedStep]) -> TimedStep:
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
         equals = [step.blocks[place] for step in steps if not step.blocks[place].plain]
+        equals = [other for other in equals if _treated(other) == _treated(block)]
         units = tuple(
             replace(unit, recompute_seconds=_least(other.units[number].recompute_seconds for other in equals))
             for number, unit in enumerate(block.units)
@@ -224,7 +260,12 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
     size = 1.0
     if block.saved_bytes != plain.saved_bytes and plain.hooked_forward_seconds:
         size = block.forward_seconds / plain.hooked_forward_seconds
-    return replace(block, forward_seconds=plain.forward_seconds * size, backward_seconds=plain.backward_seconds * size)
+    return replace(
+        block,
+        forward_seconds=plain.forward_seconds * size,
+        backward_seconds=plain.backward_seconds * size,
+        hook_seconds=plain.hook_seconds,  # by tensor, whatever their size
+    )
 
 
 def noise(before: TimedStep, step: TimedStep) -> float:

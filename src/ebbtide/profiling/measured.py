@@ -27,10 +27,11 @@ from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import TablePlan, plan_for
+from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import against_plain, alike, fastest, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
 from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.allocator import return_freed_memory
@@ -66,6 +67,7 @@ class MeasuredPlan:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
         self._by_rule = plan_for(policy)
         self._warm = False
+        self._kept_under_hooks = frozenset[str]()  # blocks that show what hooks cost by themselves, in a measured step
         self._steps: list[TimedStep] = []
         self._timer: StepTimer | None = None
         self._check: Check | None = None
@@ -110,6 +112,8 @@ class MeasuredPlan:
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
+        if candidate.block_name in self._kept_under_hooks:
+            return Action.KEEP
         return (self.table or self._by_rule).choose(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
@@ -179,11 +183,15 @@ class MeasuredPlan:
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
         self._run_plain(frozenset())
+        self._kept_under_hooks = frozenset()
         if any(block.plain for block in step.blocks) and not self._steps:
             return True  # what the plain ones save is not known
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS:
-            self._run_plain(sample(step.blocks, self._room_bytes(step)))
+            room = self._room_bytes(step)
+            plain = sample(step.blocks, room)
+            self._run_plain(plain)
+            self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
         first, last = self._steps[0], self._steps[-1]
         profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
@@ -236,7 +244,7 @@ class MeasuredPlan:
     def _solution(self, profile: Profile, budget_bytes: int | None) -> Solution:
         """Return what the policy chooses for a step; where no plan fits the budget, the one that takes least."""
         if budget_bytes is None:
-            return shrink(profile, self._policy.max_slowdown)
+            return shrink_hooked(profile, self._policy.max_slowdown)
         try:
             return fit_with_reserve(profile, budget_bytes)
         except BudgetError as error:

@@ -6,8 +6,8 @@ second run, but each has a price of its own, and a block of many small tensors m
 forward. So the two are compared where they meet the same machine in the same seconds: after the first step, every other
 block of a kind is checkpointed, for two steps. The first of these warms up, the second counts. A kind is checkpointed
 from then on unless its recipes were certainly faster: unless the middle of the ones lies below that of the others by
-more than both are uncertain, and by ``FASTER``. The memory that is held for backward is the inputs of the blocks either way, and what a
-second run takes beside it is what checkpointing takes.
+more than both are uncertain, and by ``FASTER``. The memory that is held for backward is the inputs of the blocks either
+way, and what a second run takes beside it is what checkpointing takes.
 """
 
 from __future__ import annotations

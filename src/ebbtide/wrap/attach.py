@@ -203,10 +203,8 @@ class Attachment:
             scope.open = True
             with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
                 if whole:
-                    try:
-                        output = run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run, state), run)
-                    finally:
-                        run.add_rerun(seen.unique)
+                    context = ForwardContext(scope.module, run, state)
+                    output = run_checkpointed(forward, args, kwargs, context, run, seen.unique)
                 else:
                     scope.run = run
                     try:

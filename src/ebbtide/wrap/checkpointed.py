@@ -101,7 +101,12 @@ class ForwardContext:
 
 
 def run_checkpointed(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, run: BlockRun
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: ForwardContext,
+    run: BlockRun,
+    saved_bytes: int,
 ) -> Any:
     """Run a block whose backward runs it again. What it is given is saved, and offloaded by the hooks that are open.
 
@@ -114,6 +119,7 @@ def run_checkpointed(
         kwargs: What it is called with, by name.
         context: What it runs under now.
         run: The block's run.
+        saved_bytes: What such a block saves when its tensors are treated one by one.
     """
     leaves, spec = tree_flatten((args, kwargs))
     given_first = [(args, kwargs)]
@@ -129,7 +135,10 @@ def run_checkpointed(
             return forward(*again_args, **again_kwargs)
 
     # What the second run computes is compared here, and more than its sizes.
-    return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
+    try:
+        return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
+    finally:
+        run.add_rerun(saved_bytes)
 
 
 class _Packed:
