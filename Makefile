@@ -14,7 +14,7 @@ SOURCES := src tests benchmarks
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 7 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.
-CPU_SUITES := disk overhead bound sft sft_types families scaling examples loading
+CPU_SUITES := disk overhead bound faults sft sft_types families scaling examples loading
 # The Python of a machine that has torch already and no network: make gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
 # Minutes in all and of one part, folder, names of parts: make gpu GPU_FLAGS='--minutes 8 --part-minutes 3 test_store'

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import os
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +34,9 @@ from ebbtide.track.heap import trim_heap
 
 WARMUP_STEPS = 4
 """Within these, ``Auto`` has measured steps of this length, and made its plan."""
+
+MOST_WARMUP_STEPS = 24
+"""Within these, it has judged that plan, and those that it made instead: what is timed is what it leaves."""
 
 _PIECE = 1 << 23
 MARK = "CASE "
@@ -70,6 +74,9 @@ class Row:
         case: What was run.
         status: ``"ok"``, or why there is no number: ``"out of memory"``, ``"differs"``, ``"not installed: ..."``, ...
         seconds: Every timed step.
+        faults: Pages that the kernel had to give the process in each of these (``ru_minflt``).
+        system_seconds: What the kernel worked for it in each.
+        warmup_steps: Steps before them.
         peak_bytes: The most memory of a step, above weights, gradients and inputs.
         base_bytes: Those.
         out_bytes: Bytes that left the device (on a CPU: that were written) in a step, counted from outside.
@@ -81,6 +88,9 @@ class Row:
     case: Case
     status: str = "ok"
     seconds: list[float] = field(default_factory=list)
+    faults: list[int] = field(default_factory=list)
+    system_seconds: list[float] = field(default_factory=list)
+    warmup_steps: int = 0
     peak_bytes: int = 0
     base_bytes: int = 0
     out_bytes: int = 0
@@ -268,15 +278,19 @@ def _differing(expected: Mapping[str, object], found: Mapping[str, object]) -> l
 def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> None:
     case = row.case
     inputs = shape.inputs(case.tokens, case.batch, device)
-    for _ in range(WARMUP_STEPS):  # gradients stay: they are a part of the base
-        if not math.isfinite(float(step(prepared, inputs))):
+    while row.warmup_steps < WARMUP_STEPS or (row.warmup_steps < MOST_WARMUP_STEPS and not prepared.settled()):
+        if not math.isfinite(float(step(prepared, inputs))):  # gradients stay: they are a part of the base
             raise ValueError("the loss is no finite number")
+        row.warmup_steps += 1
     for _ in range(case.steps):
         synchronize(device)
-        begun = time.perf_counter()
+        before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         step(prepared, inputs)
         synchronize(device)
         row.seconds.append(time.perf_counter() - begun)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        row.faults.append(after.ru_minflt - before.ru_minflt)
+        row.system_seconds.append(after.ru_stime - before.ru_stime)
     trim_heap()  # on a CPU what the heap keeps of earlier steps would hide what this one uses; its time does not count
     row.base_bytes = memory_now(device)
     forget_peak(device)

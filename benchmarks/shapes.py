@@ -101,6 +101,7 @@ def wan(heads: int, inner: int, layers: int, *, head: int = 128) -> Shape:
 SHAPES = {
     "tiny": qwen3(256, 768, 4, 4, 2, head=64, words=512),
     "small": qwen3(512, 1536, 8, 8, 4, head=64, words=1000),
+    "SmolLM2-12": qwen3(576, 1536, 12, 9, 3, head=64, words=1000),  # SmolLM2 135M has 30 such blocks
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16, 8, words=151_936),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16, 8, words=151_936),
     "Qwen3-8B": qwen3(4096, 12288, 36, 32, 8, words=151_936),

@@ -27,12 +27,14 @@ class Prepared:
         forward: Opened around each forward.
         step: Opened around each forward and backward.
         notes: Returns what the way says of itself after the last step, for its row.
+        settled: Whether further steps will be like the latest.
     """
 
     model: nn.Module
     forward: Around = nullcontext
     step: Around = nullcontext
     notes: Callable[[], dict[str, Any]] = dict[str, Any]
+    settled: Callable[[], bool] = lambda: True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,10 @@ def all_ways() -> dict[str, Way]:
 
 
 def way_named(name: str) -> Way:
-    """Return one of ``all_ways()``, or one of ebbtide's with settings in its name, as ``planned(...)`` makes them."""
-    from benchmarks.peers.builtin import with_settings
+    """Return one of ``all_ways()``, hooks alone, or one of ebbtide's with settings in its name, as ``planned(...)`` makes."""
+    from benchmarks.peers.builtin import HOOKS_ALONE, with_settings
 
-    return all_ways().get(name) or with_settings(name)
+    return (all_ways() | {HOOKS_ALONE.name: HOOKS_ALONE}).get(name) or with_settings(name)
 
 
 def planned(**aim: float | str) -> str:

@@ -63,8 +63,7 @@ def policy(name: str) -> Way:
     """Return the way of one of ebbtide's policies."""
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
-        with ebbtide.enable_activation_offloading(model, policy=name):
-            yield Prepared(model=model)
+        yield from _under(model, name)
 
     return Way(name=f"ebbtide {name}", prepare=prepare, setting=f"policy={name!r}")
 
@@ -88,15 +87,20 @@ def with_settings(name: str) -> Way:
         aim["max_slowdown"] = float(aim["max_slowdown"])
 
     def prepare(model: nn.Module) -> Generator[Prepared]:
-        with ebbtide.enable_activation_offloading(model, policy=kind(**aim), window=window) as handle:
-
-            def notes() -> dict[str, Any]:
-                plan = handle.plan
-                return {"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {}
-
-            yield Prepared(model=model, notes=notes)
+        yield from _under(model, kind(**aim), window)
 
     return Way(name=name, prepare=prepare, setting=name.removeprefix("ebbtide "))
+
+
+def _under(model: nn.Module, policy: Any, window: str | None = None) -> Generator[Prepared]:
+    with ebbtide.enable_activation_offloading(model, policy=policy, window=window) as handle:
+        plan = handle.plan
+
+        def notes() -> dict[str, Any]:
+            found: dict[str, Any] = {"explained": plan.explain().splitlines()[:6]}
+            return found | ({"predicted": asdict(plan.made().predicted)} if isinstance(plan, MeasuredPlan) else {})
+
+        yield Prepared(model=model, notes=notes, settled=lambda: not isinstance(plan, MeasuredPlan) or plan.judged)
 
 
 WAYS = (
@@ -107,3 +111,6 @@ WAYS = (
     Way(name="save_on_cpu, pageable", prepare=saved_in_pageable_memory, setting="pin_memory=False, its default"),
     *map(policy, ("auto", "minimal", "offload", "inputs")),
 )
+
+HOOKS_ALONE = policy("keep")
+"""Spares nothing: what the hooks themselves cost."""

@@ -3,7 +3,7 @@
 Each case is a process of its own (``benchmarks/case.py``, with its gate): plain training, ``Auto`` with several
 slowdowns, and ``Auto`` with budgets between the least memory that came of these and that of plain training. The bound
 is the linear program's, at the rates and times that the case itself measured while it made its plan. All cases of a
-model run in turn, round after round.
+model run in turn, round after round. Timed are steps under the plan that is left when it was judged.
 
     python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--tokens 4096]
         [--out DIR]
@@ -21,11 +21,12 @@ from benchmarks.peers import planned
 from benchmarks.results_folder import summary
 from ebbtide.base.units import format_size
 
-SLOWDOWNS = (0.0, 0.05, 0.3, 10.0)
-SHARES = (0.25, 0.6)
+SLOWDOWNS = (0.0, 0.05, 0.15, 0.3)
+SHARES = (0.25, 0.5, 0.75)
 """Budgets, between the least peak (0) and plain training's (1)."""
 
 LENGTHS = {"Qwen3-8B": 8192, "Qwen3-1.7B": 32768}
+SMALL_LENGTHS = {"small": 512, "SmolLM2-12": 192}
 
 
 def aims(rows: list[Row]) -> list[str]:
@@ -50,9 +51,9 @@ def total(row: Row) -> int:
 def table(rows: list[Row]) -> list[str]:
     """Return a line for every model and aim; medians over all rounds."""
     lines = [
-        "| model | way | peak: predicted | came | off | step ÷ plain: predicted | came | bound | above the bound | "
-        "stays / offloaded / recomputed | status |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
+        "| model | way | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise | "
+        "bound | above the bound | kept / offloaded / recomputed | status |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in rows:
@@ -60,9 +61,29 @@ def table(rows: list[Row]) -> list[str]:
     for (model, way), found in groups.items():
         status = ", ".join(sorted({row.status for row in found}))
         cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", way.removeprefix("ebbtide ")]
-        cells += _figures([row for row in found if row.seconds], groups.get((model, "plain"), [])) or [""] * 8
+        cells += _figures([row for row in found if row.seconds], groups.get((model, "plain"), [])) or [""] * 9
         lines.append("| " + " | ".join([*cells, status]) + " |")
     return lines
+
+
+def promised(way: str) -> float | None:
+    """Return the largest slowdown that a way promises; None: it promises another thing."""
+    begin = planned(max_slowdown="")
+    return float(way.removeprefix(begin)) if way.startswith(begin) else None
+
+
+def kept_promises(rows: list[Row]) -> str:
+    """Return by how much promised slowdowns were exceeded, in percent of a plain step."""
+    base = {row.case.model: statistics.median(row.seconds) for row in rows if row.case.way == "plain" and row.seconds}
+    beyond = [
+        100 * max(statistics.median(row.seconds) / base[row.case.model] - 1 - slowdown, 0.0)
+        for row in rows
+        if row.seconds and row.case.model in base and (slowdown := promised(row.case.way)) is not None
+    ]
+    if not beyond:
+        return "No promise was put to the test."
+    middle = statistics.median(beyond)
+    return f"Of {len(beyond)} promised runs the median was {middle:.1f} points beyond, the worst {max(beyond):.1f}."
 
 
 def _figures(found: list[Row], plain: list[Row]) -> list[str]:
@@ -74,10 +95,10 @@ def _figures(found: list[Row], plain: list[Row]) -> list[str]:
     ratio, came = spread["median"], f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
     plans = [row.notes["predicted"] for row in found if "predicted" in row.notes]
     if not plans:
-        return ["", format_size(peak), "", "", came, "", "", ""]
+        return ["", format_size(peak), "", "", came, "", "", "", ""]
     said = {name: statistics.median(plan[name] for plan in plans) for name in plans[0]}
     said.setdefault("recomputed_bytes", said.get("remade_bytes", 0))  # its name in results that were written before
-    bound = 1 + said["bound_percent"] / 100
+    bound, slowdown = 1 + said["bound_percent"] / 100, promised(found[0].case.way)
     has_peak = found[0].case.way.startswith(planned(memory_budget=""))  # measured for a budget only
     return [
         format_size(said["peak_bytes"]) if has_peak else "",
@@ -85,6 +106,7 @@ def _figures(found: list[Row], plain: list[Row]) -> list[str]:
         f"{100 * (said['peak_bytes'] / peak - 1):+.1f} %" if has_peak else "",
         f"{1 + said['overhead_percent'] / 100:.3f}",
         came,
+        "" if slowdown is None else f"{100 * (ratio - 1 - slowdown):+.1f} points",
         f"{bound:.3f}",
         f"{100 * (ratio - bound):+.1f} points",
         " / ".join(format_size(said[name]) for name in ("kept_bytes", "offloaded_bytes", "recomputed_bytes")),
@@ -106,6 +128,8 @@ def report(rows: list[Row]) -> str:
             "",
             *table(rows),
             "",
+            kept_promises(rows),
+            "",
         ]
     )
 
@@ -113,10 +137,11 @@ def report(rows: list[Row]) -> str:
 def main() -> None:
     """Measure, and write after every case."""
     given = arguments(__doc__, models="", rounds=3, tokens=0)
-    lengths = {"small": 512} if given.small else LENGTHS
+    lengths = SMALL_LENGTHS if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
     for model in given.models.split(",") if given.models else lengths:
-        shape = {"model": model, "tokens": given.tokens or lengths.get(model, 8192), "batch": 2 if given.small else 1}
+        tokens = given.tokens or lengths.get(model, 512 if given.small else 8192)
+        shape = {"model": model, "tokens": tokens, "batch": 2 if given.small else 1}
 
         def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
             book.run_all(Case(way=way, gate_tokens=128, **shape) for way in ways)

@@ -76,8 +76,9 @@ def training(
 
     expected = step()
     with contextlib.ExitStack() as stack:
-        for module in ("measured", "minimal"):
-            stack.enter_context(mock.patch(f"ebbtide.profiling.{module}.sample", lambda *args: frozenset[str]()))
+        for chooser in ("measured.sample", "minimal.every_other"):
+            nobody = mock.patch(f"ebbtide.profiling.{chooser}", lambda *args, **kwargs: frozenset[str]())
+            stack.enter_context(nobody)
         stack.enter_context(mock.patch.object(StepTimer, "runs_plain", lambda self, name: False))
         if tier == "disk":
             place: Any = DiskTier(stack.enter_context(tempfile.TemporaryDirectory()), budget_bytes=room_bytes)

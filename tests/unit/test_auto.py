@@ -47,6 +47,7 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
 
 def test_the_plan_is_made_once_and_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)  # so no block is checkpointed
+    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(3):
@@ -169,7 +170,8 @@ def test_the_processs_allocator_is_changed_for_a_budget_only(
         assert changed == [True] * calls
 
 
-def test_a_plan_file_is_a_policy(tmp_path: Path) -> None:
+def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)  # every block carries the plan out at once
     tiny = build("llama")
     plain = tiny.step()
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:

@@ -1,9 +1,11 @@
-"""How long whole passes take while a plan is carried out.
+"""How long whole passes, and their blocks, take while a plan is carried out.
 
 [Note: a span]
-A span is the time from the first block of a pass to the end of its backward. It is cut by two moments and read when the
-next pass but one begins: by then the device has long reached both, so nobody waits for it. A pass is left out whose
-backward did not come, between whose moments another pass ran, or that saved other amounts than the measured one.
+A span is the time from the first block of a pass to the end of its backward. Inside it each block has two stretches:
+its forward, with what lies between it and the next block, and its backward, from the moment at which the gradient of
+its output is there. Moments are read when the next pass begins, if the device has reached them by then, else one pass
+later: nobody waits for a device. A pass is left out whose backward did not come, between whose moments another pass
+ran, or that saved other amounts than the measured one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,32 @@ from ebbtide.store.meter import Meter, Moment
 
 if TYPE_CHECKING:
     from ebbtide.engine.passes import Pass
+    from ebbtide.engine.run import BlockRun
+    from ebbtide.engine.timing import PlainRun
+
+Edges = tuple[Moment, Moment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpan:
+    """One block of a pass that carried out a plan.
+
+    Attributes:
+        name: Path of the block.
+        plain: It ran without hooks.
+        forward_seconds: Of its forward.
+        backward_seconds: Of its backward, recomputes and waits for copies included.
+    """
+
+    name: str
+    plain: bool
+    forward_seconds: float
+    backward_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both."""
+        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,21 +58,43 @@ class Span:
         seconds: From its first block to the end of its backward.
         peak_bytes: Most memory in that time; None if not asked for, or not known.
         saved_bytes: What its blocks saved.
+        blocks: In the order in which their forwards began.
     """
 
     seconds: float
     peak_bytes: int | None
     saved_bytes: int
+    blocks: tuple[BlockSpan, ...] = ()
 
 
 @dataclass(slots=True)
+class _Block:
+    name: str
+    plain: bool
+    forward: list[Edges] = field(default_factory=list[Edges])
+    backward: list[Edges] = field(default_factory=list[Edges])
+    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what is not its own
+
+
 class _Open:
-    pass_: weakref.ref[Pass]
-    began: Moment
-    ended: Moment | None = None
-    peak_bytes: int | None = None
-    saved_bytes: int | None = None
-    alone: bool = True  # no other pass ran in between
+    """A pass that is timed."""
+
+    def __init__(self, pass_: Pass, began: Moment) -> None:
+        self.pass_, self.began = weakref.ref(pass_), began
+        self.ended: Moment | None = None
+        self.peak_bytes: int | None = None
+        self.saved_bytes: int | None = None
+        self.alone = True  # no other pass ran in between
+        self.blocks: list[_Block] = []
+        self.by_run: weakref.WeakKeyDictionary[BlockRun | PlainRun, _Block] = weakref.WeakKeyDictionary()
+        self.stretch: tuple[list[Edges], Moment] | None = None
+        self.left: Moment | None = None  # the end of the latest forward, until the next one begins
+
+    def cut(self, now: Moment, then: list[Edges] | None) -> None:
+        """End the stretch that is open, and begin one of ``then``."""
+        if self.stretch is not None:
+            self.stretch[0].append((self.stretch[1], now))
+        self.stretch = None if then is None else (then, now)
 
 
 class SpanTimer:
@@ -61,38 +111,68 @@ class SpanTimer:
         self._wanted = False
         self._open: _Open | None = None
         self._closed: deque[_Open] = deque()
-        self._where: torch.device | None = None
+        self._latest: weakref.ref[Pass] | None = None  # whose span was closed
+        self._device: torch.device | None = None
 
     def want(self, *, wanted: bool = True) -> None:
         """Time passes from the next one on, or no longer."""
         self._wanted, self._open = wanted, None
         self._closed.clear()
 
-    def block_begins(self, pass_: Pass, where: torch.device | None) -> None:
+    @property
+    def wanted(self) -> bool:
+        """Whether passes are timed now."""
+        return self._wanted
+
+    def finish(self) -> None:
+        """Close the span whose backward is over, and hand over those whose moments have come."""
+        if self._open is not None and self._open.ended is not None:
+            self._closed.append(self._open)
+            self._latest, self._open = self._open.pass_, None
+        while self._wanted and self._closed and (len(self._closed) > 1 or self._meter.reached(self._closed[0].ended)):
+            self._hand_over(self._closed.popleft())
+
+    def block_begins(self, run: BlockRun | PlainRun, device: torch.device | None, *, plain: bool) -> None:
         """A block's forward begins.
 
         Args:
-            pass_: Its pass.
-            where: Its device.
+            run: Its run.
+            device: Its device.
+            plain: It runs without hooks.
         """
+        self.finish()
         if not self._wanted:
             return
-        if self._open is not None and self._open.ended is None:
-            before = self._open.pass_()
-            if before is pass_:
-                return
-            if before is not None:
-                self._open.alone = False  # two graphs are alive: neither is timed
-                return
-        if self._open is not None and self._open.ended is not None and self._open.pass_() is not pass_:
-            self._closed.append(self._open)
-        while len(self._closed) > 1 and self._wanted:
-            self._tell(self._closed.popleft())
-        self._open, self._where = None, where
-        if self._wanted:
+        self._device = device
+        if self._open is None:
+            if self._latest is not None and self._latest() is run.pass_:
+                return  # the rest of a pass whose backward came in between
             if self._memory:
-                self._meter.take_peak_bytes(where)
-            self._open = _Open(weakref.ref(pass_), self._meter.moment(where))
+                self._meter.take_peak_bytes(device)
+            self._open = _Open(run.pass_, self._meter.moment(device))
+        now, before = self._open, self._open.pass_()
+        if before is not run.pass_:
+            if before is None:  # its graph was dropped, and no backward came
+                self._open = None
+                self.block_begins(run, device, plain=plain)
+            else:
+                now.alone = False  # two graphs are alive: neither is timed
+            return
+        block = now.by_run[run] = _Block(run.block.name, plain)
+        now.blocks.append(block)
+        now.cut(now.began if len(now.blocks) == 1 else self._meter.moment(device), block.forward)
+        now.left = None
+
+    def block_ends(self, run: BlockRun | PlainRun) -> None:
+        """A block's forward is over."""
+        if self._open is not None and run in self._open.by_run:
+            self._open.left = self._meter.moment(self._device)
+
+    def leave_out(self, run: BlockRun | PlainRun, edges: Edges) -> None:
+        """Take some time out of a block's forward, and out of the span."""
+        block = None if self._open is None else self._open.by_run.get(run)
+        if block is not None:
+            block.aside.append(edges)
 
     def pass_ends(self, saved_bytes: int | None) -> None:
         """A forward is over.
@@ -103,16 +183,46 @@ class SpanTimer:
         if self._open is not None and self._open.ended is None:
             self._open.saved_bytes = saved_bytes
 
+    def backward_begins(self, run: BlockRun | PlainRun) -> None:
+        """A block shows in backward."""
+        now = self._open
+        block = None if now is None else now.by_run.get(run)
+        if now is None or block is None or now.ended is not None:
+            return
+        if now.left is not None:  # the head lies between the last forward and the first backward
+            now.cut(now.left, None)
+            now.left = None
+        now.cut(self._meter.moment(self._device), block.backward)
+
     def backward_ends(self) -> None:
         """A backward is over."""
-        if self._open is not None and self._open.ended is None:
-            self._open.ended = self._meter.moment(self._where)
-            self._open.peak_bytes = self._meter.take_peak_bytes(self._where) if self._memory else None
+        now = self._open
+        if now is not None and now.ended is None:
+            now.ended = self._meter.moment(self._device)
+            now.cut(now.ended, None)
+            now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
 
-    def _tell(self, found: _Open) -> None:
+    def _hand_over(self, found: _Open) -> None:
         if found.saved_bytes is None or not found.alone:
             return
-        seconds = self._meter.seconds(found.began, found.ended)
-        span = Span(seconds=seconds, peak_bytes=found.peak_bytes, saved_bytes=found.saved_bytes)
+        blocks = tuple(
+            BlockSpan(
+                name=block.name,
+                plain=block.plain,
+                forward_seconds=max(self._seconds(block.forward) - self._seconds(block.aside), 0.0),
+                backward_seconds=self._seconds(block.backward),
+            )
+            for block in found.blocks
+        )
+        aside = sum(self._seconds(block.aside) for block in found.blocks)
+        span = Span(
+            seconds=self._meter.seconds(found.began, found.ended) - aside,
+            peak_bytes=found.peak_bytes,
+            saved_bytes=found.saved_bytes,
+            blocks=blocks,
+        )
         if not self._done(span):
             self.want(wanted=False)
+
+    def _seconds(self, edges: list[Edges]) -> float:
+        return sum(self._meter.seconds(begin, end) for begin, end in edges)

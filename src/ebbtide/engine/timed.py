@@ -50,6 +50,7 @@ class TimedBlock:
             that is there anyway].
         backward_anyway_bytes: The same of its backward.
         plain: It ran without hooks, so it has no units. See [Note: plain blocks].
+        checkpointed: It ran whole a second time in backward, so its units are its inputs.
         checkpointable: It could run whole a second time in backward.
         input_bytes: What it would keep for that: what it was called with and takes a gradient.
     """
@@ -64,8 +65,14 @@ class TimedBlock:
     forward_anyway_bytes: int = 0
     backward_anyway_bytes: int = 0
     plain: bool = False
+    checkpointed: bool = False
     checkpointable: bool = False
     input_bytes: int = 0
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all that it saved under hooks."""
+        return sum(unit.nbytes for unit in self.units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

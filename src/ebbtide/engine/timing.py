@@ -12,7 +12,8 @@ there, and timed: what an operand costs is the operand's own.
 A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves
 and checks it itself. In one of the measured steps one block of each kind does, so that what a block costs without us
 is measured and not inferred. Its backward begins when the gradient of what it returned is there; so that both are cut
-alike, the same is noted for blocks with hooks (``marks``). Where a plan keeps everything, all blocks run plain.
+alike, the same is noted for blocks with hooks (``marks``). Blocks of which a plan keeps everything run plain, and while
+a plan is judged a few others do (``unhooked``).
 
 [Note: memory that is there anyway]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
@@ -54,6 +55,7 @@ class PlainRun:
 
     def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
         self.block, self.pass_, self.where = block, pass_, where
+        self.previous = pass_.latest  # the latest run of a block with hooks
 
 
 GROWTH = 1.1
@@ -96,6 +98,7 @@ class _Block:
     name: str
     kind: str
     plain: bool
+    checkpointed: bool = False
     checkpointable: bool = False
     input_bytes: int = 0
     forward: _Stretches = field(default_factory=_Stretches)
@@ -158,17 +161,23 @@ class StepTimer:
         self._known = 0  # how much of what was not kept was known when the open stretch began
         self.marks = False  # note when the gradient of a block's output is there
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
-        self.everything_plain = False  # where nothing is measured, all blocks run plain
+        self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
+        self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.spans: SpanTimer | None = None  # times whole passes where none is measured
 
     def want(self) -> None:
         """Measure from the next pass on."""
-        self._wanted, self.everything_plain = True, False
+        self._wanted = True
 
     @property
     def wanted(self) -> bool:
         """Whether passes are measured now."""
         return self._wanted
+
+    @property
+    def times_blocks(self) -> bool:
+        """Whether the beginning of each block's backward is noted now."""
+        return self.marks if self._wanted else self.spans is not None and self.spans.wanted
 
     def runs_plain(self, name: str) -> bool:
         """Return whether a block that is about to begin runs without hooks. See [Note: plain blocks].
@@ -177,7 +186,13 @@ class StepTimer:
             name: Path of the block.
         """
         self.finish()
-        return name in self.plain if self._wanted else self.everything_plain
+        if self.spans is not None:
+            self.spans.finish()
+        return name in (self.plain if self._wanted else self.unhooked)
+
+    def tries(self, name: str) -> bool:
+        """Return whether a block that is about to begin is checkpointed to measure what that takes."""
+        return self._wanted and name in self.checkpointed
 
     def leave_out(self, run: BlockRun | PlainRun, work: Callable[[], None]) -> None:
         """Do some work in a block's forward whose time is not the block's.
@@ -189,8 +204,11 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         began = self._meter.moment(self._where)
         work()
+        edges = began, self._meter.moment(self._where)
         if block is not None:
-            block.aside.append((began, self._meter.moment(self._where)))
+            block.aside.append(edges)
+        if self.spans is not None:
+            self.spans.leave_out(run, edges)
 
     # What the engine tells
 
@@ -213,7 +231,7 @@ class StepTimer:
         self.finish()
         if not self._wanted:
             if self.spans is not None:
-                self.spans.block_begins(run.pass_, self._where)
+                self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
         if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
             self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
@@ -222,7 +240,8 @@ class StepTimer:
         if run.pass_ is not now.measured() or now.turned:
             self._cut(None)
             return
-        block = _Block(run.block.name, run.block.kind, isinstance(run, PlainRun))
+        plain = isinstance(run, PlainRun)
+        block = _Block(run.block.name, run.block.kind, plain, checkpointed=not plain and run.checkpointed)
         self._cut(block.forward)
         if now.blocks:
             now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.anyway_bytes)
@@ -232,6 +251,8 @@ class StepTimer:
 
     def block_ends(self, run: BlockRun | PlainRun) -> None:
         """A block's forward is over."""
+        if self.spans is not None:
+            self.spans.block_ends(run)
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is not None and block is not None:
             if not isinstance(run, PlainRun):
@@ -240,6 +261,8 @@ class StepTimer:
 
     def backward_begins(self, run: BlockRun | PlainRun) -> None:
         """A block shows in backward."""
+        if self.spans is not None:
+            self.spans.backward_begins(run)
         if self._pass is not None:
             block = self._pass.by_run.get(run)
             self._pass.turned = self._pass.turned or block is not None
@@ -350,6 +373,7 @@ class StepTimer:
                 forward_anyway_bytes=block.forward.anyway_bytes,
                 backward_anyway_bytes=block.backward.anyway_bytes,
                 plain=block.plain,
+                checkpointed=block.checkpointed,
                 checkpointable=block.checkpointable,
                 input_bytes=block.input_bytes,
             )

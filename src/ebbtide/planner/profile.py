@@ -61,6 +61,7 @@ class BlockProfile:
         backward_beside_bytes: The same while its backward runs.
         checkpointable: It may run whole a second time in backward.
         input_bytes: What it is called with, and keeps for that.
+        hook_seconds: What hooks around it cost where they keep all that it saves, as far as that was measured.
     """
 
     name: str
@@ -72,6 +73,7 @@ class BlockProfile:
     backward_beside_bytes: int = 0
     checkpointable: bool = False
     input_bytes: int = 0
+    hook_seconds: float = 0.0
 
     @property
     def saved_bytes(self) -> int:

@@ -2,18 +2,21 @@
 
 [Note: the baseline]
 ``max_slowdown`` is a part of plain training. Steps that are measured under hooks contain our own work, so plain
-training is not among them. In the second one the last block of each kind runs plain (``ebbtide.engine.timing``, [Note:
-plain blocks]): the last, because no copies run beside its backward. What its equals took beyond it in the same step,
-less their recomputes, is our own work: it is charged to what is moved and recomputed (``ebbtide.planner.charges``), and
-all blocks of the kind count with the plain one's times. Without an equal, the block is compared with itself one step
-before.
+training is not among them. In the second one some blocks of each kind run plain (``ebbtide.engine.timing``, [Note:
+plain blocks]), at most one in ``APART``: the last ones, because no copies run beside their backward, and others spread
+over the stack, because a machine is not equally fast throughout a step. What their equals took beyond them in the same
+step, less recomputes, is our own work: it is charged to what is moved and recomputed (``ebbtide.planner.charges``), and
+all blocks of the kind count with the plain ones' times. Machines are noisy, so the upper quartile of the equals is
+compared with the lower quartile of the plain ones: a plan that keeps too much costs less than a broken promise.
+Without an equal, a block is compared with itself one step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import median
+from statistics import median, quantiles
+from typing import Protocol
 
 from ebbtide.base.actions import Action
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
@@ -23,17 +26,43 @@ from ebbtide.planner.profile import BlockProfile, Profile
 ROOM = 2
 """A block runs plain only where the memory that is left holds what it saves this many times."""
 
+MOST = 4
+"""Most blocks of a kind that run plain in a measured step."""
+
+APART = 4
+"""At most one block of a kind in so many runs plain, or one: the others show what hooks cost."""
+
+
+class Sized(Protocol):
+    """A block whose saved bytes are known."""
+
+    @property
+    def name(self) -> str:
+        """Path of the module."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Its class."""
+        ...
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of what it saves."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBlock:
-    """A block without hooks, and its equals with them.
+    """What blocks of a kind take without hooks, and their equals with them.
 
     Attributes:
         units: What its equals saved, and what was done with it.
-        forward_seconds: Of its forward.
-        backward_seconds: Of its backward.
-        hooked_forward_seconds: Of its equals' forward.
-        hooked_backward_seconds: Of their backward, recomputes included.
+        forward_seconds: Of a forward without hooks: the lower quartile.
+        backward_seconds: Of a backward without hooks: the lower quartile.
+        hooked_forward_seconds: Of a forward with hooks: the upper quartile.
+        hooked_backward_seconds: Of such a backward, recomputes included.
+        hook_seconds: What hooks cost a block of which all is kept; 0 where that was not measured.
     """
 
     units: tuple[TimedUnit, ...]
@@ -41,11 +70,12 @@ class PlainBlock:
     backward_seconds: float
     hooked_forward_seconds: float
     hooked_backward_seconds: float
+    hook_seconds: float = 0.0
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of what its equals saved."""
-        return _saved_bytes(self.units)
+        return sum(unit.nbytes for unit in self.units)
 
     @property
     def extra_seconds(self) -> float:
@@ -54,58 +84,106 @@ class PlainBlock:
         return hooked - self.forward_seconds - self.backward_seconds
 
 
-def sample(step: TimedStep, room_bytes: int | None) -> frozenset[str]:
-    """Return the blocks that are to run plain in the next step: the last of each kind, the smallest first.
+def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST) -> frozenset[str]:
+    """Return the blocks that are to run plain in the next step. See [Note: the baseline].
 
     Args:
-        step: A step that was measured.
+        blocks: The blocks of a step that was measured.
         room_bytes: Memory that a step may take beyond that one; None: not known, so none runs plain.
+        most: Most blocks of a kind.
     """
-    last = {block.kind: block for block in step.blocks}
-    chosen: set[str] = set()
-    needed = 0
-    for block in sorted(last.values(), key=lambda block: _saved_bytes(block.units)):
-        needed += ROOM * sum(_saved_bytes(other.units) for other in step.blocks if other.name == block.name)
-        if room_bytes is None or needed > room_bytes:
+    if room_bytes is None:
+        return frozenset()
+    wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second one of any, the smallest first
+    for last in {block.kind: block for block in blocks}.values():
+        equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
+        for turn, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
+            executions = sum(other.name == block.name for other in blocks)
+            wanted.append((turn, ROOM * executions * block.saved_bytes, block.name))
+    chosen: dict[str, int] = {}
+    for _, nbytes, name in sorted(wanted):
+        if name not in chosen and sum(chosen.values()) + nbytes > room_bytes:
             break
-        chosen.add(block.name)
+        chosen[name] = nbytes
     return frozenset(chosen)
 
 
+def _spread(equals: list[Sized], count: int) -> list[Sized]:
+    """Return some of several blocks, the likeliest first: half of them the last ones, the others spread."""
+    tail = (count + 1) // 2
+    rest = equals[: len(equals) - tail]
+    spread = [rest[len(rest) * place // (count - tail + 1)] for place in range(1, count - tail + 1)]
+    return [*reversed(equals[len(equals) - tail :]), *spread]
+
+
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
-    """Return, by kind, the blocks that ran plain in a step.
+    """Return, by kind, what blocks took that ran plain in a step.
 
     Args:
         before: An equal step in which none did.
         step: The step.
     """
     drift = _drift(before, step)
+    last_hooked = max((place for place, block in enumerate(step.blocks) if not block.plain), default=-1)
     found: dict[str, PlainBlock] = {}
-    for place, block in enumerate(step.blocks):
-        if not block.plain:
-            continue
-        self_before = before.blocks[place]
-        equals = [
-            other
-            for other in step.blocks
-            if not other.plain
-            and other.kind == block.kind
-            and _saved_bytes(other.units) == _saved_bytes(self_before.units)
+    for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
+        places = [place for place, block in enumerate(step.blocks) if block.plain and block.kind == kind]
+        self_before = before.blocks[places[-1]]
+        places = [place for place in places if before.blocks[place].saved_bytes == self_before.saved_bytes]
+        hooked = [
+            block
+            for block, first in zip(step.blocks, before.blocks, strict=True)
+            if not block.plain and block.kind == kind and first.saved_bytes == self_before.saved_bytes
         ]
-        if equals:
-            forward = median(other.forward_seconds for other in equals)
-            backward = median(other.backward_seconds for other in equals)
-        else:
-            forward, backward = self_before.forward_seconds * drift, self_before.backward_seconds * drift
-        found[block.kind] = PlainBlock(
+        equals = [block for block in hooked if _treated(block)] or hooked
+        kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
+        tail = [place for place in places if place > last_hooked] or places  # no copies ran beside their backward
+        forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
+        backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
+        # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
+        forward = min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards))
+        backward = min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards))
+        hooks = median(block.forward_seconds + block.backward_seconds for block in kept) if kept else 0.0
+        found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
-            # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
-            forward_seconds=min(block.forward_seconds, forward),
-            backward_seconds=min(block.backward_seconds, backward),
-            hooked_forward_seconds=forward,
-            hooked_backward_seconds=backward,
+            forward_seconds=forward,
+            backward_seconds=backward,
+            hooked_forward_seconds=quartile(forwards, upper=True),
+            hooked_backward_seconds=quartile(backwards, upper=True),
+            hook_seconds=max(hooks - forward - backward, 0.0),
         )
     return found
+
+
+def _treated(block: TimedBlock) -> bool:
+    """Whether anything of a block was offloaded or recomputed."""
+    return any(unit.action is not Action.KEEP for unit in block.units)
+
+
+def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
+    """Return blocks that are to keep everything under hooks in the next step: what hooks cost by themselves.
+
+    They are neighbours of those that run plain, and as many, of kinds that have four times as many blocks.
+
+    Args:
+        blocks: The blocks of a step that was measured.
+        plain: Those that run plain.
+        room_bytes: Memory that a step may take beyond that one; None: not known, so there are none.
+    """
+    chosen: set[str] = set()
+    for kind in {block.kind for block in blocks if block.name in plain}:
+        names = [block.name for block in blocks if block.kind == kind]
+        for place in [place for place, name in enumerate(names) if name in plain]:
+            before = next((name for name in reversed(names[:place]) if name not in plain | chosen), None)
+            if before is not None and len(names) >= APART:
+                chosen.add(before)
+    needed = ROOM * sum(block.saved_bytes for block in blocks if block.name in plain | chosen)
+    return frozenset(chosen) if room_bytes is not None and needed <= room_bytes else frozenset()
+
+
+def quartile(values: Sequence[float], *, upper: bool = False) -> float:
+    """Return the lower quartile of one value or more, or the upper one."""
+    return values[0] if len(values) == 1 else quantiles(values, n=4, method="inclusive")[2 if upper else 0]
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
@@ -123,7 +201,7 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
         moved_bytes=sum(unit.nbytes if unit.narrow_bytes is None else unit.narrow_bytes for unit in moved),
         crossings=2 * len(moved),
     )
-    extra = sum(block.extra_seconds for block in plain.values())
+    extra = sum(max(block.extra_seconds - block.hook_seconds, 0.0) for block in plain.values())
     host = median(unit.host_seconds for unit in moved) if moved else 0.0
     return charged(profile, work, extra, host_seconds=host) or profile
 
@@ -133,7 +211,8 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
 
     def same(a: TimedBlock, b: TimedBlock) -> bool:
         units = [[(unit.site, unit.nbytes) for unit in block.units] for block in (a, b)]
-        return a.name == b.name and (a.plain or b.plain or units[0] == units[1])
+        # What is kept is saved as it is: of what was cast up, the narrower value may be a storage of its own then.
+        return a.name == b.name and (a.plain or b.plain or _treated(a) != _treated(b) or units[0] == units[1])
 
     return len(one.blocks) == len(other.blocks) and all(map(same, one.blocks, other.blocks))
 
@@ -144,6 +223,7 @@ def fastest(steps: list[TimedStep]) -> TimedStep:
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
         equals = [step.blocks[place] for step in steps if not step.blocks[place].plain]
+        equals = [other for other in equals if _treated(other) == _treated(block)]
         units = tuple(
             replace(unit, recompute_seconds=_least(other.units[number].recompute_seconds for other in equals))
             for number, unit in enumerate(block.units)
@@ -180,7 +260,12 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
     size = 1.0
     if block.saved_bytes != plain.saved_bytes and plain.hooked_forward_seconds:
         size = block.forward_seconds / plain.hooked_forward_seconds
-    return replace(block, forward_seconds=plain.forward_seconds * size, backward_seconds=plain.backward_seconds * size)
+    return replace(
+        block,
+        forward_seconds=plain.forward_seconds * size,
+        backward_seconds=plain.backward_seconds * size,
+        hook_seconds=plain.hook_seconds,  # by tensor, whatever their size
+    )
 
 
 def noise(before: TimedStep, step: TimedStep) -> float:
@@ -198,7 +283,3 @@ def _drift(before: TimedStep, step: TimedStep) -> float:
     pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
     ratios = [seconds(other) / seconds(one) for one, other in pairs if seconds(one)]
     return median(ratios) if ratios else 1.0
-
-
-def _saved_bytes(units: Iterable[TimedUnit]) -> int:
-    return sum(unit.nbytes for unit in units)

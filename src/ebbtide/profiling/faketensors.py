@@ -82,6 +82,10 @@ class FakeMachine(TorchDispatchMode):
         """Return the time between two moments."""
         return end - begin
 
+    def reached(self, moment: float) -> bool:
+        """Return True: the clock is at its latest moment."""
+        return True
+
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
         """Return the most bytes that lived at once since the last call."""
         peak, self._peak = self._peak, self._bytes

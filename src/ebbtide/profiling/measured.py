@@ -4,15 +4,15 @@
 The first pass warms up and goes by rule (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest offloaded.
 That is near the least memory there is, so that a model that ran out of memory gets this far. The next passes are
 measured, still by rule; in the second of them some blocks run without hooks: see [Note: the baseline]. From then on
-the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop]. A table that
-keeps everything needs no hooks: all blocks run plain. A pass that saves clearly more than the measured one is measured
-too, and the plan made anew.
+the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop]. A block of
+which the table keeps everything needs no hooks: it runs plain. A pass that saves clearly more than the measured one is
+measured too, and the plan made anew.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -25,15 +25,16 @@ from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine import Engine
 from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span, SpanTimer
-from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
-from ebbtide.planner.simulate import simulate
+from ebbtide.planner.hooked import shrink_hooked
+from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
-from ebbtide.profiling.baseline import against_plain, alike, fastest, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
 from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
+from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.allocator import return_freed_memory
 from ebbtide.store.meter import meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
@@ -45,6 +46,9 @@ MEASURED_STEPS = 2
 
 RESERVE = 0.03
 """Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
+
+COMPARED = 2
+"""Blocks of a kind that run without hooks while a plan is judged."""
 
 PROBE_BYTES = 16 * 1024**2
 """Moved out and back where the measured steps moved nothing, to know the rates."""
@@ -64,6 +68,7 @@ class MeasuredPlan:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
         self._by_rule = plan_for(policy)
         self._warm = False
+        self._kept_under_hooks = frozenset[str]()  # blocks that show what hooks cost by themselves, in a measured step
         self._steps: list[TimedStep] = []
         self._timer: StepTimer | None = None
         self._check: Check | None = None
@@ -108,6 +113,8 @@ class MeasuredPlan:
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
+        if candidate.block_name in self._kept_under_hooks:
+            return Action.KEEP
         return (self.table or self._by_rule).choose(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
@@ -156,6 +163,11 @@ class MeasuredPlan:
             )
         return self.table
 
+    @property
+    def judged(self) -> bool:
+        """Whether the plan is made and judged: unless inputs grow, it stays as it is."""
+        return self.table is not None and self._timer is not None and not self._timer.times_blocks
+
     def _aim(self) -> str:
         budget = self._policy.memory_budget
         if budget is not None:
@@ -172,11 +184,15 @@ class MeasuredPlan:
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
         self._run_plain(frozenset())
+        self._kept_under_hooks = frozenset()
         if any(block.plain for block in step.blocks) and not self._steps:
             return True  # what the plain ones save is not known
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS:
-            self._run_plain(sample(step, self._room_bytes(step)))
+            room = self._room_bytes(step)
+            plain = sample(step.blocks, room)
+            self._run_plain(plain)
+            self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True
         first, last = self._steps[0], self._steps[-1]
         profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
@@ -191,6 +207,7 @@ class MeasuredPlan:
         check = self._check
         if check is None or check.add(span) is None:
             return check is not None
+        self._run_unhooked(check.solution)
         check.reserved_bytes = reserved_bytes(self._tier)
         if not (check.too_slow or check.over_budget_bytes):
             logger.info("the plan keeps its promise: %s", check.text())
@@ -228,7 +245,7 @@ class MeasuredPlan:
     def _solution(self, profile: Profile, budget_bytes: int | None) -> Solution:
         """Return what the policy chooses for a step; where no plan fits the budget, the one that takes least."""
         if budget_bytes is None:
-            return shrink(profile, self._policy.max_slowdown)
+            return shrink_hooked(profile, self._policy.max_slowdown)
         try:
             return fit_with_reserve(profile, budget_bytes)
         except BudgetError as error:
@@ -252,14 +269,25 @@ class MeasuredPlan:
                 "everything stays, so blocks run without hooks, as in plain training: "
                 + ("it fits" if budget is not None else "nothing is gained within max_slowdown")
             )
-        if self._timer is not None:
-            self._timer.everything_plain = keeps
-            if self._timer.spans is not None:
-                self._timer.spans.want(wanted=not keeps)
+        judged = frozenset[str]() if keeps or budget is not None else self._compared(solution)
+        self._run_unhooked(solution, judged)
+        if self._timer is not None and self._timer.spans is not None:
+            self._timer.spans.want(wanted=not keeps)
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", name=self.name, text=self.explain())
+
+    def _compared(self, solution: Solution) -> frozenset[str]:
+        """Return blocks that run without hooks until the plan is judged, beside those of which it keeps everything."""
+        kept, blocks = kept_blocks(solution), solution.profile.blocks
+        enough = Counter(block.kind for block in blocks if block.name in kept)
+        few = [block for block in blocks if enough[block.kind] < COMPARED]
+        return sample(few, room_bytes(self._tier), most=COMPARED) - kept
+
+    def _run_unhooked(self, solution: Solution, others: frozenset[str] = frozenset()) -> None:
+        if self._timer is not None:
+            self._timer.unhooked = kept_blocks(solution) | others
 
     def _run_plain(self, names: frozenset[str]) -> None:
         if self._timer is not None:
@@ -297,6 +325,17 @@ class MeasuredPlan:
         slot.free()
 
 
+def kept_blocks(solution: Solution) -> frozenset[str]:
+    """Return the names of the blocks of which a plan keeps everything, in each of their executions."""
+    names = [block.name for block in solution.profile.blocks]
+    treated = {
+        name
+        for name, actions in zip(names, solution.assignment, strict=True)
+        if any(action is not Action.KEEP for action in actions)
+    }
+    return frozenset(names) - treated
+
+
 def solution_for(policy: Policy, profile: Profile) -> Solution:
     """Return what a policy chooses for a step.
 
@@ -325,75 +364,3 @@ def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
     except BudgetError:
         found = smallest(profile)
         return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)
-
-
-def profile_of(
-    step: TimedStep, rates: Rates, window_bytes: int | None, *, ran: tuple[Rates, int | None] | None = None
-) -> Profile:
-    """Return what the planner needs to know of a measured step.
-
-    Its recomputes are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
-    blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is
-    there anyway if that is more: the two may be the same bytes.
-
-    Args:
-        step: What was measured.
-        rates: What moving costs.
-        window_bytes: Bytes allowed in flight; None: follows the model.
-        ran: Rates and window under which the step was measured, if they were others.
-    """
-    profile = Profile(
-        blocks=tuple(map(_block, step.blocks)),
-        rates=rates,
-        turn_seconds=step.turn_seconds,
-        tail_seconds=step.tail_seconds,
-        window_bytes=window_bytes,
-    )
-    if step.turn_peak_bytes is None:
-        return profile
-    as_it_ran = profile if ran is None else replace(profile, rates=ran[0], window_bytes=ran[1])
-    levels = simulate(as_it_ran, [[unit.action for unit in block.units] for block in step.blocks]).levels_bytes
-    count = len(step.blocks)
-    blocks = tuple(
-        replace(
-            profile.blocks[place],
-            forward_beside_bytes=_beside(block.forward_peak_bytes, max(levels[place], block.forward_anyway_bytes)),
-            backward_beside_bytes=_beside(
-                block.backward_peak_bytes, max(levels[-1 - place], block.backward_anyway_bytes)
-            ),
-        )
-        for place, block in enumerate(step.blocks)
-    )
-    return replace(
-        profile,
-        blocks=blocks,
-        turn_beside_bytes=_beside(step.turn_peak_bytes, max(levels[count], step.turn_anyway_bytes)),
-    )
-
-
-def _block(block: TimedBlock) -> BlockProfile:
-    recomputed = sum(unit.recompute_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
-    return BlockProfile(
-        name=block.name,
-        kind=block.kind,
-        forward_seconds=block.forward_seconds,
-        backward_seconds=max(block.backward_seconds - recomputed, 0.0),
-        checkpointable=block.checkpointable,
-        input_bytes=block.input_bytes,
-        units=tuple(
-            Unit(
-                site=unit.site,
-                nbytes=unit.nbytes,
-                narrow_bytes=unit.narrow_bytes,
-                block_input=unit.block_input,
-                movable=unit.movable,
-                recompute_seconds=unit.recompute_seconds,
-                recompute_flops=unit.recompute_flops,
-            )
-            for unit in block.units
-        ),
-    )
-
-
-def _beside(peak_bytes: int | None, level_bytes: int) -> int:
-    return max((peak_bytes or 0) - level_bytes, 0)

@@ -1,16 +1,21 @@
-"""``Minimal``: recipes where they are cheaper than a second run of the block, measured per kind of block.
+"""``Minimal``: recipes where they are cheaper than checkpointing the block, measured per kind of block.
 
 [Note: recipes or a second run]
 ``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than a
 second run, but each has a price of its own, and a block of many small tensors may pay more for them than for its
-forward. So two steps are measured as for ``Auto``, in the second of which one block of each kind runs without hooks
-([Note: the baseline]): what its equals took longer is what recipes and copies cost, and what its forward took is what a
-second run costs. A kind whose recipes cost more, by more than the steps differed, is checkpointed from then on.
+forward. So the two are compared where they meet the same machine in the same seconds: after the first step, every other
+block of a kind is checkpointed, for two steps. The first of these warms up, the second counts. A kind is checkpointed
+from then on unless its recipes were certainly faster: unless the middle of the ones lies below that of the others by
+more than both are uncertain, and by ``FASTER``. The memory that is held for backward is the inputs of the blocks either
+way, and what a second run takes beside it is what checkpointing takes.
 """
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
+from math import sqrt
+from statistics import median
 
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.events import BUS, Bus
@@ -19,13 +24,21 @@ from ebbtide.engine import Engine
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import plan_for
-from ebbtide.profiling.baseline import alike, noise, plain_blocks, sample
+from ebbtide.profiling.baseline import quartile
 from ebbtide.profiling.measured import MeasuredPlan
-from ebbtide.profiling.promise import LEAST_NOISE
-from ebbtide.store.meter import meter_for, room_bytes
+from ebbtide.store.meter import meter_for
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
+
+COUNTED = 3
+"""The step that counts: the first warms recipes up, the second what is checkpointed."""
+
+FASTER = 0.03
+"""Part by which recipes have to be faster than a second run beyond all doubt: for less they are not worth it."""
+
+NOTCH = 1.57
+"""Of the distance of the quartiles, divided by the root of the number: how far off a median is, with 95 % certainty."""
 
 
 class MinimalPlan:
@@ -39,8 +52,7 @@ class MinimalPlan:
 
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
         self._by_rule, self._tier, self._bus = plan_for(policy), tier, bus
-        self._warm = self._decided = False
-        self._before: TimedStep | None = None
+        self._steps = 0
         self._timer: StepTimer | None = None
         self._second_run: dict[str, str] = {}  # kind of block → why it is checkpointed
 
@@ -49,7 +61,7 @@ class MinimalPlan:
         meter = meter_for(self._tier)
         timer = StepTimer(meter, self.saw_step, waited=dict[str, float], memory=False)
         self._timer = engine.timer = timer
-        timer.marks = True
+        timer.marks = True  # so that both are cut alike
         timer.want()
 
     @property
@@ -79,38 +91,60 @@ class MinimalPlan:
 
     def saw_step(self, step: TimedStep) -> bool:
         """Take a measured step in; returns whether another is wanted."""
-        if self._decided:
+        if self._steps == COUNTED or self._timer is None:
             return False
-        if not self._warm:
-            self._warm = True
-            return True
-        timer, before, self._before = self._timer, self._before, None
-        if timer is not None:
-            timer.plain = frozenset()
-        if before is None or not alike(before, step):
-            if any(block.plain for block in step.blocks):
-                return True
-            self._before = step
-            if timer is not None:
-                timer.plain = sample(step, room_bytes(self._tier))
-            return True
-        self._decided = True
-        self._decide(before, step)
+        self._steps += 1
+        if self._steps == 1:
+            self._timer.checkpointed = every_other(step)
+        if self._steps < COUNTED:
+            return bool(self._timer.checkpointed)
+        self._timer.checkpointed = frozenset()
+        self._decide(step)
         return False
 
-    def _decide(self, before: TimedStep, step: TimedStep) -> None:
-        margin = 1 + max(noise(before, step), LEAST_NOISE)
-        for kind, plain in plain_blocks(before, step).items():
-            recipes = plain.hooked_forward_seconds + plain.hooked_backward_seconds
-            recipes -= plain.forward_seconds + plain.backward_seconds
-            if recipes > plain.forward_seconds * margin:
-                self._second_run[kind] = (
-                    f"recipes and copies took {recipes:.4g} s a block where a second run takes "
-                    f"{plain.forward_seconds:.4g} s"
-                )
-                logger.info("%s blocks are checkpointed: %s", kind, self._second_run[kind])
+    def _decide(self, step: TimedStep) -> None:
+        for kind in dict.fromkeys(block.kind for block in step.blocks):
+            recipes, second = (_block_seconds(step, kind, checkpointed=whole) for whole in (False, True))
+            if recipes is None or second is None or recipes.high < second.low * (1 - FASTER):
+                continue
+            self._second_run[kind] = (
+                f"a block took {second.middle:.4g} s ({second.low:.4g} to {second.high:.4g}) and with recipes "
+                f"{recipes.middle:.4g} s ({recipes.low:.4g} to {recipes.high:.4g})"
+            )
+            logger.info("%s blocks are checkpointed: %s", kind, self._second_run[kind])
         if self._second_run:
             self._bus.emit("plan", name=self.name, text=self.explain())
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A middle, and how uncertain it is: the notches of a box plot (McGill, Tukey and Larsen, 1978)."""
+
+    low: float
+    middle: float
+    high: float
+
+
+def every_other(step: TimedStep) -> frozenset[str]:
+    """Return every other block of those that can be checkpointed, of each kind that has several.
+
+    Args:
+        step: A step that was measured.
+    """
+    able = [block for block in step.blocks if block.checkpointable]
+    kinds = {kind: [b.name for b in able if b.kind == kind] for kind in {b.kind for b in able}}
+    return frozenset(name for names in kinds.values() for name in names[1::2])
+
+
+def _block_seconds(step: TimedStep, kind: str, *, checkpointed: bool) -> _Range | None:
+    """Return what a block of a kind took that was checkpointed, or was not; None where none was."""
+    found = [
+        b.forward_seconds + b.backward_seconds for b in step.blocks if b.kind == kind and b.checkpointed is checkpointed
+    ]
+    if not found:
+        return None
+    middle, notch = median(found), NOTCH * (quartile(found, upper=True) - quartile(found)) / sqrt(len(found))
+    return _Range(middle - notch, middle, middle + notch)
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:

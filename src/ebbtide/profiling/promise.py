@@ -1,28 +1,40 @@
 """Compare what a plan promised with what was measured: the loop that keeps ``Auto`` to its word.
 
 [Note: the loop]
-Passes that carry the plan out are timed from their first block to the end of their backward (``ebbtide.engine.spans``).
-After ``CHECKED`` of them the plan is judged. Machines are noisy, so a promise is missed only if all but the fastest of
-them took longer than promised, by more than the measured steps differed among themselves. Then what was not explained
-is charged to copies and recomputes (``ebbtide.planner.charges``) and the plan is made anew from that: it keeps more. If
-it would not, or after the last of ``CORRECTIONS``, everything is kept, without hooks, where the memory is there. A
-memory budget that was exceeded is taken as so much smaller. Every rank does this for itself.
+Passes that carry the plan out are timed, and so are their blocks (``ebbtide.engine.spans``). Where the plan keeps all
+of some blocks these run without hooks for good; where there is memory, a few others do until the plan is judged. So
+each pass shows, in the same seconds, what the plan takes and what plain training would: what is judged is the first
+divided by the second (``compared``), and a machine whose speed changes from step to step changes neither verdict. The
+blocks without hooks differ among themselves, which gives the quotient an error bar. The plan keeps its promise once the
+bar lies below what was promised, and has missed it once the bars of ``MISSES`` passes lie above; if neither happens
+within ``CHECKED`` passes, their middle decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes
+are compared with the measured steps: the promise is missed if all but the fastest took longer than promised, by more
+than the measured steps differed among themselves.
+
+What was not explained is then charged to copies and recomputes (``ebbtide.planner.charges``) and the plan is made anew
+from that: it keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without hooks,
+where the memory is there. A memory budget that was exceeded is taken as so much smaller. Every rank does this for
+itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
-from ebbtide.engine.spans import Span
+from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution
+from ebbtide.profiling.baseline import quartile
 
 CHECKED = 5
-"""Passes that are timed before a plan is judged."""
+"""Most passes that are timed before a plan is judged."""
+
+MISSES = 2
+"""Passes that must agree that a promise was missed: one may have been disturbed."""
 
 SETTLING = 1
 """Passes after a new plan that are not timed: the store takes other sizes."""
@@ -33,39 +45,85 @@ CORRECTIONS = 3
 LEAST_NOISE = 0.01
 """Steps that differ by no more than this part are alike on any machine."""
 
+ALONE = 0.03
+"""Part by which a single block without hooks is taken to be off."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Steps that carried a plan out.
+    """What steps that carried a plan out take, with what follows their backward.
 
     Attributes:
-        seconds: Median of their times; with what follows their backward, as it was measured before the plan.
-        low_seconds: The shortest but one.
-        high_seconds: The longest but one.
+        seconds: The middle of them.
+        low_seconds: The lower end of the error bar.
+        high_seconds: Its upper end.
         peak_bytes: The highest peak of them; None if not measured.
+        steps: How many they were.
     """
 
     seconds: float
     low_seconds: float
     high_seconds: float
-    peak_bytes: int | None
+    peak_bytes: int | None = None
+    steps: int = 1
 
-    @staticmethod
-    def of(spans: Sequence[Span], tail_seconds: float) -> Measured:
-        """Return what ``CHECKED`` spans show.
 
-        Args:
-            spans: Of the passes.
-            tail_seconds: From the end of the backward to the next pass.
-        """
-        times = sorted(span.seconds for span in spans)
-        peaks = [span.peak_bytes for span in spans if span.peak_bytes is not None]
-        return Measured(
-            seconds=median(times) + tail_seconds,
-            low_seconds=times[1] + tail_seconds,
-            high_seconds=times[-2] + tail_seconds,
-            peak_bytes=max(peaks, default=None),
-        )
+def compared(span: Span, solution: Solution) -> Measured | None:
+    """Return what the plan of a pass takes, by comparison of its blocks with those that ran without hooks.
+
+    Times are those of a machine that is as fast as it was in the measured step.
+
+    Args:
+        span: The pass; blocks that the plan does not keep but that ran without hooks count with their equals' times.
+        solution: The plan.
+
+    Returns:
+        The step and its error bar; None where no block ran without hooks, or other blocks ran than were measured.
+    """
+    profile = solution.profile
+    if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
+        return None
+    # Of the forward alone: copies of other blocks, which a plain step would not make, run beside their backward.
+    speeds = [
+        found.forward_seconds / block.forward_seconds
+        for found, block in zip(span.blocks, profile.blocks, strict=True)
+        if found.plain and block.forward_seconds
+    ]
+    if not speeds:
+        return None
+    one = len(speeds) == 1
+    low, high = quartile(speeds) * (1 - ALONE * one), quartile(speeds, upper=True) * (1 + ALONE * one)
+    planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
+    plain = sum(block.forward_seconds + block.backward_seconds for block in profile.blocks)
+    others = max(span.seconds - sum(block.seconds for block in span.blocks), 0.0) + profile.tail_seconds
+
+    def seconds(speed: float) -> float:
+        return profile.step_seconds * (planned + others) / (speed * plain + others)
+
+    return Measured(
+        seconds=seconds(median(speeds)),
+        low_seconds=seconds(high),
+        high_seconds=seconds(low),
+        peak_bytes=span.peak_bytes,
+    )
+
+
+def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: int) -> float:
+    """Return what a block takes under the plan: by its equals' times where it ran without hooks only to be compared."""
+    mine, profile = blocks[place], solution.profile.blocks
+    actions = solution.assignment[place]
+    if not mine.plain or all(action is Action.KEEP for action in actions):
+        return mine.seconds
+    hooked = [
+        other for other, block in enumerate(blocks) if not block.plain and profile[other].kind == profile[place].kind
+    ]
+    equals = [other for other in hooked if solution.assignment[other] == actions] or hooked
+
+    def plain(other: int) -> float:
+        return profile[other].forward_seconds + profile[other].backward_seconds
+
+    factors = [blocks[other].seconds / plain(other) for other in equals if plain(other)]
+    return plain(place) * median(factors) if factors else mine.seconds
 
 
 class Check:
@@ -83,26 +141,51 @@ class Check:
     ) -> None:
         self.solution, self.allowed_seconds, self.budget_bytes = solution, allowed_seconds, budget_bytes
         self._noise = max(noise, LEAST_NOISE)
-        self._spans: list[Span] = []
+        self._steps: list[Measured] = []
         self._settling = SETTLING
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
+        self.too_slow = False  # steps took longer than promised, beyond noise
 
     def add(self, span: Span) -> Measured | None:
-        """Take a pass in; return what was measured once there are enough."""
+        """Take a pass in; return what was measured once the plan is judged."""
         if self._settling:
             self._settling -= 1
             return None
-        self._spans.append(span)
-        if len(self._spans) == CHECKED:
-            self.measured = Measured.of(self._spans, self.solution.profile.tail_seconds)
+        found = None if self.budget_bytes is not None else compared(span, self.solution)
+        if found is not None:
+            return self._judge(found)
+        seconds = span.seconds + self.solution.profile.tail_seconds
+        self._steps.append(
+            Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds, peak_bytes=span.peak_bytes)
+        )
+        if len(self._steps) >= CHECKED:
+            times = sorted(step.seconds for step in self._steps)
+            self.too_slow = times[1] > self.allowed_seconds * (1 + self._noise)
+            self.measured = self._summary(times[1], times[-2])
         return self.measured
 
-    @property
-    def too_slow(self) -> bool:
-        """Whether steps took longer than promised, beyond noise."""
-        measured = self.measured
-        return measured is not None and measured.low_seconds > self.allowed_seconds * (1 + self._noise)
+    def _judge(self, found: Measured) -> Measured | None:
+        """Judge the plan by passes that were compared with blocks without hooks, if they suffice."""
+        self._steps.append(found)
+        limit = self.allowed_seconds * (1 + LEAST_NOISE)
+        low = median(step.low_seconds for step in self._steps)
+        high = median(step.high_seconds for step in self._steps)
+        missed = sum(step.low_seconds > limit for step in self._steps) >= MISSES and low > limit
+        if missed or high <= limit or len(self._steps) >= CHECKED:
+            self.too_slow = missed or (high > limit and median(step.seconds for step in self._steps) > limit)
+            self.measured = self._summary(low, high)
+        return self.measured
+
+    def _summary(self, low: float, high: float) -> Measured:
+        peaks = [step.peak_bytes for step in self._steps if step.peak_bytes is not None]
+        return Measured(
+            seconds=median(step.seconds for step in self._steps),
+            low_seconds=low,
+            high_seconds=high,
+            peak_bytes=max(peaks, default=None),
+            steps=len(self._steps),
+        )
 
     @property
     def over_budget_bytes(self) -> int:
@@ -127,13 +210,14 @@ class Check:
         if not (solution.predicted.offloaded_bytes or solution.predicted.recomputed_bytes):
             parts.append("not measured: it is plain training")
         elif measured is None:
-            parts.append(f"not measured yet ({len(self._spans)} of {CHECKED} steps)")
+            parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")
         else:
             peak = "" if measured.peak_bytes is None else f", peak {format_size(measured.peak_bytes)}"
             if peak and self.reserved_bytes is not None:
                 peak += f" allocated, {format_size(self.reserved_bytes)} reserved"
             between = f"{measured.low_seconds:.4g} to {measured.high_seconds:.4g} s"
-            parts.append(f"measured {slower(measured.seconds)}, {between} in {CHECKED} steps{peak}")
+            count = "1 step" if measured.steps == 1 else f"{measured.steps} steps"
+            parts.append(f"measured {slower(measured.seconds)}, {between} in {count}{peak}")
         parts.append(f"bound {100 * solution.bound_seconds / plain:+.1f} %")
         return "; ".join(parts)
 

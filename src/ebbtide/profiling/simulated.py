@@ -28,8 +28,8 @@ from ebbtide.planner import plan_for
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.profiling.faketensors import NEEDS_VALUES, TENSOR_TYPES, FakeMachine, FakeTensorTier, without_bytes
-from ebbtide.profiling.measured import profile_of
 from ebbtide.profiling.repeats import Marks, NotAlike, Repeats
+from ebbtide.profiling.step_profile import profile_of
 from ebbtide.wrap import Attachment, find_blocks
 
 logger = logging.getLogger("ebbtide")

@@ -37,6 +37,10 @@ class Meter(Protocol):
         """Return the time between two moments; waits until both have come."""
         ...
 
+    def reached(self, moment: Moment) -> bool:
+        """Whether a moment has come: reading it waits for nothing."""
+        ...
+
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the most memory in use since the last call, and begin anew; None where that cannot be told.
 
@@ -56,6 +60,10 @@ class HostMeter:
     def seconds(self, begin: float, end: float) -> float:
         """Return the time between two moments."""
         return end - begin
+
+    def reached(self, moment: float) -> bool:
+        """Return True: what was asked of a CPU is done."""
+        return True
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the largest resident size since the last call."""
@@ -96,6 +104,10 @@ class DeviceMeter:
             return end - begin
         self._device.synchronize(end)
         return self._device.elapsed_seconds(begin, end)
+
+    def reached(self, moment: Moment) -> bool:
+        """Whether the device has come to a moment."""
+        return not self._device.capabilities.timed_events or self._device.query(moment)
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the most that was allocated since the last call; resets the peak that torch reports."""

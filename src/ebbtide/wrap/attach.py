@@ -44,6 +44,7 @@ from ebbtide.wrap.forward import (
 from ebbtide.wrap.others import refuse_around, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
+from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.strategy import weights_move
 from ebbtide.wrap.threads import Turns, in_turn
@@ -93,6 +94,7 @@ class Attachment:
         self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
+        self._rest = Rest(engine)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
         self._scopes: list[tuple[nn.Module, Scope]] = []
         self._own: Scope | None = None  # of the model itself, where that is a block
@@ -121,6 +123,8 @@ class Attachment:
     @in_turn
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
+            return forward(*args, **kwargs)
+        if self._rest.holds(self._scopes, self._put_on, args, kwargs):
             return forward(*args, **kwargs)
         self._agree()
         self._depth += 1
@@ -189,29 +193,29 @@ class Attachment:
             finally:
                 scope.open = False
         seen = self._seen.get(block.kind) or Tally()
-        whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs)
-        self._check_room()
         measured = engine.timer is not None and engine.timer.wanted
+        tried = engine.timer is not None and engine.timer.tries(block.name)
+        whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs, tried=tried)
+        self._check_room()
         hooks = offloading(engine, block, inputs, checkpointed=whole)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
-            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs):
+            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
                 if whole:
+                    context = ForwardContext(scope.module, run, state)
+                    output = run_checkpointed(forward, args, kwargs, context, run, seen.unique)
+                else:
+                    scope.run = run
                     try:
-                        return run_checkpointed(forward, args, kwargs, ForwardContext(scope.module, run), run)
+                        output = forward(*args, **kwargs)
+                        scope.others.check(block.name, run)
+                        run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                     finally:
-                        run.add_rerun(seen.unique)
-                scope.run = run
-                try:
-                    output = forward(*args, **kwargs)
-                    scope.others.check(block.name, run)
-                    run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
-                finally:
-                    scope.run = None
-                    scope.others.forget()
-                    self._seen[block.kind] = run.tally
-                self._plain.saw(run, inputs)
+                        scope.run = None
+                        scope.others.forget()
+                        self._seen[block.kind] = run.tally
+                    self._plain.saw(run, inputs)
             self._plain.mark(run, inputs, output)
             return output
         finally:
@@ -315,6 +319,10 @@ class Attachment:
         self._undo.append(functools.partial(_attached.discard, module))
         scope = Scope(block, module)
         self._undo.append(scope.leave)
+        self._put_on(module, scope)
+        return scope
+
+    def _put_on(self, module: nn.Module, scope: Scope) -> None:
         if module is self._model:
             self._own = scope
         else:
@@ -322,7 +330,6 @@ class Attachment:
             scope.inside.append(StandIn(module, call, traced=self._compiled_away).remove)
         if not is_compiled_wrapper(module) and (module is not self._model or module._compiled_call_impl is None):
             scope.follow()
-        return scope
 
     def _stand_around_compiled(self) -> None:
         """Put the hooks around blocks that were compiled. See [Note: compiled blocks]."""

@@ -45,11 +45,12 @@ class ForwardContext:
     Args:
         module: The block.
         run: Its run.
+        state: What its modules hold now, if that is known.
     """
 
-    def __init__(self, module: nn.Module, run: BlockRun) -> None:
+    def __init__(self, module: nn.Module, run: BlockRun, state: State | None = None) -> None:
         self._run = run
-        self._state = State(module.modules())
+        self._state = state or State(module.modules())
         engine, moved = run.engine, run.engine.weights.move
         self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
         self._watched: list[tuple[torch.Tensor, Watched]] = []
@@ -100,7 +101,12 @@ class ForwardContext:
 
 
 def run_checkpointed(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context: ForwardContext, run: BlockRun
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: ForwardContext,
+    run: BlockRun,
+    saved_bytes: int,
 ) -> Any:
     """Run a block whose backward runs it again. What it is given is saved, and offloaded by the hooks that are open.
 
@@ -113,6 +119,7 @@ def run_checkpointed(
         kwargs: What it is called with, by name.
         context: What it runs under now.
         run: The block's run.
+        saved_bytes: What such a block saves when its tensors are treated one by one.
     """
     leaves, spec = tree_flatten((args, kwargs))
     given_first = [(args, kwargs)]
@@ -128,7 +135,10 @@ def run_checkpointed(
             return forward(*again_args, **again_kwargs)
 
     # What the second run computes is compared here, and more than its sizes.
-    return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
+    try:
+        return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
+    finally:
+        run.add_rerun(saved_bytes)
 
 
 class _Packed:

@@ -86,7 +86,7 @@ class PlainBlocks:
         run = PlainRun(block, pass_, where)
         if timer is not None:
             timer.block_begins(run)
-            if timer.wanted and (where is None or where.type == "cpu"):
+            if timer.times_blocks and (where is None or where.type == "cpu"):
                 timer.leave_out(run, self._settle)
         try:
             output = forward(*args, **kwargs)
@@ -107,13 +107,16 @@ class PlainBlocks:
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
         """Let the timer, and who listens to a plain block, know when the gradient of what a block returned is there.
 
+        A plain block after blocks with hooks begins to bring in what these offloaded: its own backward hides it.
+
         Args:
             run: The block.
             inputs: The tensors that it was called with: what it hands on is not its own.
             output: What it returned.
         """
-        timer, listened = self._engine.timer, isinstance(run, PlainRun) and self._engine.bus.active
-        if timer is None or not (listened or (timer.wanted and timer.marks)):
+        timer = self._engine.timer
+        plain = isinstance(run, PlainRun) and (run.previous is not None or self._engine.bus.active)
+        if timer is None or not (plain or timer.times_blocks):
             return
         given = set(map(node_of, inputs))
         for node in set(map(node_of, tensors_in(output))) - given:
@@ -124,6 +127,10 @@ class PlainBlocks:
         with self._engine.lock:
             if isinstance(run, PlainRun):  # of others the engine tells
                 self._engine.bus.emit("block_backward", index=run.block.index, name=run.block.name)
+                task = torch._C._current_graph_task_id()
+                measured = self._engine.timer is not None and self._engine.timer.wanted  # alone, for once
+                if run.previous is not None and run.previous.task != task and not measured:
+                    self._engine._begin_block_backward(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
 

@@ -56,7 +56,14 @@ class Reruns:
         self._looked: set[str] = set()  # blocks that were searched for random generators
 
     def decide(
-        self, block: Block, module: nn.Module, seen: Tally, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: Block,
+        module: nn.Module,
+        seen: Tally,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        tried: bool = False,
     ) -> bool:
         """Whether a block that is called with these arguments is re-run whole in backward.
 
@@ -66,6 +73,7 @@ class Reruns:
             seen: What blocks of the kind saved when their tensors were last treated one by one.
             args: What it is called with.
             kwargs: What it is called with, by name.
+            tried: Re-run it if this process alone may, to measure what that takes.
         """
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
@@ -77,7 +85,9 @@ class Reruns:
         if seen.input_bytes and self._possible(block):
             wish = AGAIN if allowed else NEVER if again else ONCE
             again = self._votes.decide(block.kind, module, wish)
-        return again and (allowed or self._allowed(block.kind, args, kwargs))
+        if again:
+            return allowed or self._allowed(block.kind, args, kwargs)
+        return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether this process alone may run a block again: it was watched, and no other rank is needed.
@@ -94,22 +104,26 @@ class Reruns:
     @contextmanager
     def watched(
         self, run: BlockRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generator[None]:
-        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own."""
+    ) -> Generator[State | None]:
+        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own.
+
+        Yields:
+            What its modules hold before; None where nothing is watched.
+        """
         block = run.block
         if not self._possible(block):
-            yield
+            yield None
             return
-        kind = block.kind
+        kind, state = block.kind, State(module.modules())
         first = block.name not in self._looked
         self._looked.add(block.name)
         if first and generators_of(module):
             self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
         # Some kernels move no version of what they change: batch norm's of its running statistics.
-        before = _own_tensors(module, Compared.WHOLE if first else Compared.NOT)
+        before = _own_tensors(state, Compared.WHOLE if first else Compared.NOT)
         given = _contents(args, kwargs)
         try:
-            yield
+            yield state
         finally:
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change tensors of their own in place, which a second run would change again")
@@ -146,9 +160,9 @@ class Reruns:
             )
 
 
-def _own_tensors(block: nn.Module, compared: Compared) -> list[Watched]:
+def _own_tensors(state: State, compared: Compared) -> list[Watched]:
     """Return the tensors that a block's modules reach (parameters, buffers, attributes) as they are now."""
-    tensors = (t for t in State(block.modules()).tensors if not is_lazy(t))
+    tensors = (t for t in state.tensors if not is_lazy(t))
     return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.case import Case, Row
 from benchmarks.peers import planned, way_named
-from benchmarks.suites.bound import SLOWDOWNS, aims, table, total
+from benchmarks.suites.bound import SLOWDOWNS, aims, kept_promises, table, total
 
 MIB = 1 << 20
 
@@ -22,10 +22,8 @@ def test_budgets_lie_between_the_least_peak_and_that_of_plain_training() -> None
     assert ways == ["plain", *(planned(max_slowdown=s) for s in SLOWDOWNS)]
     rows = [row(way, 900 - 100 * place, [1.0]) for place, way in enumerate(ways)]
     assert aims(rows[:-1]) == ways
-    low, high = aims(rows)[len(ways) :]
-    assert low == planned(memory_budget=(100 + 500 + 100) * MIB) and high == planned(
-        memory_budget=(100 + 500 + 240) * MIB
-    )
+    budgets = [planned(memory_budget=(100 + 500 + between) * MIB) for between in (100, 200, 300)]
+    assert aims(rows)[len(ways) :] == budgets
     assert aims([*rows, *(row(way, 1, [1.0]) for way in ways)]) == aims(rows), "budgets follow from the first round"
 
 
@@ -41,13 +39,15 @@ def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
         Row(case=Case(way="x", model="small", tokens=512), status="no"),
     ]  # fmt: skip
     lines = table(rows)[2:]
-    assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.100) |  |  |  | ok |" in lines[0]
+    assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.100) |  |  |  |  | ok |" in lines[0]
     assert (
-        "| 204.0 MiB | 200.0 MiB | +2.0 % | 1.040 | 1.050 (1.050 to 1.075) | 1.020 | +3.0 points | "
+        "| 204.0 MiB | 200.0 MiB | +2.0 % | 1.040 | 1.050 (1.050 to 1.075) |  | 1.020 | +3.0 points | "
         "1.0 MiB / 2.0 MiB / 3.0 MiB | ok |"
     ) in lines[1]
-    assert "| auto, max_slowdown=0.05 |  | 200.0 MiB |  | 1.040 | 1.100" in lines[2]
-    assert lines[3].endswith("| x |  |  |  |  |  |  |  |  | no |")
+    assert "| auto, max_slowdown=0.05 |  | 200.0 MiB |  | 1.040 | 1.100 (1.100 to 1.100) | +5.0 points |" in lines[2]
+    assert kept_promises(rows).endswith("the median was 5.0 points beyond, the worst 5.0.")
+    assert kept_promises(rows[:2]) == "No promise was put to the test."
+    assert lines[3].endswith("| x |  |  |  |  |  |  |  |  |  | no |")
     assert total(rows[0]) == 400 * MIB
 
 

@@ -22,12 +22,16 @@ class Clock:
 
     def __init__(self) -> None:
         self.now, self.peak = 0.0, 0
+        self.ahead = False  # whether the device has come to every moment by the time that anybody asks
 
     def moment(self, where: torch.device | None) -> float:
         return self.now
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
+
+    def reached(self, moment: float) -> bool:
+        return self.ahead
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
         peak, self.peak = self.peak, 0
@@ -69,12 +73,15 @@ class Scene:
 class Pass:
     """Stands where the engine's pass stands: weakly referenced."""
 
+    latest = None
+
 
 class Run:
     """Stands where a run of a block stands."""
 
     def __init__(self, pass_: Any, name: str) -> None:
         self.pass_, self.where = pass_, CPU
+        self.checkpointed = False
         self.checkpointable, self.tally = False, SimpleNamespace(input_bytes=0)
         self.block = SimpleNamespace(name=name, kind="Layer")
 
@@ -284,6 +291,47 @@ def test_passes_are_timed_and_told_two_later() -> None:
     assert [span.seconds for span in scene.told] == [3.0]
     scene.step(4.0)
     assert [(span.seconds, span.peak_bytes, span.saved_bytes) for span in scene.told] == [(3.0, 1, 100), (4.0, 2, 100)]
+
+
+def test_a_pass_is_told_when_the_next_begins_if_the_device_has_come_to_its_end() -> None:
+    scene = Spans()
+    scene.clock.ahead = True
+    scene.step(1.0)
+    scene.step(2.0)
+    assert [span.seconds for span in scene.told] == [3.0]
+    scene.timer.runs_plain("a")  # what comes of it is in force for the whole next pass
+    assert [span.seconds for span in scene.told] == [3.0, 4.0]
+
+
+def test_every_second_of_a_span_belongs_to_a_block_or_to_the_head() -> None:
+    scene = Spans()
+    scene.clock.ahead = True
+    one: Any = Pass()
+    runs = scene.forward(one, "a", "b", seconds=1.0, between=0.25)
+    plain: Any = PlainRun(SimpleNamespace(name="c", kind="Layer"), one, CPU)  # type: ignore[arg-type]
+    scene.timer.block_begins(plain)
+    scene.timer.leave_out(plain, lambda: scene.spend(7.0))
+    scene.spend(1.5)
+    scene.timer.block_ends(plain)
+    scene.spend(0.5)  # the head
+    scene.timer.pass_ends(100)
+    scene.backward([*runs, plain], seconds=2.0)
+    assert not scene.timer.runs_plain("a")
+    (span,) = scene.told
+    assert [(b.name, b.plain, b.forward_seconds, b.backward_seconds) for b in span.blocks] == [
+        ("a", False, 1.25, 2.0), ("b", False, 1.25, 2.0), ("c", True, 1.5, 2.0)
+    ]  # fmt: skip
+    assert span.seconds == sum(block.seconds for block in span.blocks) + 0.5
+
+
+def test_the_rest_of_a_pass_whose_backward_came_in_between_is_no_span() -> None:
+    scene = Spans()
+    scene.clock.ahead = True
+    one: Any = Pass()
+    scene.backward(scene.full(one, 1.0))
+    scene.backward(scene.full(one, 0.5))
+    scene.full(Pass(), 1.0)
+    assert [span.seconds for span in scene.told] == [3.0]
 
 
 def test_passes_are_timed_as_long_as_more_are_wanted() -> None:

@@ -12,13 +12,14 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
-from ebbtide.engine.spans import Span
+from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, profile_of
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, kept_blocks
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING, compared
+from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from tests.helpers.profiles import alike
 from tests.helpers.profiles import unit as make_unit
@@ -85,9 +86,52 @@ def test_plain_blocks_are_the_last_of_each_kind_where_there_is_room() -> None:
     other = replace(found.blocks[0], name="stem", kind="Stem", units=found.blocks[0].units[:1])
     found = replace(found, blocks=(other, *found.blocks))
     room = ROOM * (100 + 200) * MB
-    assert sample(found, room) == {"stem", "layers.3"}
-    assert sample(found, room - 1) == {"stem"}
-    assert sample(found, None) == frozenset()
+    assert sample(found.blocks, room) == {"stem", "layers.3"}
+    assert sample(found.blocks, room - 1) == {"stem"}
+    assert sample(found.blocks, None) == frozenset()
+
+
+def many(count: int) -> TimedStep:
+    found = step()
+    return replace(found, blocks=tuple(replace(found.blocks[0], name=f"layers.{i}") for i in range(count)))
+
+
+@pytest.mark.parametrize(
+    ("count", "names"),
+    [(1, {0}), (2, {1}), (7, {6}), (8, {7, 3}), (12, {11, 10, 5}), (30, {29, 28, 9, 18}), (300, {299, 298, 99, 198})],
+)
+def test_of_many_blocks_the_last_and_others_in_between_run_plain(count: int, names: set[int]) -> None:
+    assert sample(many(count).blocks, 10**12) == {f"layers.{i}" for i in names}
+
+
+def test_a_second_block_of_a_kind_comes_after_one_of_each() -> None:
+    found = step()
+    stem = replace(found.blocks[0], kind="Stem", units=found.blocks[0].units[:1])
+    stems = tuple(replace(stem, name=f"stem.{i}") for i in range(2))
+    found = replace(found, blocks=(*stems, *many(12).blocks))
+    assert sample(found.blocks, ROOM * (100 + 200) * MB) == {"stem.1", "layers.11"}
+    assert sample(found.blocks, ROOM * (100 + 2 * 200) * MB) == {"stem.1", "layers.11", "layers.10"}
+
+
+def test_blocks_of_another_size_are_not_compared() -> None:
+    blocks = list(many(12).blocks)
+    blocks[5] = replace(blocks[5], units=blocks[5].units[:1])
+    assert sample(blocks, 10**12) == {"layers.11", "layers.6"}
+
+
+def test_times_are_quartiles_and_no_copy_ran_beside_the_backward() -> None:
+    """What hooks cost is taken to be the upper quartile of it, what plain training takes the lower."""
+    before = many(12)
+    plain = {11: (0.8, 2.0), 10: (0.6, 2.0), 5: (0.7, 1.0)}
+    blocks = [
+        replace(block, units=(), plain=True, forward_seconds=plain[place][0], backward_seconds=plain[place][1])
+        if place in plain
+        else replace(block, forward_seconds=1.0 + 0.1 * place)
+        for place, block in enumerate(before.blocks)
+    ]
+    found = plain_blocks(before, replace(before, blocks=tuple(blocks)))["Layer"]
+    assert (found.forward_seconds, found.backward_seconds) == (pytest.approx(0.65), 2.0)
+    assert (found.hooked_forward_seconds, found.hooked_backward_seconds) == (pytest.approx(1.7), 2.5)
 
 
 def test_blocks_count_with_plain_times_and_the_rest_is_charged() -> None:
@@ -204,6 +248,117 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
     assert plan.table is before
     assert "the promise is not kept, and no plan is known that would keep it" in caplog.text
     assert "no plan is known" in plan.explain()
+
+
+# Compared with blocks without hooks
+
+
+def judged_plan(slowdown: float = 0.1, count: int = 12, plain: float = 2.5) -> MeasuredPlan:
+    """Return a plan for blocks that take ``plain`` seconds without hooks (a fifth of it forward), and 3.5 with them."""
+    plan = MeasuredPlan(Auto(max_slowdown=slowdown), tier(), None, Bus())
+    found = many(count)
+    quiet = [replace(b, units=(), plain=True, forward_seconds=plain / 5, backward_seconds=plain * 4 / 5)
+             for b in found.blocks[-2:]]  # fmt: skip
+    for one in (found, found, replace(found, blocks=(*found.blocks[:-2], *quiet))):
+        plan.saw_step(one)
+    assert plan.table is not None and plan.profile is not None
+    assert plan.profile.step_seconds == pytest.approx(count * plain + 0.75)
+    return plan
+
+
+def span_of(plan: MeasuredPlan, slower: float, *, plain: tuple[int, ...], speed: float = 1.0) -> Span:
+    """Return a pass of a machine that takes ``speed`` times as long, in which blocks with hooks take ``slower``."""
+    assert plan.profile is not None
+    blocks = tuple(
+        BlockSpan(name=block.name, plain=place in plain,
+                  forward_seconds=block.forward_seconds * speed * (1.0 if place in plain else slower),
+                  backward_seconds=block.backward_seconds * speed * (1.0 if place in plain else slower))
+        for place, block in enumerate(plan.profile.blocks)
+    )  # fmt: skip
+    return Span(seconds=sum(b.seconds for b in blocks) + 0.5 * speed, peak_bytes=None, saved_bytes=1, blocks=blocks)
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0, 0.5])
+def test_a_plan_is_compared_with_blocks_of_the_same_pass(speed: float) -> None:
+    plan = judged_plan()
+    assert plan._check is not None and plan.profile is not None
+    found = compared(span_of(plan, 1.5, plain=(3, 7), speed=speed), plan._check.solution)
+    assert found is not None
+    kept = len(kept_blocks(plan._check.solution) & {"layers.3", "layers.7"})  # these take no longer under the plan
+    assert found.seconds == pytest.approx(2.5 * (1.5 * (12 - kept) + kept) + 0.75, rel=0.02)
+    assert found.low_seconds == found.seconds == found.high_seconds
+
+
+def test_without_a_block_without_hooks_or_with_other_blocks_nothing_is_compared() -> None:
+    plan = judged_plan()
+    assert plan._check is not None
+    assert compared(span_of(plan, 1.5, plain=()), plan._check.solution) is None
+    other = span_of(plan, 1.5, plain=(3,))
+    assert compared(replace(other, blocks=other.blocks[:-1]), plan._check.solution) is None
+
+
+def test_what_plain_blocks_differ_by_is_the_error_bar() -> None:
+    plan = judged_plan()
+    assert plan._check is not None
+    even = span_of(plan, 1.5, plain=(2, 4, 6, 8))
+    speeds = {2: 0.9, 4: 1.0, 6: 1.0, 8: 1.1}
+    blocks = tuple(
+        replace(b, forward_seconds=b.forward_seconds * speeds.get(i, 1.0)) for i, b in enumerate(even.blocks)
+    )
+    found = compared(replace(even, blocks=blocks), plan._check.solution)
+    assert found is not None and found.low_seconds < found.seconds < found.high_seconds
+    alone = compared(span_of(plan, 1.5, plain=(2,)), plan._check.solution)
+    assert alone is not None and alone.low_seconds < alone.seconds < alone.high_seconds
+
+
+def judged_after(plan: MeasuredPlan, *slower: float) -> int:
+    """Return after how many passes no more are wanted, or the plan is another; 0: not yet."""
+    before = plan.table
+    for number, one in enumerate((99.0, *slower)):  # the first settles
+        if not plan.saw_span(span_of(plan, one, plain=(3, 5, 7, 9))) or plan.table is not before:
+            return number
+    return 0
+
+
+def test_one_pass_shows_that_a_promise_is_kept() -> None:
+    plan = judged_plan()
+    assert judged_after(plan, 1.05) == 1
+    assert "in 1 step" in plan.explain()
+
+
+def test_two_passes_that_agree_show_that_it_is_missed() -> None:
+    plan = judged_plan()
+    assert judged_after(plan, 1.5, 1.5) == 2
+    assert plan._corrections == 1
+
+
+def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    plan = judged_plan()
+    assert judged_after(plan, 1.5, 1.0, 1.0) == 3
+    assert plan._corrections == 0
+
+
+def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    for room, expected in ((10**12, 2), (None, 0)):
+        monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier, room=room: room)
+        plan = MeasuredPlan(Auto(max_slowdown=10.0), tier(), None, Bus())
+        plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+        for _ in range(3):
+            plan.saw_step(many(12))
+        assert plan._check is not None
+        kept = kept_blocks(plan._check.solution)
+        assert len(timer.unhooked - kept) == (expected if len(kept) < expected else 0)
+        if expected:
+            assert judged_after(plan, 1.0) == 1
+            assert timer.unhooked == kept
+
+
+def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> None:
+    plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
+    plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
+    for _ in range(3):
+        plan.saw_step(replace(many(12), turn_peak_bytes=1_300 * MB))
+    assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
 
 
 # Budgets

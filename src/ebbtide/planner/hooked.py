@@ -1,0 +1,73 @@
+"""Choosing with the price of hooks in mind: which blocks have any.
+
+[Note: the price of hooks]
+A block of which anything is offloaded or recomputed has hooks, and these cost the host some time for each tensor that
+it saves, whatever is done with it. A block of which everything is kept has none. So less is sometimes more: with the
+same slowdown fewer blocks can be treated more thoroughly. Plans for the first n blocks, whose bytes stay longest, are
+searched for several n, each within what the hooks of n blocks leave of the slowdown; all other blocks keep everything.
+Where hooks cost nothing, or were not measured, there is one search for all blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbtide.base.actions import Action
+from ebbtide.planner.profile import BlockProfile, Profile
+from ebbtide.planner.simulate import Assignment
+from ebbtide.planner.solve import GRAIN, Search, Solution
+
+PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
+"""Of all blocks, how many are treated: the parts that are tried."""
+
+
+def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
+    """Return the plan with the smallest peak whose step, hooks included, is at most ``max_slowdown`` slower.
+
+    Args:
+        profile: The step.
+        max_slowdown: 0.05 allows a step that is 5 % slower than plain training.
+    """
+    slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
+    if not any(block.hook_seconds for block in profile.blocks):
+        return search.least_memory(slack)
+    found = [search.everything]
+    for count in sorted({round(part * len(profile.blocks)) for part in PARTS} - {0}):
+        left = slack - sum(block.hook_seconds for block in profile.blocks[:count])
+        if left > 0:
+            assignment = Search(_first(profile, count)).least_memory(left).assignment
+            found.append(with_hooks(search.simulated(assignment)))
+    grain = GRAIN * profile.saved_bytes or 1.0
+    return min(found, key=lambda s: (round(s.predicted.peak_bytes / grain), s.predicted.overhead_seconds))
+
+
+def with_hooks(found: Solution) -> Solution:
+    """Return a solution whose predicted step contains the hooks of the blocks that have some."""
+    hooks = _hook_seconds(found.profile, found.assignment)
+    predicted = found.predicted
+    return replace(
+        found,
+        predicted=replace(
+            predicted,
+            step_seconds=predicted.step_seconds + hooks,
+            overhead_seconds=predicted.overhead_seconds + hooks,
+        ),
+    )
+
+
+def _hook_seconds(profile: Profile, assignment: Assignment) -> float:
+    return sum(
+        block.hook_seconds
+        for block, actions in zip(profile.blocks, assignment, strict=True)
+        if any(action is not Action.KEEP for action in actions)
+    )
+
+
+def _first(profile: Profile, count: int) -> Profile:
+    """Return a step in which all but the first blocks must keep what they save."""
+
+    def kept(block: BlockProfile) -> BlockProfile:
+        units = (replace(unit, movable=False, recompute_seconds=None, recompute_flops=None) for unit in block.units)
+        return replace(block, units=tuple(units), checkpointable=False)
+
+    return replace(profile, blocks=(*profile.blocks[:count], *map(kept, profile.blocks[count:])))

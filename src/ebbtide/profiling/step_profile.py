@@ -1,0 +1,82 @@
+"""The profile of a measured step: what the planner needs to know of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ebbtide.base.actions import Action
+from ebbtide.engine.timed import TimedBlock, TimedStep
+from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
+from ebbtide.planner.simulate import simulate
+
+
+def profile_of(
+    step: TimedStep, rates: Rates, window_bytes: int | None, *, ran: tuple[Rates, int | None] | None = None
+) -> Profile:
+    """Return what the planner needs to know of a measured step.
+
+    Its recomputes are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
+    blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is
+    there anyway if that is more: the two may be the same bytes.
+
+    Args:
+        step: What was measured.
+        rates: What moving costs.
+        window_bytes: Bytes allowed in flight; None: follows the model.
+        ran: Rates and window under which the step was measured, if they were others.
+    """
+    profile = Profile(
+        blocks=tuple(map(_block, step.blocks)),
+        rates=rates,
+        turn_seconds=step.turn_seconds,
+        tail_seconds=step.tail_seconds,
+        window_bytes=window_bytes,
+    )
+    if step.turn_peak_bytes is None:
+        return profile
+    as_it_ran = profile if ran is None else replace(profile, rates=ran[0], window_bytes=ran[1])
+    levels = simulate(as_it_ran, [[unit.action for unit in block.units] for block in step.blocks]).levels_bytes
+    count = len(step.blocks)
+    blocks = tuple(
+        replace(
+            profile.blocks[place],
+            forward_beside_bytes=_beside(block.forward_peak_bytes, max(levels[place], block.forward_anyway_bytes)),
+            backward_beside_bytes=_beside(
+                block.backward_peak_bytes, max(levels[-1 - place], block.backward_anyway_bytes)
+            ),
+        )
+        for place, block in enumerate(step.blocks)
+    )
+    return replace(
+        profile,
+        blocks=blocks,
+        turn_beside_bytes=_beside(step.turn_peak_bytes, max(levels[count], step.turn_anyway_bytes)),
+    )
+
+
+def _block(block: TimedBlock) -> BlockProfile:
+    recomputed = sum(unit.recompute_seconds or 0.0 for unit in block.units if unit.action is Action.RECOMPUTE)
+    return BlockProfile(
+        name=block.name,
+        kind=block.kind,
+        forward_seconds=block.forward_seconds,
+        backward_seconds=max(block.backward_seconds - recomputed, 0.0),
+        checkpointable=block.checkpointable,
+        input_bytes=block.input_bytes,
+        units=tuple(
+            Unit(
+                site=unit.site,
+                nbytes=unit.nbytes,
+                narrow_bytes=unit.narrow_bytes,
+                block_input=unit.block_input,
+                movable=unit.movable,
+                recompute_seconds=unit.recompute_seconds,
+                recompute_flops=unit.recompute_flops,
+            )
+            for unit in block.units
+        ),
+    )
+
+
+def _beside(peak_bytes: int | None, level_bytes: int) -> int:
+    return max((peak_bytes or 0) - level_bytes, 0)

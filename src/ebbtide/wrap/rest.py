@@ -1,0 +1,75 @@
+"""Taking everything off the blocks while no block has hooks.
+
+[Note: rest]
+Where a plan keeps everything, blocks run as in plain training. What stands around them would still cost each block some
+Python, and each of its modules two hooks: much, for tiny blocks. So once the plan is judged it is all taken off. Only
+the stand-in of the model stays, and looks once a pass whether somebody listens, or whether the model is called with
+clearly more than it was: then everything is put back, before the first block runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.engine import Engine
+from ebbtide.engine.timing import GROWTH
+from ebbtide.wrap.forward import is_compiled_inside
+from ebbtide.wrap.scope import Scope
+
+
+class Rest:
+    """Knows whether blocks need anything on them. See [Note: rest].
+
+    Args:
+        engine: Its timer tells which blocks run without hooks.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._scopes: list[tuple[nn.Module, Scope]] = []  # of which everything is taken off
+        self._elements = 0  # of what the largest pass without hooks was called with
+        self._before = 0  # of what the latest pass was called with
+
+    def holds(
+        self,
+        scopes: Sequence[tuple[nn.Module, Scope]],
+        put_on: Callable[[nn.Module, Scope], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> bool:
+        """Whether a pass that begins needs nothing on the blocks: then there is nothing on them.
+
+        Args:
+            scopes: All blocks; of a model that is its own block nothing is taken off.
+            put_on: Puts on a block what was taken off.
+            args: What the model is called with.
+            kwargs: What it is called with, by name.
+        """
+        if self._engine.timer is None:
+            return False
+        elements = sum(x.numel() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor))
+        if not self._scopes and self._before and self._possible(scopes):
+            self._elements = max(self._elements, self._before)
+            if elements <= GROWTH * self._elements:
+                self._scopes = list(scopes)
+                for _, scope in self._scopes:
+                    scope.leave()
+        if self._scopes and (self._engine.bus.active or elements > GROWTH * self._elements):
+            while self._scopes:
+                put_on(*self._scopes.pop())
+        self._before = elements
+        return bool(self._scopes)
+
+    def _possible(self, scopes: Sequence[tuple[nn.Module, Scope]]) -> bool:
+        timer = self._engine.timer
+        if timer is None or timer.wanted or timer.times_blocks or self._engine.bus.active:
+            return False
+        return all(
+            scope.block.name in timer.unhooked and scope.inside and not is_compiled_inside(module)
+            for module, scope in scopes
+        )

@@ -1,0 +1,53 @@
+"""Plans that know what hooks cost. All times are made up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ebbtide.base.actions import Action
+from ebbtide.planner.hooked import shrink_hooked
+from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.solve import shrink
+from tests.helpers.profiles import alike, unit
+
+MB = 10**6
+RATES = Rates(out_bytes_per_second=10 * MB, in_bytes_per_second=10 * MB)
+
+
+def step(hook_seconds: float, count: int = 16) -> Profile:
+    """Blocks of 3 s, each of which saves 200 MB, half of them recomputed in 0.1 s."""
+    profile = alike(count, (unit("light", 100 * MB, 0.1), unit("dear", 100 * MB)), RATES)
+    return replace(profile, blocks=tuple(replace(block, hook_seconds=hook_seconds) for block in profile.blocks))
+
+
+def treated(actions: tuple[Action, ...]) -> bool:
+    return any(action is not Action.KEEP for action in actions)
+
+
+def test_hooks_that_cost_nothing_change_nothing() -> None:
+    assert shrink_hooked(step(0.0), 0.05).assignment == shrink(step(0.0), 0.05).assignment
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.01, 0.05, 0.15, 0.5])
+@pytest.mark.parametrize("hook_seconds", [0.05, 0.3, 3.0])
+def test_the_promise_holds_with_hooks(slowdown: float, hook_seconds: float) -> None:
+    profile = step(hook_seconds)
+    found = shrink_hooked(profile, slowdown)
+    hooks = hook_seconds * sum(map(treated, found.assignment))
+    bare = shrink(profile, slowdown)
+    assert found.predicted.overhead_seconds <= slowdown * profile.step_seconds * (1 + 1e-6)
+    assert found.predicted.overhead_seconds >= hooks
+    assert found.predicted.peak_bytes >= bare.predicted.peak_bytes
+
+
+def test_where_hooks_on_all_blocks_are_too_dear_the_first_ones_are_treated() -> None:
+    found = shrink_hooked(step(0.3), 0.05)  # 2.4 s, and hooks on all blocks would cost 4.8 s
+    which = list(map(treated, found.assignment))
+    assert any(which) and which == sorted(which, reverse=True)
+    assert found.predicted.kept_bytes < step(0.3).saved_bytes
+
+
+def test_where_no_hook_can_be_paid_everything_is_kept() -> None:
+    assert not any(map(treated, shrink_hooked(step(3.0), 0.01).assignment))
