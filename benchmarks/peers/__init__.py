@@ -82,7 +82,7 @@ def all_ways() -> dict[str, Way]:
 
 
 def way_named(name: str) -> Way:
-    """Return one of ``all_ways()``, hooks alone, or one of ebbtide's with settings in its name, as ``planned(...)`` makes."""
+    """Return one of ``all_ways()``, hooks alone, or one with settings in its name, as ``planned(...)`` makes them."""
     from benchmarks.peers.builtin import HOOKS_ALONE, with_settings
 
     return (all_ways() | {HOOKS_ALONE.name: HOOKS_ALONE}).get(name) or with_settings(name)
