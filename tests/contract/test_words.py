@@ -1,0 +1,208 @@
+"""One language: the glossary's words are used, retired words are not, and a public class name has one meaning."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GLOSSARY = ROOT / "docs/concepts/glossary.md"
+MODULES = sorted((ROOT / "src").rglob("*.py"))
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+RETIRED = {
+    "remake": r"\bremak|\bremade\b",
+    "made again": r"\b(made|makes?|making) again\b",
+    "on paper": r"\bon paper\b",
+    "bit by bit": r"\bbit by bit\b",
+    "turn-around": r"\bturn-?around\b",
+    "stubborn": r"\bstubborn",
+    "dear": r"\bdear(er|est)?\b",
+    "bring in": r"\b(bring|brings|brought|brings) in\b",
+    "bury": r"\b(bury|buries|buried)\b",
+    "withdraw": r"\bwithdr(aw|ew)",
+    "put back": r"\bputs? back\b",
+    "re-run": r"\bre-?runs?\b|\bruns? again\b",
+    "park": r"\bpark(s|ed|ing)?\b",
+    "told": r"\btold\b",
+    "stands": r"\bstands? where\b",
+    "is said": r"\bis (told|said)\b",
+}
+"""Word → pattern, for pages and for the texts that the code shows to users."""
+
+ALLOWED: dict[str, set[str]] = {
+    "bit by bit": {
+        "README.md",
+        "docs/concepts/a-tensors-journey.md",
+        "docs/guides/choosing-a-mode.md",
+        "docs/guides/custom-operators.md",
+        "docs/guides/loading.md",
+        "docs/guides/quick-start.md",
+        "docs/guides/sft.md",
+        "docs/reference/run-file.md",
+        "src/ebbtide/report/table.py",
+    },
+    "bring in": {
+        "docs/concepts/a-tensors-journey.md",
+    },
+    "dear": {
+        "docs/guides/out-of-memory.md",
+    },
+    "is said": {
+        "docs/concepts/a-tensors-journey.md",
+        "docs/concepts/correctness.md",
+        "docs/guides/from-ms-swift-and-verl.md",
+        "docs/guides/sft.md",
+        "docs/guides/troubleshooting.md",
+        "docs/reference/versions.md",
+        "src/ebbtide/cli/compare.py",
+        "src/ebbtide/cli/doctor.py",
+    },
+    "made again": {
+        "docs/decisions/0005-auto-by-rule.md",
+        "docs/guides/custom-operators.md",
+    },
+    "park": {
+        "docs/decisions/0008-an-arena-of-chunks.md",
+        "src/ebbtide/engine/stats.py",
+    },
+    "put back": {
+        "docs/concepts/correctness.md",
+    },
+    "re-run": {
+        "docs/concepts/scaling.md",
+        "docs/decisions/0005-auto-by-rule.md",
+        "docs/decisions/0006-first-measurements.md",
+        "docs/decisions/0015-auto-keeps-its-promise.md",
+        "docs/guides/choosing-a-mode.md",
+        "docs/guides/distributed.md",
+        "docs/guides/from-ms-swift-and-verl.md",
+        "docs/guides/plan.md",
+        "docs/reference/families.md",
+        "docs/reference/versions.md",
+        "src/ebbtide/doctor/device_rules.py",
+        "src/ebbtide/engine/tickets.py",
+        "src/ebbtide/planner/rules.py",
+        "src/ebbtide/wrap/checkpointed.py",
+        "src/ebbtide/wrap/rerun.py",
+        "src/ebbtide_recipes/plan/options.py",
+    },
+    "stands": {
+        "docs/guides/quick-start.md",
+    },
+    "stubborn": {
+        "docs/decisions/0005-auto-by-rule.md",
+        "src/ebbtide/engine/stats.py",
+        "src/ebbtide/wrap/rerun.py",
+    },
+    "told": {
+        "docs/concepts/a-tensors-journey.md",
+        "docs/concepts/correctness.md",
+        "docs/guides/distributed.md",
+        "docs/guides/from-ms-swift-and-verl.md",
+        "docs/guides/sft.md",
+        "docs/reference/versions.md",
+        "src/ebbtide/cli/doctor.py",
+    },
+    "turn-around": {
+        "docs/decisions/0011-a-simulated-step.md",
+    },
+    "withdraw": {
+        "docs/concepts/a-tensors-journey.md",
+        "docs/decisions/0010-one-copy-a-storage.md",
+        "docs/decisions/0011-a-simulated-step.md",
+        "src/ebbtide/store/diskwork.py",
+        "src/ebbtide/store/parcel.py",
+    },
+}
+"""Word → pages and modules that still have it. Only ever shortened; a test fails when an entry is not needed."""
+
+TWICE: dict[str, str] = {
+    "Bus": "base, doctor",
+    "CopyIn": "engine, store",
+    "Device": "doctor, store",
+    "Entry": "engine, load",
+    "Inputs": "config, engine",
+    "Layout": "engine, load",
+    "Plan": "base, load",
+    "Progress": "cli, recipes",
+    "Reader": "load, recipes",
+    "Source": "load, recipes",
+    "Span": "engine, report",
+    "State": "store, wrap",
+    "Subject": "recipes",
+}
+"""Public class names defined more than once in src today, and the rooms. Only ever shortened."""
+
+
+def words() -> list[str]:
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", GLOSSARY.read_text(), re.MULTILINE)
+    return [row for row in rows if row not in ("word", "---")]
+
+
+def texts(source: str) -> Iterator[str]:
+    """Yield the string constants of a module that are no docstrings: errors, help, output."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
+            yield node.value
+
+
+def shown(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    return "\n".join(texts(text)) if path.suffix == ".py" else re.sub(r"`[^`\n]*`", "", text)
+
+
+def retired(text: str) -> set[str]:
+    return {word for word, pattern in RETIRED.items() if re.search(pattern, text, re.IGNORECASE)}
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def classes(sources: dict[str, str]) -> dict[str, list[str]]:
+    """Return public class name → modules that define it at their top."""
+    found: dict[str, list[str]] = {}
+    for module, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
+def test_every_word_of_the_glossary_is_used() -> None:
+    pages = " ".join(page.read_text() for page in PAGES if page != GLOSSARY)
+    known = re.sub(r"[-_\s]+", " ", pages + " ".join(path.read_text() for path in MODULES)).lower()
+    assert len(words()) > 20
+    assert [word for word in words() if word.replace("-", " ") not in known] == []
+
+
+@pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=name)
+def test_no_retired_word_is_shown(path: Path) -> None:
+    allowed = {word for word, places in ALLOWED.items() if name(path) in places}
+    assert retired(shown(path)) == allowed  # a word that is gone leaves the list as well
+
+
+def test_allowed_places_exist() -> None:
+    places = set().union(*ALLOWED.values())
+    assert {*ALLOWED} <= {*RETIRED} and places <= {name(path) for path in [*PAGES, *MODULES]}
+
+
+def test_a_retired_word_is_found() -> None:
+    source = '"""Told in a docstring."""\nraise ValueError("it was told, bit by bit")\nx = "told"\n'
+    assert retired("\n".join(texts(source))) == {"told", "bit by bit"}
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    found = classes({name(path): path.read_text() for path in MODULES})
+    assert {word for word, places in found.items() if len(places) > 1} == {*TWICE}
+
+
+def test_a_class_name_in_two_modules_is_found() -> None:
+    assert classes({"a": "class Plan: ...\nclass _P: ...", "b": "class Plan: ..."}) == {"Plan": ["a", "b"]}
