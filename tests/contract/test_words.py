@@ -35,35 +35,35 @@ RETIRED = {
 """Word → pattern, for pages and for the texts that the code shows to users."""
 
 ALLOWED: dict[str, set[str]] = {
-    'bit by bit': {
-        'src/ebbtide/report/table.py',
+    "bit by bit": {
+        "src/ebbtide/report/table.py",
     },
-    'is said': {
-        'src/ebbtide/cli/compare.py',
-        'src/ebbtide/cli/doctor.py',
+    "is said": {
+        "src/ebbtide/cli/compare.py",
+        "src/ebbtide/cli/doctor.py",
     },
-    'park': {
-        'src/ebbtide/engine/stats.py',
+    "park": {
+        "src/ebbtide/engine/stats.py",
     },
-    're-run': {
-        'docs/guides/plan.md',
-        'src/ebbtide/doctor/device_rules.py',
-        'src/ebbtide/engine/tickets.py',
-        'src/ebbtide/planner/rules.py',
-        'src/ebbtide/wrap/checkpointed.py',
-        'src/ebbtide/wrap/rerun.py',
-        'src/ebbtide_recipes/plan/options.py',
+    "re-run": {
+        "docs/guides/plan.md",
+        "src/ebbtide/doctor/device_rules.py",
+        "src/ebbtide/engine/tickets.py",
+        "src/ebbtide/planner/rules.py",
+        "src/ebbtide/wrap/checkpointed.py",
+        "src/ebbtide/wrap/rerun.py",
+        "src/ebbtide_recipes/plan/options.py",
     },
-    'stubborn': {
-        'src/ebbtide/engine/stats.py',
-        'src/ebbtide/wrap/rerun.py',
+    "stubborn": {
+        "src/ebbtide/engine/stats.py",
+        "src/ebbtide/wrap/rerun.py",
     },
-    'told': {
-        'src/ebbtide/cli/doctor.py',
+    "told": {
+        "src/ebbtide/cli/doctor.py",
     },
-    'withdraw': {
-        'src/ebbtide/store/diskwork.py',
-        'src/ebbtide/store/parcel.py',
+    "withdraw": {
+        "src/ebbtide/store/diskwork.py",
+        "src/ebbtide/store/parcel.py",
     },
 }
 """Word → pages and modules that still have it. Only ever shortened; a test fails when an entry is not needed."""
