@@ -89,7 +89,7 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
     much = [c for c in cases if left(c) > MUCH]
     return [
         "Percent of the naive bytes: the distinct storages that autograd saves inside the blocks of ordinary training,",
-        "without weights, counted by a second pair of hooks. *Checkpointed* is a part of *recomputed*. The three sum to",
+        "without weights, counted by a second pair of hooks. *Checkpointed* is part of *recomputed*. The three sum to",
         "less than 100 where one value was saved in two storages and is stored once. Every case is bitwise equal to",
         "ordinary training. Measured on a CPU, whose attention with dropout saves its softmax and a float mask; the",
         "fused kernels of a GPU do not.",

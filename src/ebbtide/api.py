@@ -103,7 +103,7 @@ class Handle:
             raise DataError(
                 f"{str(out)!r} cannot be written ({error.strerror})",
                 expected="a folder, or a path where one can be made",
-                hint="name a folder that you may write to",
+                hint="choose a folder that you may write to",
             ) from error
 
     def disable(self) -> None:
@@ -131,7 +131,7 @@ class Handle:
             if not stats.packs:
                 logger.warning(
                     "nothing was offloaded: no forward with gradients came through the handle "
-                    "(was the whole model compiled after it was enabled? compile its blocks instead)"
+                    "(was the model compiled after offloading was enabled? compile its blocks instead)"
                 )
             if stats.memory_saved_percent is not None:
                 saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
@@ -189,7 +189,7 @@ def enable_activation_offloading(
         BlocksError: The model has no parameters, or a glob matches nothing.
         TargetError: No such target on this machine; DiskError: the path cannot serve.
         ConflictError: The model is already offloaded.
-        EbbtideError: torch is older than what is tested.
+        EbbtideError: torch is older than the tested versions.
     """
     check_version("torch")
     if not isinstance(model, nn.Module):
@@ -290,7 +290,7 @@ class offload_saved_tensors(ContextDecorator):
     Raises:
         ConfigError: A value cannot be used.
         TargetError: No such target on this machine; raised when the context is entered.
-        EbbtideError: torch is older than what is tested; likewise.
+        EbbtideError: torch is older than the tested versions; likewise.
     """
 
     def __init__(
@@ -346,10 +346,10 @@ def register_recompute(name: str, rule: Rule) -> None:
         ConfigError: The name is no text, or the rule cannot be called.
     """
     guide = "docs/guides/custom-operators.md shows a rule"
-    check_value("name", name, str, advice=f"tensor.grad_fn.name() tells it; {guide}")
+    check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")
     if not name.strip():
         raise ConfigError(
-            "name is empty", expected="an autograd node's", hint=f"tensor.grad_fn.name() tells it; {guide}"
+            "name is empty", expected="an autograd node's", hint=f"tensor.grad_fn.name() returns it; {guide}"
         )
     if not callable(rule):
         raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)

@@ -36,7 +36,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Ta
         return policy  # pyright: ignore[reportReturnType]
     raise ConfigError(
         f"policy is {policy!r:.80}",
-        expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan that was made or saved",
+        expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan (made or saved)",
         hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
     )
 

@@ -92,7 +92,7 @@ def policy_named(name: str) -> Policy:
         raise ConfigError(
             f"policy is {name!r}",
             expected="one of " + ", ".join(POLICIES),
-            hint=nearest(name, POLICIES) or "'auto' is the policy where none is named",
+            hint=nearest(name, POLICIES) or "'auto' is the default",
         )
     return kind()
 
@@ -119,12 +119,12 @@ class Options:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, {"target": "'auto' takes host memory with an accelerator, disk without"})
+        check_fields(self, {"target": "'auto' is host memory with an accelerator, disk without"})
         if self.min_bytes < 0:
             raise ConfigError(
                 f"min_bytes is {self.min_bytes}",
                 expected="0 or more",
-                hint="0 moves everything, 65536 is a good size",
+                hint="0 offloads everything, 65536 is a good size",
             )
         for name, value in (("window", self.window_bytes), ("host_budget", self.host_budget_bytes)):
             if value is not None and value <= 0:

@@ -101,7 +101,7 @@ def save_sharded(
     Raises:
         ConfigError: Parameters are on meta, or a rank does not come.
         DataError: The folder cannot be written, or ranks do not see the same one.
-        EbbtideError: torch is older than what is tested.
+        EbbtideError: torch is older than the tested versions.
     """
     check_version("torch")
     check_value("max_file_bytes", max_file_bytes, int)

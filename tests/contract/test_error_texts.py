@@ -12,7 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.base.units import parse_size
-from ebbtide.cli import VERBS, _function
+from ebbtide.cli import _function
 from ebbtide.cli.arguments import read_arguments
 from tests.helpers.texts import lacks
 

@@ -256,7 +256,7 @@ def test_a_making_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
         ({"dataset": ("nowhere",)}, "data set 'nowhere' is not there"),
         ({"model": "builtin:tiny-want"}, "there is no model 'builtin:tiny-want'"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
-        ({"teacher": "builtin:tiny-wan"}, "teacher or critic is given without distill"),
+        ({"teacher": "builtin:tiny-wan"}, "teacher or critic is set without distill"),
         ({"eval_dataset": ("builtin:moving-shapes",)}, "eval_dataset is"),
         ({"train_type": "lora", "target_modules": ("to_z",)}, "target_modules names 'to_z'"),
     ],

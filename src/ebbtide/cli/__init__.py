@@ -106,7 +106,7 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
         raise ConfigError(
             f"there is no verb {name!r}",
             expected="one of " + ", ".join(VERBS),
-            hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` says what each does",
+            hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` describes each",
         )
     module, _, attribute = verb.function.partition(":")
     function = getattr(importlib.import_module(module), attribute)
@@ -117,7 +117,7 @@ def _overview(stream: TextIO) -> None:
     """Print what ``ebbtide --help`` shows."""
     lines = ["usage: ebbtide VERB [file.yaml] [--flag value ...]", "", "verbs:"]
     lines += [f"  {name:<9}{verb.does}" for name, verb in VERBS.items()]
-    lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` says which ebbtide this is."]
+    lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` prints the version."]
     print("\n".join(lines), file=stream)
 
 

@@ -134,14 +134,14 @@ class _Names:
         if name in self.booleans:
             word = given.texts[0].lower() if len(given.texts) == 1 else ""
             if word not in _TRUE + _FALSE:
-                hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 are read too"
+                hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 work too"
                 raise ConfigError(f"{given.shown} is {given.text!r}", expected="true or false", hint=hint)
             return Given(shown=given.shown, texts=["True" if word in _TRUE else "False"])
         if len(given.texts) != 1 and name not in self.repeatable:
             raise ConfigError(
                 f"{given.shown} has {len(given.texts)} values: {given.text}",
                 expected="one value",
-                hint="put quotes around a value with spaces in it",
+                hint="quote a value with spaces",
             )
         if not all(text.strip() for text in given.texts):
             raise ConfigError(
@@ -167,7 +167,7 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
         texts = [value] if equals else _following(rest, name, names)
         if not texts:
             raise ConfigError(
-                f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` says what it takes"
+                f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` shows its values"
             )
         given = names.accept(name, Given(shown=f"--{written}", texts=texts))
         if given is None:
@@ -177,7 +177,7 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
             given = Given(shown=given.shown, texts=[*before.texts, *given.texts])
         elif before is not None and before.texts != given.texts:
             raise ConfigError(
-                f"--{written} is given twice: {before.text}, {given.text}", expected="one value", hint="leave one out"
+                f"--{written} is set twice: {before.text}, {given.text}", expected="one value", hint="leave one out"
             )
         found[name] = given
     return path, found
@@ -191,8 +191,10 @@ def _stray(token: str, names: _Names) -> ConfigError:
         if names.known(name):
             hint = f"flags begin with two hyphens: --{name}"
         return ConfigError(f"unknown flag {token!r}", expected=f"a flag of `{names.prog}`", hint=hint)
-    hint = f"flags begin with two hyphens: --{token}" if equals and names.known(name) else "the file comes first"
-    return ConfigError(f"{token!r} stands alone", expected=f"{names.prog} [file.yaml] [--flag value ...]", hint=hint)
+    hint = f"flags begin with two hyphens: --{token}" if equals and names.known(name) else "the file has to come first"
+    return ConfigError(
+        f"{token!r} is an unexpected argument", expected=f"{names.prog} [file.yaml] [--flag value ...]", hint=hint
+    )
 
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
@@ -216,7 +218,7 @@ def _read_file(path: Path, names: _Names) -> Values:
         name = names.canonical(str(key), what="key", where=f" in {path}")
         shown = f"{key} in {path}"
         if name in found:
-            raise ConfigError(f"{shown} is given twice", expected="each key once", hint="hyphen equals underscore")
+            raise ConfigError(f"{shown} is set twice", expected="each key once", hint="hyphen equals underscore")
         if value is None:
             if name in names.fields and name not in names.optional:
                 raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
@@ -270,7 +272,7 @@ def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
     if read is not None:
         return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(bare)})
     fields: list[Any] = list(dataclasses.fields(typing.cast(Any, kind)))
-    help_ = f"`{prog} --help` says what it takes"
+    help_ = f"`{prog} --help` shows its values"
     for name in sorted({field.name for field in fields if _required(field)} - set(values)):
         raise ConfigError(f"--{name} is missing", expected="a value", hint=help_)
     for name, given in values.items():

@@ -32,13 +32,14 @@ def run(argv: Sequence[str]) -> int:
         DataError: The file cannot be written.
     """
     parser = Parser(
-        prog="ebbtide doctor", description="What this machine allows: rates, memory, disk, limits. Takes seconds."
+        prog="ebbtide doctor",
+        description="Benchmark this machine and diagnose problems: rates, memory, disk, limits. Takes seconds.",
     )
-    parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="where offloaded bytes would lie on disk")
+    parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="directory for offloaded bytes on disk")
     targets = f"one of {', '.join(TARGETS)} (default: %(default)s)"
     parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
-    parser.add_argument("--json", action="store_true", help="print all that was found as JSON, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON, and nothing else")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         print("\n".join(lines(found)))
         if own.out is not None:
-            print(f"\n{own.out}" if written else f"\n{own.out} was not written: nothing was measured")
+            print(f"\n{own.out}" if written else f"\n{own.out} was not written: there are no measurements")
     return 0 if found.healthy else EXIT_PROBLEM
 
 
@@ -72,7 +73,7 @@ def lines(found: Examination) -> list[str]:
     for finding in found.findings:
         said += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
     if not found.findings:
-        said += ["", "nothing found that stands in the way"]
+        said += ["", "no problems found"]
     return said
 
 
@@ -108,9 +109,11 @@ def _check_out(path: Path) -> None:
     if path.suffix != ".json":
         raise DataError(
             f"--out is {str(path)!r}",
-            expected="a name that ends in .json: by that a machine's file is told from its name",
+            expected="a name that ends in .json",
             hint="such as --out machine.json",
         )
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
-        raise DataError(f"{str(path)!r} {what}", expected="a file in an existing folder", hint="make the folder first")
+        raise DataError(
+            f"{str(path)!r} {what}", expected="a file in an existing folder", hint="create the folder first"
+        )

@@ -88,7 +88,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def spread_of(rounds: int) -> str:
     """Say what ``low`` and ``high`` are for so many rounds."""
-    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "least and greatest round"
+    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "lowest and highest round"
 
 
 def loss_equal(rounds: Rounds, mode: str) -> bool | None:

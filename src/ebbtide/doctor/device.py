@@ -30,7 +30,7 @@ def look_at_device() -> Device:
 
 
 def _copying() -> tuple[bool | None, bool | None]:
-    """Return whether host memory can be pinned, and whether copies run beside compute, as the host tier tries it."""
+    """Return whether host memory can be pinned, and whether copies overlap compute, as the host tier tries it."""
     from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
 
     try:

@@ -33,44 +33,44 @@ _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
 def old_torch(facts: Facts) -> Said | None:
-    """EBB001: torch is older than what is tested."""
+    """EBB001: torch is older than the tested versions."""
     if facts.torch_oldest is None or not is_older(facts.torch, facts.torch_oldest):
         return None
     return (
-        f"torch {facts.torch} is older than {facts.torch_oldest}, the oldest that is tested",
-        f"pip install --upgrade 'torch>={facts.torch_oldest}'; docs/reference/versions.md says what was tested",
+        f"torch {facts.torch} is older than {facts.torch_oldest}, the oldest tested version",
+        f"pip install --upgrade 'torch>={facts.torch_oldest}'; docs/reference/versions.md lists the tested versions",
     )
 
 
 def no_bfloat16(facts: Facts) -> Said | None:
-    """EBB003: the device has no bfloat16 of its own."""
+    """EBB003: the device has no native bfloat16."""
     if facts.device.bfloat16:
         return None
     return (
-        f"{facts.device.name} does not compute in bfloat16 itself",
-        "train in float16 or float32; bfloat16 is imitated there, slowly, if it runs at all",
+        f"{facts.device.name} has no native bfloat16",
+        "train in float16 or float32; bfloat16 is emulated there, slowly, if at all",
     )
 
 
 def device_in_use(facts: Facts) -> Said | None:
-    """EBB004: others use a tenth of the device's memory."""
+    """EBB004: other processes use a tenth of the device's memory."""
     device = facts.device
     if not accelerated(facts) or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
         return None
     taken = format_size(device.memory_bytes - device.free_bytes)
     return (
-        f"{taken} of the device's {format_size(device.memory_bytes)} are taken by others",
-        "end what else runs on the device; a memory budget counts from what is there",
+        f"{taken} of the device's {format_size(device.memory_bytes)} are used by other processes",
+        "end other work on the device; a memory budget counts from the free memory",
     )
 
 
 def disk_beside_device(facts: Facts) -> Said | None:
-    """EBB005: disk target beside an accelerator."""
+    """EBB005: disk target with an accelerator."""
     if facts.target != "disk" or not accelerated(facts):
         return None
     return (
-        "the disk target moves tensors in RAM only, and this machine has an accelerator",
-        "--target host (the default here); what host memory does not hold goes on to disk by itself",
+        "the disk target offloads tensors in RAM only, and this machine has an accelerator",
+        "--target host (the default here); bytes beyond host memory spill to disk",
     )
 
 
@@ -80,7 +80,7 @@ def more_ranks(facts: Facts) -> Said | None:
         return None
     return (
         f"LOCAL_WORLD_SIZE says {facts.ranks} ranks and {facts.device.count} devices are seen",
-        "start as many ranks as there are devices, or see whether CUDA_VISIBLE_DEVICES hides some",
+        "start one rank per device, or check whether CUDA_VISIBLE_DEVICES hides some",
     )
 
 
@@ -91,7 +91,7 @@ def busy(facts: Facts) -> Said | None:
         return None
     return (
         f"{load:.1f} threads ran or waited on {cpus} CPUs in the last minute: what was measured is less than there is",
-        "run again when nothing else does, above all for a machine file",
+        "repeat on an idle machine, above all for a machine file",
     )
 
 
@@ -102,7 +102,7 @@ def fewer_lanes(facts: Facts) -> Said | None:
         return None
     return (
         f"the device's link has {bus.width} of {bus.most_width} lanes",
-        "put the device into a slot with all lanes, or see why they are not trained (riser, seat, BIOS)",
+        "put the device into a slot with all lanes, or check the riser, the seat and the BIOS",
     )
 
 
@@ -113,7 +113,7 @@ def slower_lanes(facts: Facts) -> Said | None:
         return None
     return (
         f"the device's link runs at {bus.speed:g} of {bus.most_speed:g} GT/s",
-        "a device that sleeps lowers it: run again while it works; else the slot or the BIOS limits it",
+        "an idle device lowers it: repeat under load; otherwise the slot or the BIOS limits it",
     )
 
 
@@ -126,7 +126,7 @@ def slow_link(facts: Facts) -> Said | None:
         return None
     return (
         f"the link moves {rate / 1e9:.1f} GB/s, less than four lanes of PCIe 4 do",
-        "see the width and speed of the link, and whether others copy now; offload less: policy minimal or auto",
+        "check the width and speed of the link, and whether other processes copy; offload less: policy minimal or auto",
     )
 
 
@@ -149,8 +149,8 @@ def far_node(facts: Facts) -> Said | None:
     if not near or facts.host.cpus <= near:
         return None
     return (
-        f"the device hangs on memory node {node} and this process may run on others: pinned memory may lie far away",
-        f"start each rank near its device: numactl --cpunodebind={node} --membind={node} ...",
+        f"the device is attached to memory node {node}, and this process may run elsewhere: pinned memory may be far",
+        f"start each rank on its device's node: numactl --cpunodebind={node} --membind={node} ...",
     )
 
 
@@ -165,7 +165,7 @@ def thin_host(facts: Facts) -> Said | None:
     return (
         f"host memory moves {machine.host_bytes_per_second / 1e9:.0f} GB/s and {ranks} links {wanted / 1e9:.0f} GB/s: "
         "when all copy at once, each gets less than was measured",
-        "plans count with a rank's share; bind ranks to the memory node of their device",
+        "plans use a rank's share; bind ranks to the memory node of their device",
     )
 
 
@@ -175,18 +175,18 @@ def other_offloaders(facts: Facts) -> Said | None:
     if not found:
         return None
     return (
-        f"{', '.join(found)} set: others offload or checkpoint too",
-        "unset what moves or checkpoints activations, one offloader on a model; what moves weights or optimizer state "
-        "shares the link",
+        f"{', '.join(found)} set: another tool offloads or checkpoints too",
+        "unset tools that move or checkpoint activations: one offloader per model; those for weights, optimizer state "
+        "share the link",
     )
 
 
 def blocking(facts: Facts) -> Said | None:
-    """EBB041: variables that halt what runs beside."""
+    """EBB041: variables that serialize copies and compute."""
     found = [name for name in _BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found or not accelerated(facts):
         return None
     return (
-        f"{', '.join(found)} set: nothing runs beside anything, copies halt compute",
-        "unset it; it is for finding errors",
+        f"{', '.join(found)} set: nothing overlaps, and copies stall compute",
+        "unset it; it is for debugging",
     )

@@ -49,7 +49,7 @@ class Device:
         free_bytes: What of that nobody has taken.
         bfloat16: Whether it computes in bfloat16 itself.
         pinned: Whether host memory can be pinned for it; ``None`` on a CPU.
-        asynchronous: Whether copies run beside compute; ``None`` on a CPU.
+        asynchronous: Whether copies overlap compute; ``None`` on a CPU.
         address: On the PCI bus, such as ``"0000:17:00.0"``.
     """
 

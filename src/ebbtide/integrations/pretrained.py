@@ -75,7 +75,7 @@ def weights_later() -> Generator[Later, None, None]:
     finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
     if not isinstance(read, classmethod | staticmethod):
         raise ConfigError(
-            "this transformers reads weights in a way that is not known",
+            "this version of transformers reads weights in an unknown way",
             expected="4.57 or 5, as docs/reference/versions.md lists them",
             hint="build the model on meta from its configuration, and pass it to ebbtide.load_sharded",
         )
@@ -135,24 +135,24 @@ def _check(model: Any, options: Callable[[str], Any]) -> None:
     if device_map is not None and quantiser is None:  # a quantiser chooses one device by itself
         raise ConfigError(
             f"device_map is {device_map!r:.60}",
-            expected="none: the wrapper says where shards are",
+            expected="none: the wrapper places the shards",
             hint="leave device_map out",
         )
     if options("device_mesh") is not None:
         raise ConfigError(
             "from_pretrained shards the model itself (tp_plan or distributed_config)",
             expected="a model that is wrapped afterwards",
-            hint="leave those arguments out, or load without this context: that path holds no whole model either",
+            hint="leave those arguments out, or load without this context: transformers then shards",
         )
     if options("ignore_mismatched_sizes"):
         raise ConfigError(
             "ignore_mismatched_sizes is set",
             expected="a checkpoint whose weights have the model's shapes",
-            hint="leave the weights that differ out of the checkpoint: what is missing is initialised",
+            hint="remove the weights that differ from the checkpoint: missing weights are initialised",
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
-            f"{type(model).__name__} was not made on meta",
+            f"{type(model).__name__} was not built on meta",
             expected="a model without memory",
             hint="load it without this context",
         )

@@ -94,7 +94,7 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
         **options: As ``OffloadCallback`` takes them.
 
     Returns:
-        The callback, the one that is there already if there is one; ``None`` if the switch is off or absent.
+        The callback, the one that already exists if there is one; ``None`` if the switch is off or absent.
 
     Raises:
         ConfigError: The switch is neither true nor false.
@@ -150,7 +150,7 @@ def refuse_other_offloaders(args: TrainingArguments) -> None:
     for name, value in flags.items():
         if value:
             raise ConflictError(
-                f"the trainer's own {name} is on beside ebbtide",
+                f"the trainer's own {name} is on together with ebbtide",
                 expected="one offloader on a model",
                 hint=f"unset {name}, or leave OffloadCallback out",
             )

@@ -71,7 +71,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
         ConfigError: It is pickled and that was not asked for.
     """
     if not paths:
-        raise ConfigError("no file is given", expected="a folder, an index, or files", hint="pass the folder")
+        raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")
     named = [Path(path).expanduser() for path in paths]
     for one in named:
         if not one.exists():
@@ -96,7 +96,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
             if name in entries:
                 raise DataError(
                     f"{name!r} is in {entries[name].file!r} and in {str(one)!r}",
-                    expected="each tensor in one file",
+                    expected="each tensor in exactly one file",
                     hint="remove the file that is not part of the checkpoint",
                 )
             entries[name] = entry
@@ -121,9 +121,9 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
     empty = [k for k, v in values.items() if v.is_meta]
     if empty:
         raise DataError(
-            f"{name} has no values for {empty[0]!r}: it is on meta",
-            expected="tensors with values",
-            hint="pass a state dict or a model that was loaded",
+            f"{name} has no data for {empty[0]!r}: it is on meta",
+            expected="tensors with data",
+            hint="pass a state dict or a loaded model",
         )
     sharded = [k for k, v in values.items() if hasattr(v, "device_mesh")]
     if sharded:
@@ -150,7 +150,7 @@ def _front(folder: Path) -> Path:
         if indices or files:
             several = ", ".join(f.name for f in (indices or files)[:4])
             raise DataError(
-                f"{str(folder)!r} holds {several} and no index that is named after a model",
+                f"{str(folder)!r} holds {several} and no index of a model",
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
                 hint="pass the index or the file itself",
             )
@@ -165,7 +165,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
         promised = {str(k): str(v) for k, v in weights.items()}
     except OSError as error:
         raise DataError(
-            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="see who may read it"
+            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="check its permissions"
         ) from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -177,15 +177,15 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     if foreign:
         raise DataError(
             f"{str(index)!r} names the file {foreign[0]!r:.80}",
-            expected="names of files beside it",
-            hint="an index that leads elsewhere is damaged or malicious: fetch it again",
+            expected="names of files in the same folder",
+            hint="an index that points elsewhere is damaged or malicious: fetch it again",
         )
     files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
         raise DataError(
             f"{len(absent)} of {len(files)} files of {str(index)!r} are missing: {', '.join(absent[:4])}",
-            expected="every file that the index names, beside it",
+            expected="every file of the index, in the same folder",
             hint="fetch the missing files",
         )
     return list(files.values()), {name: files[file] for name, file in promised.items()}
@@ -197,8 +197,8 @@ def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[
         close = nearest(absent[0], entries)
         raise DataError(
             f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
-            expected="each tensor in the file that the index says",
-            hint=close or "index and files are of different checkpoints: fetch them again",
+            expected="each tensor in the file named by the index",
+            hint=close or "index and files belong to different checkpoints: fetch them again",
         )
 
 
@@ -210,7 +210,7 @@ def _unpickled(files: list[Path], name: str) -> Checkpoint:
         except Exception as error:
             raise DataError(
                 f"{str(file)!r} cannot be read ({str(error).splitlines()[0]:.160})",
-                expected="a file that torch.save wrote, with tensors and plain containers only",
+                expected="a file written by torch.save, with tensors and plain containers only",
                 hint="convert it to safetensors where it came from",
             ) from error
         found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
@@ -222,5 +222,5 @@ def _none(where: Path, what: str) -> DataError:
     return DataError(
         f"{str(where)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",
-        hint="see that this rank sees the file system of the checkpoint",
+        hint="check that this rank mounts the file system of the checkpoint",
     )

@@ -113,7 +113,7 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, Entry]) -> dict[s
         if all(isinstance(layout, Layout) for layout in made.values()):
             return dict(made)
     except Exception as error:  # what a layout cannot do, a tensor may: the same is tried with shapes only
-        logger.debug("%s is converted whole: %r", group.name, error)
+        logger.debug("%s is converted in one piece: %r", group.name, error)
     try:
         shapes = group.run(
             model, {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in keys}
@@ -121,8 +121,8 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, Entry]) -> dict[s
     except Exception as error:
         raise DataError(
             f"{group.name!r} cannot be made of {_few(keys)} ({type(error).__name__}: {str(error):.120})",
-            expected="tensors as this version of transformers converts them",
-            hint="see that the checkpoint is complete and belongs to this kind of model",
+            expected="tensors that this version of transformers can convert",
+            hint="check that the checkpoint is complete and belongs to this type of model",
         ) from error
     whole = Whole(
         keys=tuple(keys),

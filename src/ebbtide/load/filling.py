@@ -114,8 +114,8 @@ class Filling:
             except Exception as error:
                 raise DataError(
                     f"{', '.join(targets)} cannot be made of {len(tensors)} tensors ({type(error).__name__}: {error})",
-                    expected="tensors as the model's library converts them",
-                    hint="see that the checkpoint belongs to this kind of model",
+                    expected="tensors that the model's library can convert",
+                    hint="check that the checkpoint belongs to this type of model",
                 ) from error
             for name, target in targets.items():
                 if target.name in self._four:
@@ -157,7 +157,7 @@ def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initial
 
 def _untied(names: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"{' and '.join(names)} were tied and came apart where the model was wrapped",
-        expected="tied parameters that stay one",
-        hint="FSDP1 makes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
+        f"{' and '.join(names)} were tied and are separate after wrapping",
+        expected="tied parameters that stay tied",
+        hint="FSDP1 materializes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
     )

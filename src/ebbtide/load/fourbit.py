@@ -109,7 +109,7 @@ class FourBit:
             raise DataError(
                 f"{len(absent)} 4-bit weights are not in the checkpoint: {', '.join(absent[:4])}",
                 expected="a checkpoint of the model's weights",
-                hint="4-bit weights are frozen: first values are of no use for them",
+                hint="4-bit weights are frozen, so they cannot be initialised",
             )
         for name, weight in self._weights.items():
             weight.scales = self._scales.get(sources[name].keys[0], {})
@@ -158,9 +158,9 @@ class FourBit:
             made = type(weight.old).from_prequantized(target.local, dict(scales), device=device, module=weight.module)
         except Exception as error:
             raise DataError(
-                f"{target.name!r} has scales that its library does not take ({type(error).__name__}: {error})",
-                expected="a checkpoint that was saved in 4 bits by a version of bitsandbytes that is known",
-                hint="quantise it anew from the checkpoint in its own dtype",
+                f"{target.name!r} has scales that its library rejects ({type(error).__name__}: {error})",
+                expected="a 4-bit checkpoint saved by a known version of bitsandbytes",
+                hint="quantise it again from the full-precision checkpoint",
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
@@ -201,8 +201,8 @@ def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         name = plain_name(f"{prefix}.weight" if prefix else "weight")
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
-                f"{name!r} was laid out anew for inference on the CPU",
-                expected="a 4-bit weight as it is trained with and saved",
+                f"{name!r} was re-packed for inference on the CPU",
+                expected="a 4-bit weight in its training layout",
                 hint="save the model before it runs in eval mode",
             )
         found: Mapping[str, torch.Tensor] = state.as_dict(packed=True)
@@ -228,7 +228,7 @@ def _check_gathered(model: nn.Module) -> None:
         if module.quant_storage.is_floating_point and gathered not in (None, module.quant_storage):
             raise ConfigError(
                 f"4-bit weights are stored as {module.quant_storage} and gathered as {gathered}",
-                expected="one dtype: the numbers are packed bits, and to convert them is to destroy them",
+                expected="one dtype: a conversion would destroy the packed numbers",
                 hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
             )
 

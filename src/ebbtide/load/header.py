@@ -73,7 +73,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             first = file.read(8)
             length_bytes = int.from_bytes(first, "little")
             if len(first) < 8:
-                raise _bad(path, f"has {total_bytes} bytes", "eight bytes that tell the header's length")
+                raise _bad(path, f"has {total_bytes} bytes", "eight bytes with the header's length")
             if length_bytes > min(MAX_HEADER_BYTES, total_bytes - 8):
                 room = format_size(min(MAX_HEADER_BYTES, max(total_bytes - 8, 0)))
                 raise _bad(path, f"claims a header of {format_size(length_bytes)}", f"at most {room}")
@@ -82,7 +82,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise DataError(
             f"{str(path)!r} cannot be read ({error.strerror or error})",
             expected="a safetensors file of the checkpoint",
-            hint="see that the checkpoint is complete and readable by this user",
+            hint="check that the checkpoint is complete and readable by this user",
         ) from error
     return _entries(path, _parsed(path, text), 8 + length_bytes, total_bytes)
 
@@ -119,11 +119,15 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes
     at, before = 0, ""
     for begin, end, name in sorted(spans):
         if begin != at:
-            what = f"puts {name!r} over {before!r}" if begin < at else f"leaves {begin - at} bytes before {name!r}"
+            what = (
+                f"puts {name!r} over {before!r}"
+                if begin < at
+                else f"leaves a gap of {begin - at} bytes before {name!r}"
+            )
             raise _bad(path, what, "tensors that follow each other without overlap or gap")
         at, before = end, name
     if data_bytes + at != total_bytes:
-        what = "is cut off" if data_bytes + at > total_bytes else "goes on after its last tensor"
+        what = "is cut off" if data_bytes + at > total_bytes else "has bytes after its last tensor"
         raise _bad(path, f"{what}: it has {total_bytes} bytes", f"{data_bytes + at} bytes by its header")
     return entries
 

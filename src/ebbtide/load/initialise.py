@@ -99,7 +99,7 @@ class Initialiser:
             groups.setdefault(self._calls_of(name), []).append(name)
         if unknown := groups.pop((), []):
             raise DataError(
-                f"nothing gives first values to {', '.join(unknown)}",
+                f"no initializer found for {', '.join(unknown)}",
                 expected="a module with reset_parameters, or a model with _init_weights, that sets them",
                 hint="build the model under accelerate.init_empty_weights(), which keeps buffers off meta, or pass "
                 "init=, a function that gives a module its values",

@@ -234,7 +234,7 @@ def _cat(tensors: Sequence[Layout], dim: int = 0) -> Layout:
     for one in tensors:
         sizes = [(a, b) for d, (a, b) in enumerate(zip(first.shape, one.shape, strict=True)) if d != dim]
         if any(a != b for a, b in sizes) or one.dtype != first.dtype:
-            raise NotFollowedError(f"{tuple(first.shape)} beside {tuple(one.shape)}")
+            raise NotFollowedError(f"{tuple(first.shape)} next to {tuple(one.shape)}")
         for p in one._parts:
             start = tuple(s + (length if d == dim else 0) for d, s in enumerate(p.box.start))
             parts.append(replace(p, box=replace(p.box, start=start)))

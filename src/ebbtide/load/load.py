@@ -152,21 +152,21 @@ class Loading:
         if len(kinds) > 1:
             raise DataError(
                 f"ranks see {len(kinds)} different checkpoints ({_spelled(sees)})",
-                expected="the same tensors, dtypes and files on each rank that sees any",
-                hint="see that every machine has the same copy",
+                expected="the same tensors, dtypes and files on each rank that sees a checkpoint",
+                hint="check that every machine has the same copy",
             )
         name = next((s["name"] for s in sights if s["given"]), "any weights")
         if not kinds and (source in ("slices", "broadcast") or any(s["given"] for s in sights)):
             raise DataError(
                 f"no rank sees {name}",
-                expected="a checkpoint that one rank at least can read",
-                hint="see the path, and the file systems that are mounted; without a path weights are initialised",
+                expected="a checkpoint that at least one rank can read",
+                hint="check the path and the mounted file systems; without a path, weights are initialised",
             )
         if source == "slices" and blind:
             raise ConfigError(
                 f"source='slices' and ranks {', '.join(map(str, blind))} do not see the checkpoint",
                 expected="a checkpoint that all ranks see",
-                hint="source='auto' sends those ranks what they need",
+                hint="source='auto' sends those ranks their weights",
             )
         hosts = [s["host"] for s in sights]
         self._asked = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}

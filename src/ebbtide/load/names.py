@@ -166,13 +166,13 @@ def check_plan(plan: Plan, name: str, *, missing: str, unexpected: str, keys: It
     hints: list[str] = []
     if told[0][1]:
         close = nearest(plan.missing[0], keys)
-        hints.append(close or "missing='initialise' makes what is missing as the model itself would")
+        hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
     if told[1][1]:
-        hints.append("unexpected='ignore' leaves the rest of the checkpoint alone")
+        hints.append("unexpected='ignore' skips the rest of the checkpoint")
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
         expected="each parameter and persistent buffer of the model once, in its shape",
-        hint="; ".join(hints) or "build the model from the configuration that lies beside the checkpoint",
+        hint="; ".join(hints) or "build the model from the configuration in the checkpoint's folder",
     )
 
 

@@ -85,7 +85,7 @@ class CheckpointFile:
             if self.direct and begin + done + count < end:
                 count -= count % ALIGN_BYTES  # what is left must begin aligned
             if count <= 0:
-                raise OSError(errno.EIO, "the file ends before the tensor does")
+                raise OSError(errno.EIO, "the file ends inside the tensor")
             done += count
         return offset_bytes - begin
 
@@ -187,8 +187,8 @@ class Reader:
         except OSError as error:
             raise DataError(
                 f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
-                expected="a file that stays as it was when loading began",
-                hint="see the system log and that nobody writes the checkpoint",
+                expected="a file that does not change while it is loaded",
+                hint="check the system log, and that nobody writes the checkpoint",
             ) from error
         data = staging[at : at + span]
         if data.data_ptr() % entry.dtype.itemsize:  # a file may put tensors at odd places

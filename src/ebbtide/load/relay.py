@@ -73,7 +73,7 @@ class Client:
                 raise DataError(
                     f"rank {self._server} stopped sending weights",
                     expected="its part of the checkpoint",
-                    hint="see what that rank says",
+                    hint="check the log of that rank",
                 )
             for piece, at in message:
                 piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))

@@ -94,7 +94,7 @@ class Saving:
         for name, target in held.items():
             if target.local.is_meta:
                 raise ConfigError(
-                    f"{name!r} is on meta", expected="parameters that are there", hint="load the model before saving it"
+                    f"{name!r} is on meta", expected="parameters with data", hint="load the model before saving it"
                 )
             if target.local.dtype not in _NAMES:
                 raise ConfigError(
@@ -185,7 +185,9 @@ class Saving:
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
-            hint="name a folder that every machine sees" if gone else "make room there, or name another folder",
+            hint="choose a folder that every machine mounts"
+            if gone
+            else "free some space there, or choose another folder",
         )
 
 
@@ -213,5 +215,5 @@ def _put(fd: int, values: torch.Tensor, offset_bytes: int) -> None:
     while done < nbytes:
         count = os.pwrite(fd, view[done:], offset_bytes + done)
         if count <= 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes (short write)")
+            raise OSError(errno.EIO, "the disk is full (short write)")
         done += count

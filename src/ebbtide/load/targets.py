@@ -81,7 +81,9 @@ def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
     module, name, is_buffer = owner
     found = (module._buffers if is_buffer else module._parameters)[name]
     if found is None:
-        raise ConfigError(f"{name!r} is gone from the model", expected="it as it was", hint="shard must not drop it")
+        raise ConfigError(
+            f"{name!r} is gone from the model", expected="it as it was", hint="the shard function must not remove it"
+        )
     return found
 
 
@@ -173,7 +175,7 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
         dim: int | None = getattr(placement, "dim", None)
         if dim is None or placement.is_partial():
             raise ConfigError(
-                f"{name!r} is placed as {placement}", expected="shards or replicas", hint="see the shard function"
+                f"{name!r} is placed as {placement}", expected="shards or replicas", hint="check the shard function"
             )
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dealt = type(placement)(0, **more)._split_tensor(indices[dim], count, with_padding=False, contiguous=True)

@@ -70,9 +70,9 @@ def _told(error: BaseException) -> dict[str, str]:
         text = "\n".join([error.found, *error.places])
         return {"kind": type(error).__name__, "found": text, "expected": error.expected, "hint": error.hint}
     found = f"{type(error).__name__}: {error}".rstrip(": ")
-    hint = "see the log of that rank"
+    hint = "check the log of that rank"
     if isinstance(error, MemoryError) or "memory" in str(error):
-        hint = "give that rank more memory, or spread the model over more ranks"
+        hint = "use more memory for that rank, or more ranks"
     return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}
 
 

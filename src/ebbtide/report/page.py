@@ -111,12 +111,12 @@ def _rounds(comparison: Mapping[str, Any] | None) -> str:
 def _memory_words(summary: Mapping[str, Any]) -> str:
     if measured(summary).get("activation_bytes") is None:
         return ""
-    seen = "watched from another process" if summary.get("outside") else "sampled by the run itself"
+    seen = "measured by another process" if summary.get("outside") else "sampled by the run itself"
     on_cpu = summary.get("device") in (None, "cpu")
     kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
     return (
-        f"Memory is {kind}. Activation memory is memory when the loss is there and backward has not begun, "
-        "less memory as that forward began, in the step whose heap was trimmed or the median over the steps that count."
+        f"Memory is {kind}. Activation memory is the growth during forward and loss, before backward begins: "
+        "in the step with a trimmed heap, or the median over the counted steps."
     )
 
 

@@ -175,7 +175,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",
-            expected="the summary that a run writes when it ends",
+            expected="the summary of a finished run",
             hint=f"`ebbtide report {path.parent}` makes it from {EVENTS_FILE}",
         ) from error
     except ValueError:
@@ -184,7 +184,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is not a summary",
             expected="a JSON object with 'schema'",
-            hint=f"remove it; `ebbtide report {path.parent}` makes it again from {EVENTS_FILE}",
+            hint=f"remove it; `ebbtide report {path.parent}` writes it again from {EVENTS_FILE}",
         )
     return cast("dict[str, Any]", summary)
 

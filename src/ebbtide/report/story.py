@@ -89,7 +89,7 @@ def happened(run: Run) -> list[str]:
         said.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
     if (percent := summary.get("memory_saved_percent")) is not None:
         less = size(summary["memory_saved_bytes"])
-        said.append(f"{less} of them ({percent:.1f} %) are not held for backward; what is outside of blocks is.")
+        said.append(f"{less} of them ({percent:.1f} %) are not kept until backward; tensors outside the blocks are.")
     if summary.get("stall_seconds") is not None:
         share = _stall_share(run)
         said.append(
@@ -136,7 +136,7 @@ def ending(run: Run) -> str | None:
     if status == "ok":
         return None
     words = {
-        "killed": "was killed, or still runs: there is no end in its record",
+        "killed": "was killed or is still running: its record has no end",
         "interrupted": "was interrupted",
         "error": f"failed: {run.error}",
     }

@@ -99,7 +99,7 @@ class DiskSlot:
         tensor = self._work.take(self._parcel)
         if tensor is None:
             self._work.check(self._parcel)
-            raise DiskError("a slot was freed while its bytes were read", hint="keep its ticket alive")
+            raise DiskError("a slot was freed during a read", hint="keep its ticket alive")
         return tensor
 
     def free(self) -> None:

@@ -101,7 +101,7 @@ class DiskWork:
         if parcel.fault is not None:
             raise parcel.fault.error()
         if parcel.state is State.DEAD:
-            raise DiskError("a slot is used after it was freed or withdrawn", hint="keep its ticket alive")
+            raise DiskError("a slot is used after it was freed or cancelled", hint="keep its ticket alive")
 
     def measure(self) -> tuple[int, int, int]:
         """Return bytes of places that live slots have, of places that are draining, and that could still be parked."""

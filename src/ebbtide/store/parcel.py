@@ -23,7 +23,7 @@ class State(Enum):
     WRITING = "is being written"
     PARKED = "is on disk"
     FAILED = "could not be written"
-    DEAD = "was freed or withdrawn"
+    DEAD = "was freed or cancelled"
 
 
 class Parcel:

@@ -120,6 +120,6 @@ class Room:
         budget = "" if self._budget_bytes is None else f" (budget {format_size(self._budget_bytes)})"
         return DiskFullError(
             f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}{budget}",
-            expected="room in one piece for every offloaded storage",
-            hint="make room there, give a larger disk with disk_path=..., raise the budget, or offload less",
+            expected="enough contiguous space for every offloaded storage",
+            hint="free some space there, use a larger disk (disk_path=...), raise the budget, or offload less",
         )

@@ -67,7 +67,7 @@ def _kind(text: str, what: str) -> str:
         raise ConfigError(
             f"{what} is {text!r}",
             expected=f"one of {', '.join(KINDS)}, or a .json file",
-            hint=nearest(text.lower(), KINDS) or "kinds that need more of a trainer than to train weights are not here",
+            hint=nearest(text.lower(), KINDS) or "kinds that need more than trained weights are not supported",
         )
     return text.upper()
 
@@ -97,7 +97,7 @@ def said_by_folder(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"adapters {str(folder)!r} holds no adapters",
             expected=f"a folder with {FILE} and {_WEIGHTS[0]}",
-            hint=nearest(folder.name, near) or "give the folder that a run with adapters wrote",
+            hint=nearest(folder.name, near) or "pass the folder of a run with adapters",
         )
     return said_by(str(folder / FILE))
 

@@ -73,7 +73,7 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
     if config.adapters is not None:
         folder = Path(config.adapters).expanduser()
         made = config_of(said_by_folder(folder), FILE)
-        _try(made, model, f"the adapters in {folder}", "the model that they were trained on")
+        _try(made, model, f"the adapters in {folder}", "the model they were trained on")
         return made
     said: dict[str, Any] = {"peft_type": "LORA", "r": config.lora_rank, "lora_alpha": config.lora_alpha}
     said["lora_dropout"] = config.lora_dropout
@@ -137,7 +137,7 @@ def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
     if "all-linear" in targets and len(targets) > 1:
         raise ConfigError(
             f"target_modules is {' '.join(targets)}",
-            expected="all-linear alone, or names alone",
+            expected="either all-linear or names",
             hint="all-linear takes every linear module but the head",
         )
     return "all-linear" if targets == ["all-linear"] else targets

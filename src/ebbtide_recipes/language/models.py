@@ -37,7 +37,7 @@ def check(name: str) -> None:
             raise DataError(
                 f"there is no model {name!r}",
                 expected=f"one of {', '.join(BUILTIN)}",
-                hint=nearest(name, BUILTIN) or "a local folder or a hub name will do too",
+                hint=nearest(name, BUILTIN) or "or a local folder, or a hub name",
             )
         return
     path = Path(name).expanduser()
@@ -46,19 +46,19 @@ def check(name: str) -> None:
             raise DataError(
                 f"model {name!r} cannot be loaded: the folder has no config.json",
                 expected="a folder with config.json, weights and tokenizer",
-                hint="give the folder that save_pretrained wrote",
+                hint="pass a folder written by save_pretrained",
             )
     elif path.exists():
         raise DataError(
             f"model {name!r} is a file",
             expected="a folder with config.json, weights and tokenizer",
-            hint="give the folder that the file lies in",
+            hint="pass the folder of the file",
         )
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(
             f"there is no model folder {name!r}",
             expected=PLACES,
-            hint=_near(name) or "look at the path; it is relative to the folder you are in",
+            hint=_near(name) or "check the path; it is relative to the current folder",
         )
 
 
@@ -216,7 +216,7 @@ def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel,
     found = later.of(model)
     if found is None:
         raise DataError(
-            f"the weights of {config.model} cannot be read apart from the model",
+            f"the weights of {config.model} cannot be read without the model",
             expected="a model that transformers reads weight by weight",
             hint="leave --memory_efficient_init out",
         )
@@ -246,7 +246,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Refuse weights that are quantised already: they cannot be trained, and not quantised again.
+    """Refuse weights that are already quantised: they cannot be trained, and not quantised again.
 
     Raises:
         ConfigError: They are.
@@ -256,12 +256,12 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):
         beside = "memory_efficient_init is true" if config.memory_efficient_init else ""
         raise ConfigError(
-            f"the weights of {config.model} are quantised already, and "
+            f"the weights of {config.model} are already quantised, and "
             + (beside or f"train_type is {config.train_type!r}"),
             expected="a model with weights in a floating-point type",
             hint="leave --memory_efficient_init out"
             if beside
-            else "give the model they were made of; --train_type lora takes them as they are",
+            else "use the full-precision model; --train_type lora accepts quantised weights",
         )
 
 
@@ -275,8 +275,8 @@ def told(config: LanguageConfig) -> Generator[None, None, None]:
     except ImportError as error:
         raise ConfigError(
             f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {_first_line(error)}",
-            expected="the packages that the model and its attention need",
-            hint="--attn_impl sdpa needs none; for the rest install what the message names",
+            expected="the packages of the model and its attention",
+            hint="--attn_impl sdpa needs none; otherwise install the packages of the message",
         ) from error
     except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
@@ -295,7 +295,7 @@ def _not_loaded(name: str, error: Exception) -> str:
 def _what_to_do(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
-    return _near(name) or "without a network give a local folder, or a model that was fetched before"
+    return _near(name) or "without a network use a local folder, or a model fetched before"
 
 
 def _first_line(error: Exception) -> str:

@@ -62,8 +62,8 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
         said = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
             f"a step of {config.name} cannot be simulated ({type(error).__name__}: {said:.200})",
-            expected="a model that takes text alone, or latents and text, and decides nothing by values",
-            hint=f"`ebbtide compare {config.recipe}` with a few real steps measures what this would have predicted",
+            expected="a model of text, or of latents and text, whose code does not read values",
+            hint=f"`ebbtide compare {config.recipe}` measures it with a few real steps",
         ) from error
     finally:
         end()
@@ -140,7 +140,7 @@ def draw(result: Result, path: str) -> str:
     except OSError as error:
         raise DataError(
             f"svg {path!r} cannot be written ({error.strerror})",
-            expected="a place for a picture",
+            expected="a writable file",
             hint="name a file in a folder that you may write to",
         ) from error
     return f"drawn    {path}: slowdown over peak memory"
@@ -162,13 +162,13 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
     if is_cpu(machine) and config.host_memory is not None:
         raise ConfigError(
             "host_memory is given on a machine without an accelerator",
-            expected="a device whose memory is scarcer than the host's",
-            hint="leave --host_memory out: offloaded bytes go to disk here, or name the device with --gpu",
+            expected="an accelerator",
+            hint="leave --host_memory out (offloaded bytes go to disk here), or name the device with --gpu",
         )
     if config.gpus > machine.devices and config.gpus % machine.devices:
         raise ConfigError(
-            f"gpus is {config.gpus}, and a node of {machine.name} has {machine.devices}",
-            expected=f"at most {machine.devices}, or whole nodes",
+            f"--gpus {config.gpus} is not a whole number of {machine.devices}-GPU {machine.name} nodes",
+            expected=f"at most {machine.devices}, or a multiple of {machine.devices}",
             hint=f"such as --gpus {machine.devices * math.ceil(config.gpus / machine.devices)}",
         )
     if config.memory_budget is not None:
@@ -177,7 +177,7 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
             raise ConfigError(
                 f"memory_budget is {config.memory_budget}, and the device has {format_size(machine.memory_bytes)}",
                 expected="a part of the device's memory",
-                hint="leave it out: nine tenths of the device are then the aim",
+                hint="leave it out to use nine tenths of the device",
             )
 
 

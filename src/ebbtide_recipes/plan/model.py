@@ -196,9 +196,9 @@ def _checked(config: SftConfig, found: PreTrainedConfig) -> PreTrainedConfig:
     models.check_length(config, found)
     if getattr(found, "quantization_config", None) is not None:
         raise ConfigError(
-            f"the weights of {config.model} are quantised already",
+            f"the weights of {config.model} are already quantised",
             expected="a model with weights in a floating-point type",
-            hint="plan for the model they were made of, which takes more memory",
+            hint="plan for the full-precision model, which takes more memory",
         )
     return found
 

@@ -21,7 +21,7 @@ from ebbtide.store.share import share_of
 ROOM = 0.9
 """Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
 
-RERUN = "ebbtide-minimal, blocks re-run"
+RERUN = "ebbtide-minimal, checkpointed"
 """Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
 
 ALIKE = 0.005
@@ -148,7 +148,7 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Optio
     try:
         solution = solution_for(policy, profile)
     except BudgetError as error:
-        return Option(name=name, policy=policy, problem=f"there is no such plan: {error.expected}\nhint: {error.hint}")
+        return Option(name=name, policy=policy, problem=f"no plan fits: {error.expected}\nhint: {error.hint}")
     predicted = solution.predicted
     return Option(
         name=name,

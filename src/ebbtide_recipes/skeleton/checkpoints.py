@@ -120,14 +120,14 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
     if asked.lower() in LATEST:
         sealed = next(reversed(whole(output)), None)
         if sealed is None:
-            LOGGER.warning("%s holds no whole checkpoint: the run begins at the first step", output)
+            LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
     else:
         sealed = _asked_for(Path(asked).expanduser())
     _check_kind(sealed, config)
     if world_size is not None and world_size != sealed.world_size:
         LOGGER.warning(
-            "%s was written by %d processes and is resumed by %d: rows are shared out anew from here on",
+            "%s was written by %d processes and is resumed by %d: the order of rows changes from here on",
             *(sealed.folder, sealed.world_size, world_size),
         )
     return sealed.folder
@@ -162,7 +162,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     if not full:
         return error
     last = next(reversed(whole(output)), None)
-    there = f"go on from {last.folder}" if last is not None else "no checkpoint was written before"
+    there = f"resume from {last.folder}" if last is not None else "no checkpoint was written before"
     return DiskFullError(
         f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
         expected="room for it on the disk",
@@ -179,13 +179,13 @@ def _asked_for(folder: Path) -> Sealed:
         raise DataError(
             f"there is no checkpoint {str(folder)!r}",
             expected="a folder that a run wrote with --save_steps, or latest",
-            hint=near or "latest takes the newest whole one in the output folder",
+            hint=near or "latest is the newest complete one in the output folder",
         )
     sealed, wrong = read_seal(folder)
     if sealed is None:
         others = whole(folder.parent)
-        hint = f"the last whole one is {others[-1].folder}" if others else f"{folder.parent} holds no whole one"
-        raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="one that was written to its end", hint=hint)
+        hint = f"the last complete one is {others[-1].folder}" if others else f"{folder.parent} holds no complete one"
+        raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="a complete checkpoint", hint=hint)
     return sealed
 
 
@@ -200,7 +200,7 @@ def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
             raise ConfigError(
                 f"{sealed.folder} was written with {name} {theirs!r}, and this run has {ours!r}",
                 expected="a run of the same kind",
-                hint=f"{hint} goes on from it",
+                hint=f"{hint} resumes it",
             )
 
 

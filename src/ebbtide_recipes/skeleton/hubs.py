@@ -54,5 +54,5 @@ def _fetched(function: str, name: str, what: str) -> str:
         raise DataError(
             f"{what} {name!r} cannot be fetched from ModelScope: {said}",
             expected=f"a {what} of ModelScope",
-            hint="look at the name; --use_hf true takes names of Hugging Face, and a local path needs no network",
+            hint="check the name; --use_hf true means Hugging Face, and a local path needs no network",
         ) from error

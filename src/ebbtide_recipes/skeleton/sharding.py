@@ -95,7 +95,7 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
             changes["gradient_checkpointing"] = True
         if said.memory_efficient_init and config.train_type == "qlora":
             LOGGER.warning(
-                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights are made whole"
+                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights need complete tensors"
             )
         elif said.memory_efficient_init:
             changes["memory_efficient_init"] = True
@@ -260,6 +260,6 @@ def _check_deepspeed(config: RecipeConfig) -> None:
             return
         raise ConfigError(
             f"deepspeed is {config.deepspeed!r} without FSDP",
-            expected="FSDP, which is what shards here",
+            expected="FSDP",
             hint="--fsdp_strategy shard_grad_op is like ZeRO-2, full_shard like ZeRO-3; leave --deepspeed out",
         )

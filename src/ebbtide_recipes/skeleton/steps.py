@@ -163,7 +163,7 @@ class StepRecorder(TrainerCallback):
                 f"the loss of step {step} is {self._loss}",
                 expected="a finite number",
                 hint="a lower --learning_rate, more warmup or --torch_dtype float32 may help; "
-                "--nan_loss skip goes on without such steps",
+                "--nan_loss skip skips such steps",
             )
         LOGGER.warning("the loss of step %d is %s: the step is skipped, the weights stay", step, self._loss)
         for group in optimizer.param_groups:

@@ -135,7 +135,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     if latents.is_made(folder) and config.latents_dir is not None:
         latents.check(folder, source)
         if not same:
-            LOGGER.warning("%s was made with other flags: its clips and sizes are what is trained on", folder)
+            LOGGER.warning("%s was made with other flags: its clips and sizes are used", folder)
         same = True
     state.wait_for_everyone()  # before one of them begins to write
     if not same:

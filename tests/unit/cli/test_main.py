@@ -136,7 +136,7 @@ def test_a_flag_in_place_of_a_verb_names_the_nearest(capsys: pytest.CaptureFixtu
     assert cli.main(["--hepl"]) == 2
     assert "hint: did you mean '--help'" in capsys.readouterr().err
     assert cli.main(["xyz"]) == 2
-    assert "hint: `ebbtide --help` says what each does" in capsys.readouterr().err
+    assert "hint: `ebbtide --help` describes each" in capsys.readouterr().err
 
 
 def test_a_bug_is_not_dressed_up(verb: Callable) -> None:

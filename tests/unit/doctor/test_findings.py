@@ -45,7 +45,7 @@ CASES: dict[str, Case] = {
         SERVER,
         {"disk__refused": "none serves"},
         {"disk__refused": "none serves", "disk__given": True},
-        "no disk stands behind host memory (none serves)",
+        "there is no disk behind host memory (none serves)",
     ),
     "EBB013": (SMALL, {"disk__free_bytes": 900 * MIB}, {"disk__free_bytes": GIB}, "900.0 MiB are free in /var/tmp"),
     "EBB014": (SMALL, {"disk__free_bytes": 22 * GIB}, {"disk__free_bytes": 23 * GIB}, "less than the 23.0 GiB of"),

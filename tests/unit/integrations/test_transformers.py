@@ -109,7 +109,7 @@ def test_a_trainer_that_offloads_itself_is_refused_and_the_flag_named(changes: d
     values = {"fsdp_config": None, "fsdp_plugin_args": None, "gradient_checkpointing_kwargs": None}
     refuse_other_offloaders(SimpleNamespace(**values))
     with pytest.raises(
-        ConflictError, match=rf"the trainer's own .*{named}.* is on beside ebbtide.*\nhint: unset .*{named}"
+        ConflictError, match=rf"the trainer's own .*{named}.* is on together with ebbtide.*\nhint: unset .*{named}"
     ):
         refuse_other_offloaders(SimpleNamespace(**{**values, **changes}))
 

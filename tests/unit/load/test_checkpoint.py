@@ -73,7 +73,7 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> 
     write(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(DataError, match="expected names of files beside it"):
+    with pytest.raises(DataError, match="expected names of files in the same folder"):
         open_checkpoint(tmp_path)
 
 
@@ -132,7 +132,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no values for 'a': it is on meta")],
+    [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no data for 'a': it is on meta")],
 )
 def test_values_that_are_none_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -129,7 +129,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
     config = SftConfig(train_type="lora", adapters=str(tmp_path))
     adapters.check(config)
-    with pytest.raises(ConfigError, match="the adapters in .*; expected the model that they were trained on\nhint: "):
+    with pytest.raises(ConfigError, match="the adapters in .*; expected the model they were trained on\nhint: "):
         adapters.chosen(config, llama())
 
 

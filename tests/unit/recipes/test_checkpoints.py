@@ -54,7 +54,7 @@ def test_a_half_written_one_is_refused_and_the_last_whole_one_named(
 ) -> None:
     four, six = make(tmp_path, 4), make(tmp_path, 6)
     break_it(six)
-    with pytest.raises(DataError, match=f"{said}; expected .*\nhint: the last whole one is {four}"):
+    with pytest.raises(DataError, match=f"{said}; expected .*\nhint: the last complete one is {four}"):
         find(tmp_path, six)
     assert find(tmp_path) == four
 

@@ -125,9 +125,9 @@ def test_where_nothing_fits_it_says_what_the_least_is(qwen: str, small: Callable
     none = found(qwen, gpu=small(1))
     text = page.text(none)
     assert none.recommended is None
-    assert "there is no such plan: at least " in text
+    assert "no plan fits: at least " in text
     assert "hint: that peak is in " in text
-    assert "recommended  nothing, for none of these fits; the lowest peak is " in text
+    assert "recommended  nothing, because no option fits; the lowest peak is " in text
     with pytest.raises(BudgetError, match="no plan was saved in 'plan.json': none fits"):
         recipe.save(none, "plan.json")
 
@@ -171,7 +171,7 @@ def test_blocks_that_the_rules_cover_badly_are_re_run_by_minimal(result: Result)
     )
     found_ = options(dataclasses.replace(result.profile, blocks=few), [4 * 2**10] * 4, result.room, 0.05)
     rerun = found_[2]
-    assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide-minimal, blocks re-run", Minimal(), None)
+    assert (rerun.name, rerun.policy, rerun.solution) == ("ebbtide-minimal, checkpointed", Minimal(), None)
     assert (rerun.peak_bytes, rerun.step_ratio) == (found_[1].peak_bytes, found_[1].step_ratio)
     assert rerun.offloaded_bytes == 16 * 2**10
     assert "--activation_cpu_offload true --gradient_checkpointing true" in page.command(result, rerun)
@@ -347,7 +347,7 @@ def test_the_models_own_blocks_inputs_are_what_is_watched(qwen: str) -> None:
         ({"lora_rank": 0}, "lora_rank is 0; expected 1 or more"),
         ({"train_type": "qlora", "gpus": 2}, "train_type is 'qlora' beside gpus 2"),
         ({"train_type": "qlora", "bf16": True}, "train_type is 'qlora' beside bf16 true"),
-        ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16 is true beside torch_dtype bfloat16; expected float32"),
+        ({"bf16": True, "torch_dtype": "bfloat16"}, "bf16 is true with torch_dtype bfloat16; expected float32"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"svg": " "}, "svg is empty"),
     ],
@@ -382,7 +382,7 @@ def test_a_model_that_cannot_be_made_says_what_is_needed(write: Write, tmp_path:
 
 
 def test_weights_that_are_quantised_and_sequences_that_are_too_long_are_refused(write: Write) -> None:
-    with pytest.raises(ConfigError, match="are quantised already"):
+    with pytest.raises(ConfigError, match="are already quantised"):
         found(write(quantization_config={"quant_method": "gptq", "bits": 4}))
     with pytest.raises(ConfigError, match="max_length is 5000; expected at most 4096"):
         found(write(), max_length=5000)

@@ -128,7 +128,7 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
         for _ in range(2):
             park_all(device, tier, [MIB] * 30)
     assert [record.message for record in caplog.records] == [
-        "pinned memory is refused (fake host: no more can be pinned): pageable instead, whose copies halt compute"
+        "pinned memory is refused (fake host: no more can be pinned): pageable instead, whose copies stall compute"
     ]
     state = tier.arena
     assert state.pageable_bytes + 3 * MIB == state.held_bytes == device.host_bytes and device.violations == []
