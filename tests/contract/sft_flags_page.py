@@ -46,7 +46,7 @@ def page(verb: str = "sft") -> str:
     refused = [f"| `--{name}` | {hint} |" for name, hint in config.unsupported.items()]
     sections = [
         _HEAD.replace("VERB", verb) + "\n".join(rows),
-        "## Names of other trainers\n\nAccepted for the flag next to them, in YAML files and on the command line; a dotted "
+        "## Names of other trainers\n\nAccepted for the flag next to them, in YAML files and in commands; a dotted "
         "name is a key inside a section of a file.\n\n| name | flag |\n| --- | --- |\n" + "\n".join(known),
         "## Refused\n\nFlags of other trainers that ebbtide does not support.\n\n"
         "| flag | instead |\n| --- | --- |\n" + "\n".join(refused),

@@ -44,23 +44,23 @@ RETIRED = {
 """Word → pattern, for pages and for the texts that the code shows to users."""
 
 ALLOWED: dict[str, set[str]] = {
-    'beside': {
-        'src/ebbtide/engine/flow.py',
+    "beside": {
+        "src/ebbtide/engine/flow.py",
     },
-    'park': {
-        'src/ebbtide/engine/stats.py',
+    "park": {
+        "src/ebbtide/engine/stats.py",
     },
-    'plain training': {
-        'src/ebbtide/profiling/measured.py',
-        'src/ebbtide/profiling/promise.py',
+    "plain training": {
+        "src/ebbtide/profiling/measured.py",
+        "src/ebbtide/profiling/promise.py",
     },
-    're-run': {
-        'src/ebbtide/engine/tickets.py',
-        'src/ebbtide/planner/rules.py',
+    "re-run": {
+        "src/ebbtide/engine/tickets.py",
+        "src/ebbtide/planner/rules.py",
     },
-    'stubborn': {
-        'src/ebbtide/engine/stats.py',
-        'src/ebbtide/wrap/rerun.py',
+    "stubborn": {
+        "src/ebbtide/engine/stats.py",
+        "src/ebbtide/wrap/rerun.py",
     },
 }
 """Word → pages and modules that still have it. Only ever shortened; a test fails when an entry is not needed."""

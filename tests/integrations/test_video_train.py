@@ -209,7 +209,7 @@ def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_pa
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == files
     assert first == train(tmp_path / "c", model=str(pipeline), **SMALL)
     other = video_pipelines.write(tmp_path / "other", "wan", seed=1)
-    with pytest.raises(DataError, match="holds latents that other VAE made"):
+    with pytest.raises(DataError, match="holds latents of other VAE"):
         train(tmp_path / "d", model=str(other), **options)
 
 

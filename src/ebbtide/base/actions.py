@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
@@ -89,6 +90,19 @@ class Plan(Protocol):
 
     def explain(self) -> str:
         """Say in one or two lines what the plan does and why."""
+        ...
+
+
+class SavablePlan(Plan, Protocol):
+    """A plan that can be written into a file: of ``Auto`` once its steps are measured, of ``make_plan``, of a file."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan into a file that ``policy="plan.json"`` reads.
+
+        Raises:
+            ConfigError: The plan is not made yet, or follows from its policy alone.
+            DataError: The file cannot be written.
+        """
         ...
 
 

@@ -238,8 +238,8 @@ def _check(arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Pat
     taken = sorted(_names(arguments) & set(OWN_FLAGS))
     if taken:
         raise ConfigError(
-            f"--{taken[0]} is a flag of compare, not of the recipe",
-            expected="no such flag: compare sets it for each process",
+            f"--{taken[0]} is set by compare",
+            expected="the recipe's other flags",
             hint="choose modes with --modes, and compare's folder with --out",
         )
     _check_folder(out)

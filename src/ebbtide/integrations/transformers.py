@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ebbtide import Handle, enable_activation_offloading
+from ebbtide.arguments import check_choosers, chosen_policy, options_of
+from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
+from ebbtide.wrap.strategy import check_strategy_name
 
 logger = logging.getLogger("ebbtide.integrations")
 
@@ -28,20 +33,47 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", 
 
 
 class OffloadCallback(TrainerCallback):
-    """Keeps, offloads or recomputes what autograd saves while a trainer trains.
+    """Keep, offload or recompute saved tensors while a trainer of transformers or TRL trains.
+
+    The callback calls ``ebbtide.enable_activation_offloading`` when training begins, on the model as the trainer has
+    wrapped it, and closes the handle when training ends. Use it instead of the trainer's own activation offloading.
 
     ::
 
-        trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback()])
+        trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback(policy="minimal")])
         trainer.train()
 
-    Args:
-        **options: As ``ebbtide.enable_activation_offloading`` takes them, but for the model: ``enable_ckpt``,
-            ``policy``, ``target``, ``disk_path``, ``verify``, ...
+    Args: as of ``ebbtide.enable_activation_offloading``, without the model.
+
+    Raises:
+        ConfigError: A value cannot be used; raised here, before the trainer loads or wraps anything.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(
+        self,
+        *,
+        strategy: Strategy = "auto",
+        enable_ckpt: bool = False,
+        policy: Policy | Plan | str | PathLike[str] | None = None,
+        target: Target = "auto",
+        blocks: Sequence[str] | None = None,
+        tensor_filter: Callable[[Tensor], bool] | None = None,
+        keep_filter: Callable[[Tensor], bool] | None = None,
+        min_bytes: int | str = MIN_BYTES,
+        host_budget: int | str | None = None,
+        window: int | str | None = None,
+        disk_path: str | PathLike[str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        chosen_policy(enable_ckpt, policy)
+        check_strategy_name(strategy)
+        check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
+        options_of(target, min_bytes, window, disk_path, verify, host_budget)
+        self.options: dict[str, Any] = {
+            "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
+            "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
+            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+        }  # fmt: skip
         self.handle: Handle | None = None
         self._trainer: Callable[[], Trainer | None] = lambda: None
 

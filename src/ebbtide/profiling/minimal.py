@@ -11,6 +11,7 @@ second run costs. A kind whose recipes cost more, by more than the steps differe
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.events import BUS, Bus
@@ -19,6 +20,7 @@ from ebbtide.engine import Engine
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import plan_for
+from ebbtide.planner.rules import unsaved
 from ebbtide.profiling.baseline import alike, noise, plain_blocks, sample
 from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.promise import LEAST_NOISE
@@ -76,6 +78,14 @@ class MinimalPlan:
         """Say what is done, and which kinds of blocks are checkpointed by measurement."""
         lines = (f"{kind} blocks are checkpointed: {why}" for kind, why in self._second_run.items())
         return "\n".join([self._by_rule.explain(), *lines])
+
+    def save(self, path: str | Path) -> None:
+        """Refuse: the plan follows from its policy.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise unsaved(self.name)
 
     def saw_step(self, step: TimedStep) -> bool:
         """Take a measured step in; returns whether another is wanted."""

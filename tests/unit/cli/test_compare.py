@@ -221,8 +221,8 @@ def wait_until(condition, process):
         ({"modes": ["plain", "plain"]}, ConfigError, "each mode once"),
         ({"modes": []}, ConfigError, "modes are none"),
         ({"rounds": 0}, ConfigError, "rounds is 0; expected 1 or more"),
-        ({"arguments": ["--gradient-checkpointing=true"]}, ConfigError, "--gradient_checkpointing is given"),
-        ({"arguments": ["--output_dir", "x"]}, ConfigError, "(?s)--output_dir is given.*--out"),
+        ({"arguments": ["--gradient-checkpointing=true"]}, ConfigError, "(?s)--gradient_checkpointing .*hint"),
+        ({"arguments": ["--output_dir", "x"]}, ConfigError, "(?s)--output_dir .*--out"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_runs(tmp_path, changes, error, words):
@@ -281,7 +281,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         (["sft", "--dataset", "nothing.jsonl"], "data set file 'nothing.jsonl' is not there"),
         (["sft", "--disk_path", "nothing"], "disk path 'nothing' does not exist"),
         (["sft", "--modes", "plain", "--policy", "nonsense"], "--policy is 'nonsense'; expected one of auto"),
-        (["--modes", "plain,ebbtide-minimal", "--policy", "offload"], "policy is 'offload' beside gradient_check"),
+        (["--modes", "plain,ebbtide-minimal", "--policy", "offload"], "policy is 'offload' .*gradient_check"),
         (["--modes", "plian"], "unknown mode 'plian'.*\nhint: did you mean 'plain'"),
         (["--modes", ","], "modes are none; expected each mode once\nhint: such as --modes plain"),
     ],

@@ -52,7 +52,7 @@ def test_findings_come_after_the_table_and_a_problem_is_code_1(
     asked = machine(changed(SMALL, disk__filesystem="tmpfs", host__open_files=256))
     assert cli.main(["doctor", "--disk-path", "/x", "--target", "disk"]) == 1
     assert capsys.readouterr().out.endswith(
-        "\n\nEBB010 problem: /var/tmp lies on tmpfs, which is RAM: offloading there frees nothing\n"
+        "\n\nEBB010 problem: /var/tmp is on tmpfs, which is RAM: offloading there frees nothing\n"
         "hint: choose a directory on a local disk with --disk_path\n"
         "\nEBB026 note: a process may have 256 files open\n"
         "hint: `ulimit -n 1024` or more: checkpoints in many files and data loaders need them\n"

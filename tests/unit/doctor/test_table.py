@@ -50,7 +50,7 @@ def test_a_server() -> None:
     assert found["PCIe link"] == ("x16, 32 GT/s", "the device's best")
     assert found["offloaded bytes wait"] == ("in host memory", "with disk behind it")
     assert found["pinned memory"] == ("yes", "copies overlap compute")
-    assert found["memory nodes"] == ("2", "the device hangs on node 0")
+    assert found["memory nodes"] == ("2", "the device is attached to node 0")
     assert found["copies of host memory"] == ("921 GB/s", "shared by all links of the node")
     assert found["both ways at once"][1] == "copies out and in do not slow each other"
     assert "freed memory" not in found

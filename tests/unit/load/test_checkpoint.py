@@ -95,14 +95,14 @@ def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(DataError, match="no index that is named after a model"):
+    with pytest.raises(DataError, match="no index of a model"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()], ids=["nothing", "an empty folder"])
 def test_where_there_is_no_checkpoint_that_is_said(tmp_path: Path, make: object) -> None:
     make(tmp_path / "here")  # type: ignore[operator]
-    with pytest.raises(DataError, match="hint: see that this rank sees the file system"):
+    with pytest.raises(DataError, match="hint: .*file system"):
         open_checkpoint(tmp_path / "here")
 
 

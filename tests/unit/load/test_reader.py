@@ -129,7 +129,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_and_no_thread_is_left(
     entries = written(tmp_path / "x.safetensors", x=torch.ones(100_000), y=torch.ones(100_000))
     os.truncate(tmp_path / "x.safetensors", 601_000)
     into = torch.zeros(100_000)
-    with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends before"), Reader(entries) as r:
+    with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends"), Reader(entries) as r:
         r.read([Piece(key=k, box=Box.whole((100_000,)), into=into) for k in ("y", "x")])
     assert not [t for t in threading.enumerate() if t.name.startswith("ebbtide-load")]
 

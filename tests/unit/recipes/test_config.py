@@ -119,12 +119,12 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
     [
         (
             {"train_type": "adapter"},
-            "nothing says of which kind; expected --adapter_config.*\nhint: --adapter_config boft",
+            "'adapter'.*--adapter_config.*\nhint: --adapter_config boft",
         ),
-        ({"adapter_config": "boft"}, "adapter_config is given beside train_type full.*\nhint: --train_type adapter"),
+        ({"adapter_config": "boft"}, "adapter_config .*train_type full.*\nhint: --train_type adapter"),
         (
             {"train_type": "adapter", "adapter_config": "boft", "adapters": "x"},
-            "adapter_config is given beside adapters.*\nhint: leave --adapter_config out",
+            "adapter_config .*adapters.*\nhint: leave --adapter_config out",
         ),
         ({"adapters": "x"}, "adapters is set with train_type full.*\nhint: --train_type lora"),
         ({"train_type": "lora", "adapters": " "}, "adapters is empty"),
@@ -132,7 +132,7 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
             {"train_type": "qlora", "memory_efficient_init": True, "fsdp_strategy": "full_shard"},
             "memory_efficient_init is true with train_type qlora and FSDP.*\nhint: leave --memory_efficient_init out",
         ),
-        ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: -1, or leaving"),
+        ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: "),
         ({"max_steps": -2}, "max_steps is -2"),
         ({"max_length": 1}, "max_length is 1"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size is 0"),
@@ -172,7 +172,7 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"activation_cpu_offload": True, "max_slowdown": -1.0}, "max_slowdown is -1.0"),
         ({"activation_cpu_offload": True, "memory_budget": "0"}, "memory_budget is '0'"),
         ({"activation_cpu_offload": True, "memory_budget": "-1"}, "memory_budget is '-1'"),
-        ({"activation_cpu_offload": True, "policy": "offload", "max_slowdown": 0.1}, "beside policy 'offload'"),
+        ({"activation_cpu_offload": True, "policy": "offload", "max_slowdown": 0.1}, "policy 'offload'"),
         (
             {"activation_cpu_offload": True, "gradient_checkpointing": True, "policy": "offload"},
             "policy is 'offload' with gradient_checkpointing true",
