@@ -89,7 +89,7 @@ CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], tuple[s
         (
             "Mlp/down/MulBackward0#0",
             "'layers.2'",
-            "`ebbtide env`",
+            "`ebbtide doctor --versions`",
             "keep_filter",
         ),
     ),

@@ -64,7 +64,6 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone"),
     "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
     "doctor": Verb(function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems"),
-    "env": Verb(function="ebbtide.cli.env:run", does="versions, for bug reports"),
 }
 
 

@@ -1,4 +1,4 @@
-"""``ebbtide doctor``: what this machine allows, what is wrong with it, and what to do."""
+"""``ebbtide doctor``: benchmark this machine and diagnose problems."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import DataError
+from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, choice
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ EXIT_PROBLEM = 1
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json]``.
+    """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json] [--versions]``.
 
     Args:
         argv: The arguments after ``doctor``.
@@ -40,11 +41,15 @@ def run(argv: Sequence[str]) -> int:
     parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
     parser.add_argument("--json", action="store_true", help="print all results as JSON, and nothing else")
+    parser.add_argument("--versions", action="store_true", help="print only versions and device, for bug reports")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed
         return 0
     target = choice("--target", own.target, TARGETS)
+    if own.versions:
+        print("\n".join(versions.lines()))
+        return 0
     if own.out is not None:
         _check_out(own.out)
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
