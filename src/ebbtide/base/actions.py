@@ -1,4 +1,4 @@
-"""What can be done with a saved tensor, where it was saved, and what a plan is told about it.
+"""Actions, sites, and the protocol of plans.
 
 [Note: site]
 A *site* names a saved tensor in a way that is stable from step to step: the kind of block, the path of the module in
@@ -38,7 +38,7 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a plan is told about one storage when it is first saved.
+    """The description of a storage that a plan decides on, when it is first saved.
 
     Attributes:
         site: Where it was saved.

@@ -216,7 +216,7 @@ def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
         root: Where ``proc`` lies.
 
     Returns:
-        What was found; errors are told, not raised.
+        The facts; errors are recorded, not raised.
     """
     directory, direct, refused = None if given is None else Path(given).expanduser(), None, None
     try:

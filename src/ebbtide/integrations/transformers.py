@@ -2,7 +2,7 @@
 
 [Note: when offloading begins]
 A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
-offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback is not told of an
+offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback does not see an
 exception: the handle that was left open then is closed when the next training begins, or by ``close()``.
 """
 

@@ -44,10 +44,10 @@ class Checkpoint:
 
     def digest(self) -> str:
         """Return what is equal for two ranks that see the same checkpoint, wherever it lies."""
-        told = [
+        rows = [
             (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
         ]
-        return hashlib.sha256(json.dumps(sorted(told)).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
@@ -160,8 +160,8 @@ def _front(folder: Path) -> Path:
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files that an index names, and in which it says each tensor is."""
     try:
-        told = json.loads(index.read_text(encoding="utf-8"))
-        weights = cast("dict[str, Any]", told)["weight_map"]
+        document = json.loads(index.read_text(encoding="utf-8"))
+        weights = cast("dict[str, Any]", document)["weight_map"]
         promised = {str(k): str(v) for k, v in weights.items()}
     except OSError as error:
         raise DataError(

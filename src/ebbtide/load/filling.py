@@ -20,7 +20,7 @@ class Source(Protocol):
     """Where pieces are read from: files, memory, or another rank."""
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
-        """Read pieces into their views; ``done`` is told the bytes of each that has ended."""
+        """Read pieces into their views; ``done`` receives the bytes of each finished one."""
         ...
 
 

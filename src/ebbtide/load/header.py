@@ -110,10 +110,10 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes
     """Check every entry, and that the tensors tile the file's data."""
     entries: dict[str, Entry] = {}
     spans: list[tuple[int, int, str]] = []
-    for name, told in header.items():
+    for name, described in header.items():
         if name == METADATA:
             continue
-        entry, begin, end = _entry(path, name, told, data_bytes)
+        entry, begin, end = _entry(path, name, described, data_bytes)
         entries[name] = entry
         spans.append((begin, end, name))
     at, before = 0, ""
@@ -132,11 +132,11 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes
     return entries
 
 
-def _entry(path: Path, name: str, told: object, data_bytes: int) -> tuple[Entry, int, int]:
-    fields: dict[str, Any] = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[Entry, int, int]:
+    fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
-        raise _bad(path, f"tells {name!r} as {told!r:.80}", "dtype, shape and data_offsets of each tensor")
+        raise _bad(path, f"tells {name!r} as {described!r:.80}", "dtype, shape and data_offsets of each tensor")
     if kind not in DTYPES:
         raise _bad(path, f"holds {name!r} as {kind!r:.40}", "one of " + ", ".join(DTYPES))
     begin, end = cast("list[int]", offsets)

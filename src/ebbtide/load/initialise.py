@@ -172,7 +172,7 @@ class Initialiser:
         calls = list(_calls(self._model, self._init))
         for call in calls:
             watch = _Watch(names, numels)
-            # A function that cannot run on meta is left out; what it alone would have set is told as unknown.
+            # Skip a function that cannot run on meta; values that only it sets are reported as unknown.
             with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
                 call.act()
             call.writes = watch.writes

@@ -76,7 +76,7 @@ class _Part:
 
 
 class Layout:
-    """A tensor told by where its elements come from. See [Note: layouts].
+    """A tensor described by the sources of its elements. See [Note: layouts].
 
     Args:
         shape: Its shape.

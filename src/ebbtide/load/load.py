@@ -38,7 +38,7 @@ _STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded; the meaning of each is told by ``ebbtide.load_sharded``."""
+    """How weights are loaded; ``ebbtide.load_sharded`` documents each option."""
 
     source: Literal["auto", "slices", "broadcast", "initialise"] = "auto"
     missing: Literal["error", "initialise"] = "error"
@@ -57,7 +57,7 @@ class Loading:
 
     Args:
         model: On meta.
-        weights: Where they come from, as this rank was told.
+        weights: Their source, as this rank's argument.
         options: How.
         meet: How ranks meet; ``None``: this process is alone.
         init: Gives a module its first values; ``None``: the module's own.
@@ -95,10 +95,12 @@ class Loading:
             EbbtideError: As ``ebbtide.load_sharded``; the same on all ranks.
         """
         started = time.monotonic()
-        sights = self.ranks.tell("look for the weights", lambda: self._look(dtype, optimizer))
+        sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
         self._choose(sights)
-        catalogs = self.ranks.tell("learn what the checkpoint holds", self._catalog) if self._asked else []
-        self.ranks.tell("fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"])))
+        catalogs = self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._asked else []
+        self.ranks.run_on_all_ranks(
+            "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
+        )
         BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
@@ -107,14 +109,14 @@ class Loading:
             found.append((sharded, self._read(sharded, device)))
             return {}
 
-        self.ranks.tell("read its weights", lambda: self._serving(act))
+        self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
         self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
-        told = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
-        logger.info("loaded %s on rank %d by %s in %.1f s", *told)
+        figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
+        logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
         BUS.emit(
             "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
         )
@@ -188,9 +190,9 @@ class Loading:
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
         """Match the checkpoint with the model, and keep what first values need."""
         if self.ranks.me in self._asked:
-            told = next(c for c in catalogs if c)
-            entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in told["entries"].items()}
-            self.checkpoint = Checkpoint(entries=entries, name=told["name"])
+            catalog = next(c for c in catalogs if c)
+            entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
+            self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialise":
             self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
@@ -201,8 +203,8 @@ class Loading:
                 unexpected=self.options.unexpected,
                 keys=self.checkpoint.entries,
             )
-            told = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
-            for what, names in told.items():
+            catalog = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
+            for what, names in catalog.items():
                 if names and self.ranks.me == 0:
                     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
@@ -212,9 +214,9 @@ class Loading:
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Act; then, whatever came of it, give those who ask this rank what they need."""
         failure: Exception | None = None
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
-            told = act()
+            result = act()
         except Exception as error:
             failure = error
         clients = [client for client, server in self._asked.items() if server == self.ranks.me]
@@ -225,7 +227,7 @@ class Loading:
                 serve(clients, source, self.checkpoint.entries)
         if failure is not None:
             raise failure
-        return told
+        return result
 
     def _read(self, sharded: nn.Module, device: torch.device | None) -> dict[str, Target]:
         """Make memory for this rank's part and fill it."""

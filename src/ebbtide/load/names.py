@@ -3,7 +3,7 @@
 [Note: names]
 A model's name and a checkpoint's name for one tensor differ where adapters wrap modules, where a head was put on a base
 model, and where a library converts old layouts while it loads. Everything is settled here, before a byte is read: what
-is missing, unexpected or of another shape is told at once, all of it.
+is missing, unexpected or of another shape is reported in one error.
 """
 
 from __future__ import annotations
@@ -154,20 +154,20 @@ def check_plan(plan: Plan, name: str, *, missing: str, unexpected: str, keys: It
     Raises:
         DataError: Something does not fit.
     """
-    told = [
+    problems = [
         ("missing", plan.missing if missing == "error" else []),
         ("unexpected", plan.unexpected if unexpected == "error" else []),
         ("of another shape", plan.misshaped),
         ("of a dtype that cannot be converted", plan.uncast),
     ]
-    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in told if names]
+    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems if names]
     if not lines:
         return
     hints: list[str] = []
-    if told[0][1]:
+    if problems[0][1]:
         close = nearest(plan.missing[0], keys)
         hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
-    if told[1][1]:
+    if problems[1][1]:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),

@@ -280,7 +280,7 @@ def _run(box: Box, entry: Entry) -> int:
 
 
 def _cached_share(fd: int, size_bytes: int) -> float:
-    """Return which part of a file is in the page cache; all of it where that cannot be told."""
+    """Return which part of a file is in the page cache; all of it where that is unknown."""
     if size_bytes == 0:
         return 1.0
     pages = -(-size_bytes // mmap.PAGESIZE)

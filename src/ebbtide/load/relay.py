@@ -98,7 +98,7 @@ def serve(clients: Sequence[int], source: Source, entries: Mapping[str, Entry]) 
         entries: What the checkpoint holds.
 
     Raises:
-        Exception: What the source raised, after all clients were told.
+        Exception: What the source raised, after all clients were informed.
     """
     device, failure = _device(), None
     for client in clients:

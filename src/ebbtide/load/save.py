@@ -64,16 +64,16 @@ class Saving:
             EbbtideError: As ``ebbtide.save_sharded``; the same on all ranks.
         """
         held: dict[str, Target] = {}
-        told = self.ranks.tell("look at what it holds", lambda: self._look(held))
+        answers = self.ranks.run_on_all_ranks("look at what it holds", lambda: self._look(held))
         shapes: dict[str, Any] = {}
         first: dict[str, int] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(answers):
             for name, what in one.items():
                 shapes.setdefault(name, what)
                 first.setdefault(name, rank)
         files = self._files(shapes)
         lead = self.ranks.me == 0
-        self.ranks.tell("make the files", lambda: self._make(files) if lead else {})
+        self.ranks.run_on_all_ranks("make the files", lambda: self._make(files) if lead else {})
         # A plain tensor is whole on each rank that has it.
         mine = {
             name: target
@@ -81,8 +81,8 @@ class Saving:
             if target.writes
             and (hasattr(target.old, "device_mesh") or target.old is None or first[name] == self.ranks.me)
         }
-        self.ranks.tell("write its slices", lambda: self._write(files, mine))
-        self.ranks.tell("name the files", lambda: self._finish(files) if lead else {})
+        self.ranks.run_on_all_ranks("write its slices", lambda: self._write(files, mine))
+        self.ranks.run_on_all_ranks("name the files", lambda: self._finish(files) if lead else {})
         nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
         logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
 
@@ -159,7 +159,7 @@ class Saving:
         return {}
 
     def _finish(self, files: Files) -> dict[str, Any]:
-        """Give the drafts their names, write the index, and remove what an earlier save left under this name."""
+        """Rename the drafts, write the index, and remove files of an earlier save of this name."""
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
         try:
             for file in files:
@@ -167,9 +167,9 @@ class Saving:
             if len(files) > 1:
                 weights = {name: file for file, entries in files.items() for name in entries}
                 total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
-                told = {"metadata": {"total_size": total}, "weight_map": weights}
+                listing = {"metadata": {"total_size": total}, "weight_map": weights}
                 draft = self._folder / (index + _DRAFT)
-                draft.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+                draft.write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
                 draft.replace(self._folder / index)
             ours = re.compile(rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
             kept = {*files, *([index] if len(files) > 1 else [])}
@@ -193,16 +193,16 @@ class Saving:
 
 def _header(entries: Mapping[str, Entry]) -> bytes:
     """Return the bytes before the first tensor."""
-    told: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
     for name, entry in entries.items():
-        told[name] = {
+        header[name] = {
             "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [at, at + entry.nbytes],
         }
         at += entry.nbytes
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

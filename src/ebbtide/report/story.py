@@ -68,14 +68,14 @@ _LOWERED = {
 
 
 def plans(run: Run) -> list[tuple[str, str]]:
-    """Return the plan's texts in the order in which they were told: what was intended, then what it became.
+    """Return the plan's texts in the order of their events: the first plan, then its corrections.
 
     A text that the next one repeats and continues is left out.
     """
-    told = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
-    following = [words for _, words in told[1:]]
-    repeated = [after.startswith(words) for (_, words), after in zip(told, following, strict=False)]
-    return [plan for plan, again in zip(told, [*repeated, False], strict=False) if not again]
+    named = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
+    following = [words for _, words in named[1:]]
+    repeated = [after.startswith(words) for (_, words), after in zip(named, following, strict=False)]
+    return [plan for plan, again in zip(named, [*repeated, False], strict=False) if not again]
 
 
 def happened(run: Run) -> list[str]:
@@ -156,10 +156,10 @@ def loading(run: Run) -> str | None:
         for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
         if (points := window(run.samples(field), span.begin, span.end))
     ]
-    told = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
+    sentence = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
     if not any(event.get("edge") == "end" for event in loads):
-        told += ", not finished"
-    return "; ".join([told, *found]) + "."
+        sentence += ", not finished"
+    return "; ".join([sentence, *found]) + "."
 
 
 def messages(run: Run) -> list[str]:

@@ -120,7 +120,7 @@ class Tier(Protocol):
         ...
 
     def expect(self, nbytes: int) -> None:
-        """Be told how many further bytes will be parked in this pass, as far as the first block shows."""
+        """Take the number of further bytes of this pass, as predicted by the first block."""
         ...
 
     @property

@@ -94,7 +94,7 @@ def _groups(root: Path) -> list[Memory]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container may see its own group as the top, whatever path it is told: then only the top is there.
+        # A container may see its own group as the top, whatever its path: then only the top exists.
         inner = (top / path.lstrip("/")).resolve()
         for folder in dict.fromkeys((top, inner, *inner.parents)):
             if folder == top or top in folder.parents:

@@ -56,9 +56,9 @@ def said_by(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not isinstance(cast("dict[str, Any]", content).get("peft_type"), str):
         raise DataError(f"{text} names no peft_type", expected="a JSON object with one", hint=f"such as {_EXAMPLE}")
-    told = cast("dict[str, Any]", content)
-    said = {name: value for name, value in told.items() if value is not None and name not in _OF_A_RUN}
-    return {**said, "peft_type": _kind(told["peft_type"], f"peft_type in {text}")}
+    document = cast("dict[str, Any]", content)
+    said = {name: value for name, value in document.items() if value is not None and name not in _OF_A_RUN}
+    return {**said, "peft_type": _kind(document["peft_type"], f"peft_type in {text}")}
 
 
 def _kind(text: str, what: str) -> str:

@@ -146,7 +146,7 @@ def look_up(config: LanguageConfig) -> Source:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     place = locate(config.model, use_hf=config.use_hf)
-    with told(config):
+    with explained(config):
         found = AutoConfig.from_pretrained(place)
         check_length(config, found)
         _check_unquantised(config, found)
@@ -178,7 +178,7 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
     import torch
 
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    with told(config), torch.device("meta"):
+    with explained(config), torch.device("meta"):
         kind = _auto_class(model_config)
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
@@ -230,7 +230,7 @@ def _from_pretrained(config: LanguageConfig, source: Source) -> PreTrainedModel:
         from ebbtide_recipes.language.adapters import four_bits
 
         options |= four_bits(config, options["dtype"])
-    with told(config):
+    with explained(config):
         model = _auto_class(source.config).from_pretrained(source.place, **options)
     if source.sees and config.freeze_vit:
         for part in vision_parts(model, source.config):
@@ -266,7 +266,7 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
 
 
 @contextmanager
-def told(config: LanguageConfig) -> Generator[None, None, None]:
+def explained(config: LanguageConfig) -> Generator[None, None, None]:
     """Turn what transformers raises about a model into an error that says what was looked for."""
     from safetensors import SafetensorError
 

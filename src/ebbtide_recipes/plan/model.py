@@ -90,7 +90,7 @@ def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
         DataError: The config describes no model.
         ConfigError: The attention implementation is not there; adapters that do not fit.
     """
-    with _told():
+    with _explained():
         model: nn.Module = models.outline_of(config, found, dtype)
     sees = models.is_vision_language(found)
     frozen = models.vision_parts(model, found) if sees and config.freeze_vit else []
@@ -160,7 +160,7 @@ def read(config: SftConfig) -> PreTrainedConfig:
         ConfigError: Sequences are longer than the model allows; the weights are quantised.
     """
     path = Path(config.model).expanduser()
-    with _told():
+    with _explained():
         if not path.is_file():
             models.check(config.model)
         found = _checked(config, _found(config, path))
@@ -170,7 +170,7 @@ def read(config: SftConfig) -> PreTrainedConfig:
 
 
 @contextmanager
-def _told() -> Generator[None]:
+def _explained() -> Generator[None]:
     """Say of a model that cannot be made what is needed here, which is less than for training."""
     try:
         yield
@@ -186,7 +186,7 @@ def _told() -> Generator[None]:
 def _found(config: SftConfig, path: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    with models.told(config):
+    with models.explained(config):
         if config.model in models.BUILTIN:
             return AutoConfig.for_model(**smollm2.SHAPE)
         return AutoConfig.from_pretrained(str(path) if path.exists() else config.model, trust_remote_code=False)

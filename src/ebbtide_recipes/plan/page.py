@@ -224,10 +224,10 @@ def _take(result: Result) -> list[str]:
     if option is None:
         least = min((w for w in result.options if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
         line = f"recommended  nothing, because no option fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
-        told = any(w.problem for w in result.options)
+        problems = any(w.problem for w in result.options)
         shorter = "fewer frames" if result.config.recipe == "video" else "shorter sequences"
         what = f"{shorter}, a smaller batch, --train_type lora or more --gpus take less memory"
-        return [f"{line} ({least.name})"] if told else [f"{line} ({least.name})", f"hint: {what}"]
+        return [f"{line} ({least.name})"] if problems else [f"{line} ({least.name})", f"hint: {what}"]
     lines = [f"recommended  {option.name}"]
     if option.fits == "barely":
         lines[0] += f", which barely fits: above {ROOM:.0%} of the device's memory, and the prediction is incomplete"

@@ -1,4 +1,4 @@
-"""What ``ebbtide sft`` can be told. No torch here: the command line reads this module for ``--help``."""
+"""Flags of ``ebbtide sft``. No torch here: the command line reads this module for ``--help``."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Sealed:
         world_size: Processes that wrote it.
         sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: how its weights lie in its files.
         train_type: What was trained.
-        adapters: The kind of adapters, as PEFT names it; ``None``: none, or not told.
+        adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
     """
 
     folder: Path

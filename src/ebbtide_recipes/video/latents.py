@@ -261,7 +261,7 @@ def _request(source: Source, making: Making) -> dict[str, Any]:
 
 
 def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out where the pipeline lay: its parts are told apart by their identities."""
+    """Leave the path of the pipeline out: identities distinguish its parts."""
     return {key: value for key, value in request.items() if key != "model"}
 
 

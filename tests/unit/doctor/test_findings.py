@@ -24,7 +24,7 @@ CASES: dict[str, Case] = {
         {"machine": None, "unmeasured": "x", "disk__refused": "x"},
         "could not be measured: no device",
     ),
-    "EBB003": (SERVER, {"device__bfloat16": False}, {"device__bfloat16": True}, "NVIDIA H200 bfloat16"),
+    "EBB003": (SERVER, {"device__bfloat16": False}, {"device__bfloat16": True}, "NVIDIA H200 has no native bfloat16"),
     "EBB004": (
         SERVER,
         {"device__free_bytes": 100 * GIB},
@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         {"host__limit_bytes": 2048 * GIB},
         "a control group allows 32.0 GiB of the machine's 2.0 TiB",
     ),
-    "EBB021": (SERVER, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of host memory are left"),
+    "EBB021": (SERVER, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of host memory are free"),
     "EBB022": (SMALL, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of memory are free"),
     "EBB023": (
         SMALL,
