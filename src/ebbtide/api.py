@@ -199,7 +199,7 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
-    _tell_idle(engine, host_budget=host_budget)
+    _warn_of_idle(engine, host_budget=host_budget)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
@@ -356,7 +356,7 @@ def register_recompute(name: str, rule: Rule) -> None:
     _custom_rules[name] = rule
 
 
-def _tell_idle(engine: Engine, *, host_budget: object) -> None:
+def _warn_of_idle(engine: Engine, *, host_budget: object) -> None:
     """Warn of an option without effect on the chosen target. A disk path has one: the host target spills to it."""
     if host_budget is not None and engine.tier.name != "host":
         logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)

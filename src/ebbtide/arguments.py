@@ -43,9 +43,9 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
 
 def _is_plan(value: object) -> bool:
     """Whether a value has what the engine asks of a plan; a user's own may."""
-    asked = ("choose", "block_action", "explain")
+    methods = ("choose", "block_action", "explain")
     named = isinstance(getattr(value, "name", None), str) and hasattr(value, "recomputes")
-    return not isinstance(value, type) and named and all(callable(getattr(value, name, None)) for name in asked)
+    return not isinstance(value, type) and named and all(callable(getattr(value, name, None)) for name in methods)
 
 
 def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:

@@ -176,13 +176,13 @@ def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None
     """Say what will be done, before anything is, imports that take seconds included."""
     runs = rounds * len(modes)
     each = "" if steps is None else f" of {steps} steps"
-    said = [
+    lines = [
         f"{_times(len(modes), 'mode')}, {_times(rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
         "one after the other, each in a fresh process."
     ]
-    said += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
-    said.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
-    for line in said:
+    lines += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
+    lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 

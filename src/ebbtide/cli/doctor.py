@@ -74,12 +74,12 @@ def lines(found: Examination) -> list[str]:
     from ebbtide.doctor.table import table
     from ebbtide.report.text import grid
 
-    said = grid(table(found.facts))
+    rows = grid(table(found.facts))
     for finding in found.findings:
-        said += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
+        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
     if not found.findings:
-        said += ["", "no problems found"]
-    return said
+        rows += ["", "no problems found"]
+    return rows
 
 
 def as_values(found: Examination) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def loss_equal(rounds: Rounds, mode: str) -> bool | None:
     return all(losses == plain[0] for losses in (*plain, *ours))
 
 
-def latest_whole_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
+def latest_complete_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
     """Choose what the pictures show: the last round that has all modes, else the last that each mode has."""
     ordered = [by_mode for _, by_mode in sorted(rounds.items())]
     whole = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]

@@ -51,7 +51,7 @@ class Progress:
         self._number += 1
         self._what, self._folder = what, folder
         self._offset, self._rest = 0, ""
-        self._began, self._said_at, self._done, self._running = self._clock(), self._clock(), 0, False
+        self._began, self._shown_at, self._done, self._running = self._clock(), self._clock(), 0, False
         if self._console.is_terminal:
             self._status = self._console.status(self._words())
             self._status.start()
@@ -65,7 +65,7 @@ class Progress:
         if self._status is not None:
             self._status.update(self._words())
         elif (
-            (self._done == 1 and done == 0) or self._clock() - self._said_at >= SAY_SECONDS or running != self._running
+            (self._done == 1 and done == 0) or self._clock() - self._shown_at >= SAY_SECONDS or running != self._running
         ):
             self._print()
 
@@ -124,7 +124,7 @@ class Progress:
         return f": {said.removeprefix('INFO ')[:100]}" if said else ""
 
     def _print(self) -> None:
-        self._said_at = self._clock()
+        self._shown_at = self._clock()
         self._console.print(self._words(), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
-from ebbtide.cli.merge import latest_whole_round
+from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, html, load_run, text
 from ebbtide.report.table import headline
@@ -131,7 +131,7 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
                 found = dataclasses.replace(load_run(turn / mode), name=mode)
                 if found.summary.get("status") == "ok":
                     rounds.setdefault(int(turn.name.rpartition("-")[2]), {})[mode] = found
-    return latest_whole_round(rounds, modes)
+    return latest_complete_round(rounds, modes)
 
 
 def run(argv: Sequence[str]) -> int:

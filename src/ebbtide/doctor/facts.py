@@ -208,17 +208,17 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
     )
 
 
-def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
+def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
     """Find where the disk tier's bytes would lie, and try that a file can be made there.
 
     Args:
-        given: The directory that was asked for; ``None``: a usual one.
+        disk_path: The directory that was asked for; ``None``: a usual one.
         root: Where ``proc`` lies.
 
     Returns:
         The facts; errors are recorded, not raised.
     """
-    directory, direct, refused = None if given is None else Path(given).expanduser(), None, None
+    directory, direct, refused = None if disk_path is None else Path(disk_path).expanduser(), None, None
     try:
         directory = default_directory() if directory is None else check_directory(directory)
         file = BackingFile(directory)
@@ -229,7 +229,7 @@ def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
     there = directory is not None and directory.is_dir()
     return Disk(
         path=None if directory is None else str(directory),
-        given=given is not None,
+        given=disk_path is not None,
         filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and there else "",
         free_bytes=_free_bytes(directory) if directory and there else None,
         direct=direct,

@@ -61,9 +61,9 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     """
     found: list[Finding] = []
     for rule in RULES:
-        said = rule.check(facts)
-        if said is not None:
-            found.append(Finding(code=rule.code, severity=rule.severity, what=said[0], hint=said[1]))
+        texts = rule.check(facts)
+        if texts is not None:
+            found.append(Finding(code=rule.code, severity=rule.severity, what=texts[0], hint=texts[1]))
     return tuple(sorted(found, key=lambda finding: (finding.severity != "problem", finding.code)))
 
 

@@ -158,9 +158,9 @@ def _freed(facts: Facts) -> tuple[str, str]:
     """Return what becomes of freed memory on a CPU. See ``store/allocator.py``."""
     if "malloc" in facts.environment.get("LD_PRELOAD", ""):
         return "another allocator", "LD_PRELOAD names it: it decides when memory is returned"
-    said = facts.environment.get("MALLOC_MMAP_THRESHOLD_")
-    if said is not None:
-        return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={said}"
+    threshold = facts.environment.get("MALLOC_MMAP_THRESHOLD_")
+    if threshold is not None:
+        return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={threshold}"
     if facts.host.libc is None:
         return ABSENT, "not glibc"
     return "serves the next step", "leaves the process at once where a memory budget is set"

@@ -106,16 +106,16 @@ def _reading(later: Later, read: Any) -> Any:
     class_bound = isinstance(read, classmethod)
 
     def noted(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        model = given["model"]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        model = arguments["model"]
         # Version 5 gathers into one value what version 4 hands over one by one.
-        _check(model, lambda name: given.get(name, getattr(given.get("load_config"), name, None)))
-        files: Sequence[str | os.PathLike[str]] | None = given["checkpoint_files"]
-        state_dict: Mapping[str, torch.Tensor] | None = given["state_dict"]
+        _check(model, lambda name: arguments.get(name, getattr(arguments.get("load_config"), name, None)))
+        files: Sequence[str | os.PathLike[str]] | None = arguments["checkpoint_files"]
+        state_dict: Mapping[str, torch.Tensor] | None = arguments["state_dict"]
         if state_dict is None and not files:
             raise ConfigError("there are no weights", expected="a checkpoint", hint="pass the folder of the checkpoint")
         later.note(model, state_dict if state_dict is not None else [Path(file) for file in files or ()])
-        if (kept := given.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
+        if (kept := arguments.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
             for name, parameter in model.named_parameters():
                 if kept.search(name):
                     parameter.data = parameter.data.to(torch.float32)

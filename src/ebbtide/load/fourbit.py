@@ -133,16 +133,16 @@ class FourBit:
         weight = self._weights[name]
         return torch.empty(weight.shape, dtype=self._dtype or weight.old.dtype)
 
-    def quantise(self, target: Target, whole: torch.Tensor) -> None:
+    def quantise(self, target: Target, tensor: torch.Tensor) -> None:
         """Give a target its part of a weight's column, and keep the scales.
 
         Args:
             target: The column, or a part of it.
-            whole: The weight, as ``empty`` gives it memory.
+            tensor: The weight, as ``empty`` gives it memory.
         """
         weight = self._weights[target.name]
         kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
-        made = type(weight.old)(whole.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
+        made = type(weight.old)(tensor.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
         target.fill(made.data)
         weight.state, weight.flat = made.quant_state, target.old is None
 

@@ -56,8 +56,8 @@ class _Watch(TorchDispatchMode):
             if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
                 name = self._names.get(value.untyped_storage()._cdata)
                 if name is not None:
-                    whole = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
-                    self.writes.setdefault(name, whole)
+                    complete = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
+                    self.writes.setdefault(name, complete)
         return func(*args, **(kwargs or {}))
 
 

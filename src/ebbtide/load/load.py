@@ -128,19 +128,19 @@ class Loading:
         self._rebinding = Rebinding(self.model, optimizer)
         set_dtype(self.model, dtype)
         self._four = FourBit(self.model, dtype)
-        given, name = self._weights is not None and self.options.source != "initialise", "the given values"
+        present, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if isinstance(self._weights, nn.Module):
             self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None and given:
+        elif self._weights is not None and present:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
             name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
             if self.ranks.count == 1 or all(map(is_there, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = self.checkpoint.digest() if self.checkpoint is not None else ""
         host, seed = os.uname().nodename, torch.initial_seed()
-        return {"sees": sees, "given": given, "name": name, "host": host, "seed": seed}
+        return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
         """Choose the path from what the ranks see; each comes to the same.

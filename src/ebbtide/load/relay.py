@@ -37,12 +37,12 @@ def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = 
         one_a_host: Only the first rank of a machine reads.
     """
     seeing = [rank for rank, sight in enumerate(sees) if sight]
-    asked: dict[int, int] = {}
+    servers: dict[int, int] = {}
     for rank, host in enumerate(hosts):
         near = next((r for r in seeing if hosts[r] == host), seeing[0] if seeing else rank)
         if near != rank and (one_a_host or rank not in seeing):
-            asked[rank] = near
-    return asked
+            servers[rank] = near
+    return servers
 
 
 class Client:

@@ -54,10 +54,10 @@ class Target:
         """Bytes of this rank's part."""
         return sum(box.numel for box, _ in self.boxes) * self.local.dtype.itemsize
 
-    def fill(self, whole: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor) -> None:
         """Take this rank's part of a tensor that is there as a whole."""
         for box, view in self.boxes:
-            view.copy_(box.of(whole))
+            view.copy_(box.of(tensor))
 
 
 def plain_name(name: str) -> str:

@@ -82,23 +82,25 @@ def happened(run: Run) -> list[str]:
     """Say in sentences what became of the plan."""
     summary = run.summary
     counted: dict[str, Any] = summary.get("activation_bytes") or {}
-    said: list[str] = []
+    sentences: list[str] = []
     if counted.get("unique") is not None:
         parts = [f"{size(counted[key])} {key}" for key in ("kept", "offloaded", "recomputed") if counted.get(key)]
         storages = f"{size(counted['unique'])} of storages saved"
-        said.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
+        sentences.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
     if (percent := summary.get("memory_saved_percent")) is not None:
         less = size(summary["memory_saved_bytes"])
-        said.append(f"{less} of them ({percent:.1f} %) are not kept until backward; tensors outside the blocks are.")
+        sentences.append(
+            f"{less} of them ({percent:.1f} %) are not kept until backward; tensors outside the blocks are."
+        )
     if summary.get("stall_seconds") is not None:
         share = _stall_share(run)
-        said.append(
+        sentences.append(
             f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of the steps counted." if share else ".")
         )
     checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
     if checkpointed:
-        said.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
-    return said
+        sentences.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
+    return sentences
 
 
 def rewards(run: Run) -> str | None:

@@ -43,8 +43,8 @@ def ranks_of(environment: Mapping[str, str]) -> int:
     Args:
         environment: The variables.
     """
-    said = environment.get("LOCAL_WORLD_SIZE", "").strip()
-    return max(1, int(said)) if said.isdecimal() else 1
+    text = environment.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:

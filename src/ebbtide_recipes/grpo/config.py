@@ -164,7 +164,7 @@ class GrpoConfig(LanguageConfig):
         """Return the flags that were given but do nothing in this mode."""
         vllm = () if self.use_vllm else ("vllm_mode", "vllm_gpu_memory_utilization")
         idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
-        return [*super().without_effect(), *(name for name in idle if self.is_given(name))]
+        return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
 
     def _apply_strategy(self) -> None:
         """Fold verl's ``strategy`` into the flags that say the same, so that everything behind it knows one meaning."""

@@ -47,8 +47,8 @@ def closeness(completions: Sequence[Any], **columns: Any) -> list[float]:
     """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one."""
     rewards: list[float] = []
     for completion, answer in zip(completions, _wanted(columns), strict=True):
-        given, right = number_in(text_of(completion)), number_in(str(answer))
-        rewards.append(0.0 if given is None or right is None else 1 / (1 + abs(given - right)))
+        answered, right = number_in(text_of(completion)), number_in(str(answer))
+        rewards.append(0.0 if answered is None or right is None else 1 / (1 + abs(answered - right)))
     return rewards
 
 

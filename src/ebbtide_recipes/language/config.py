@@ -78,7 +78,7 @@ class LanguageConfig(RecipeConfig):
         idle = super().without_effect()
         if self.trains_adapters and self.adapters is not None:
             made = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
-            idle += [name for name in made if name not in idle and self.is_given(name)]
+            idle += [name for name in made if name not in idle and self.is_set(name)]
         return idle
 
     def _check_adapters(self) -> None:
@@ -90,9 +90,9 @@ class LanguageConfig(RecipeConfig):
                 hint="--adapter_config boft, vera or ia3; --train_type lora is the usual kind",
             )
         if self.adapter_config is not None and (self.train_type != "adapter" or self.adapters is not None):
-            beside = "adapters" if self.adapters is not None else f"train_type {self.train_type}"
+            other = "adapters" if self.adapters is not None else f"train_type {self.train_type}"
             raise ConfigError(
-                f"adapter_config is set with {beside}",
+                f"adapter_config is set with {other}",
                 expected="it only with train_type adapter",
                 hint="leave --adapter_config out" if self.adapters is not None else "--train_type adapter",
             )

@@ -254,13 +254,13 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
     if getattr(model_config, "quantization_config", None) is None:
         return
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):
-        beside = "memory_efficient_init is true" if config.memory_efficient_init else ""
+        other = "memory_efficient_init is true" if config.memory_efficient_init else ""
         raise ConfigError(
             f"the weights of {config.model} are already quantised, and "
-            + (beside or f"train_type is {config.train_type!r}"),
+            + (other or f"train_type is {config.train_type!r}"),
             expected="a model with weights in a floating-point type",
             hint="leave --memory_efficient_init out"
-            if beside
+            if other
             else "use the full-precision model; --train_type lora accepts quantised weights",
         )
 
@@ -281,18 +281,18 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
     except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
             raise
-        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_what_to_do(config.model)) from error
+        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_hint(config.model)) from error
 
 
 def _not_loaded(name: str, error: Exception) -> str:
     """Say where a model was looked for."""
-    said = _first_line(error)
+    reason = _first_line(error)
     if Path(name).expanduser().exists() or name in BUILTIN:
-        return f"model {name!r} cannot be loaded: {said}"
-    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {said}"
+        return f"model {name!r} cannot be loaded: {reason}"
+    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {reason}"
 
 
-def _what_to_do(name: str) -> str:
+def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
     return _near(name) or "without a network use a local folder, or a model fetched before"

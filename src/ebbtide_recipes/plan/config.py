@@ -115,9 +115,9 @@ class PlanConfig:
 
     def _check_together(self) -> None:
         if self.train_type == "qlora" and (self.gpus > 1 or self.recipe == "video" or self.bf16):
-            beside = "recipe video" if self.recipe == "video" else "bf16 true" if self.bf16 else f"gpus {self.gpus}"
+            other = "recipe video" if self.recipe == "video" else "bf16 true" if self.bf16 else f"gpus {self.gpus}"
             raise ConfigError(
-                f"train_type is 'qlora' with {beside}",
+                f"train_type is 'qlora' with {other}",
                 expected="a language model in bfloat16 on one device: other 4-bit weights cannot be planned yet",
                 hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
             )

@@ -136,9 +136,9 @@ def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
     seen: list[int] = []
 
     def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        learned = {id(x): x.numel() * x.itemsize for x in given if x.requires_grad}
-        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in given), default=0))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        learned = {id(x): x.numel() * x.itemsize for x in tensors if x.requires_grad}
+        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in tensors), default=0))
 
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in find_blocks(model, None)]
 

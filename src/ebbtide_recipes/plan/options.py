@@ -175,14 +175,14 @@ def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
 def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
     """Whether ebbtide-minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
     plan = plan_for(Minimal())
-    for place, (block, given) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
+    for place, (block, nbytes) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
         stubborn = sum(
             unit.nbytes
             for unit in block.units
             # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
             if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
-        if plan.block_action(block.kind, place, input_bytes=given, stubborn_bytes=stubborn) is Action.CHECKPOINT:
+        if plan.block_action(block.kind, place, input_bytes=nbytes, stubborn_bytes=stubborn) is Action.CHECKPOINT:
             return True
     return False
 

@@ -162,12 +162,12 @@ def _mode_flags(option: Option) -> list[tuple[str, str]]:
 def _in_python(policy: Policy) -> str:
     match policy:
         case Auto(memory_budget=None, max_slowdown=slowdown):
-            said = f"ebbtide.Auto(max_slowdown={slowdown:g})"
+            code = f"ebbtide.Auto(max_slowdown={slowdown:g})"
         case Auto(memory_budget=budget):
-            said = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
+            code = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
         case _:
-            said = f"ebbtide.{type(policy).__name__}()"
-    return f"ebbtide.enable_activation_offloading(model, policy={said})"
+            code = f"ebbtide.{type(policy).__name__}()"
+    return f"ebbtide.enable_activation_offloading(model, policy={code})"
 
 
 def _size(size: str | int | None) -> str:

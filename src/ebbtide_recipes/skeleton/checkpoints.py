@@ -74,15 +74,15 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int) -> N
 def read_seal(folder: Path) -> tuple[Sealed | None, str]:
     """Return what a checkpoint says of itself, or ``None`` and what is wrong with it."""
     try:
-        said: Any = json.loads((folder / SEAL).read_text())
-        files: Mapping[str, int] = said["files"]
+        seal: Any = json.loads((folder / SEAL).read_text())
+        files: Mapping[str, int] = seal["files"]
         sealed = Sealed(
             folder=folder,
-            step=int(said["step"]),
-            world_size=int(said["world_size"]),
-            sharding=str(said["sharding"]),
-            train_type=str(said["train_type"]),
-            adapters=said.get("adapters"),
+            step=int(seal["step"]),
+            world_size=int(seal["world_size"]),
+            sharding=str(seal["sharding"]),
+            train_type=str(seal["train_type"]),
+            adapters=seal.get("adapters"),
         )
     except FileNotFoundError:
         return None, f"has no {SEAL}, which is written last"
@@ -113,17 +113,17 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
         DataError: There is no such checkpoint, or it is half-written.
         ConfigError: It was written by another kind of run.
     """
-    asked = config.resume_from_checkpoint
-    if asked is None or asked.lower() in ("none", "false"):
+    name = config.resume_from_checkpoint
+    if name is None or name.lower() in ("none", "false"):
         return None
     output = Path(config.output_dir).expanduser()
-    if asked.lower() in LATEST:
+    if name.lower() in LATEST:
         sealed = next(reversed(whole(output)), None)
         if sealed is None:
             LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
     else:
-        sealed = _asked_for(Path(asked).expanduser())
+        sealed = _named(Path(name).expanduser())
     _check_kind(sealed, config)
     if world_size is not None and world_size != sealed.world_size:
         LOGGER.warning(
@@ -172,7 +172,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     )
 
 
-def _asked_for(folder: Path) -> Sealed:
+def _named(folder: Path) -> Sealed:
     """Return the checkpoint in a folder that was named."""
     if not folder.is_dir():
         near = nearest(folder.name, [path.name for path in _folders(folder.parent)])

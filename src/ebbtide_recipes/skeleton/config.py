@@ -216,9 +216,9 @@ class RecipeConfig:
             idle = (*idle, "eval_steps", "per_device_eval_batch_size")
         if self.save_steps is None:
             idle = (*idle, "save_total_limit")
-        return [name for name in idle if self.is_given(name)]
+        return [name for name in idle if self.is_set(name)]
 
-    def is_given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether a flag has another value than its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return getattr(self, name) != defaults[name]

@@ -124,4 +124,4 @@ class VideoConfig(RecipeConfig):
             idle += ("mode_scale",)
         if not self.samples:
             idle += ("sample_steps", "sample_prompts", "sampler_steps", "guidance_scale")
-        return [*super().without_effect(), *(name for name in idle if self.is_given(name))]
+        return [*super().without_effect(), *(name for name in idle if self.is_set(name))]

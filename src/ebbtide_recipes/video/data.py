@@ -119,10 +119,10 @@ def _folder(folder: Path) -> list[Clip]:
     paths = [path for path in entries if path.suffix.lower() in VIDEOS and path.is_file()]
     paths += [path for path in entries if path.is_dir() and any(p.suffix.lower() in IMAGES for p in path.iterdir())]
     paths += [path for path in entries if path.suffix.lower() in IMAGES and path.is_file()]
-    return [Clip(origin=path, caption=_caption_beside(path)) for path in paths]
+    return [Clip(origin=path, caption=_caption_file(path)) for path in paths]
 
 
-def _caption_beside(path: Path) -> str:
+def _caption_file(path: Path) -> str:
     """Return what stands in the .txt beside a clip, or in ``caption.txt`` inside a folder of frames."""
     beside = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
     places = [beside, path / "caption.txt"] if path.is_dir() else [beside]

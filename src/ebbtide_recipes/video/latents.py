@@ -268,9 +268,9 @@ def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said["items"] and said["request"]["family"]:
-            return said
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["items"] and manifest["request"]["family"]:
+            return manifest
         found = "names no clip"
     except FileNotFoundError:
         found = "is not there"
