@@ -25,7 +25,7 @@ from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, run_child
 from ebbtide.cli.merge import spread_of
 from ebbtide.cli.parsing import Parser, count
-from ebbtide.cli.progress import Progress
+from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.recipe import RECIPES, check, read
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
@@ -139,7 +139,7 @@ def compare(
     orders = [[*modes[turn % len(modes) :], *modes[: turn % len(modes)]] for turn in range(rounds)]
     board = Board(out=out, modes=tuple(modes), console=console, warm_up=warm_up)
     environment = _environment(recipe, arguments, rounds, orders, modes, sample_seconds)
-    progress = Progress(console, runs=rounds * len(modes), steps=steps, output=OUTPUT_FILE)
+    progress = RunProgress(console, runs=rounds * len(modes), steps=steps, output=OUTPUT_FILE)
     stopped: Stopped = ""
     with terminate_as_interrupt():
         try:

@@ -15,7 +15,7 @@ SAY_SECONDS = 10.0
 """Between two plain lines of one run, unless something new began."""
 
 
-class Progress:
+class RunProgress:
     """Follows the runs of a comparison by their run files, and says how far they are.
 
     Args:

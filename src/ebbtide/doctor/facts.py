@@ -38,7 +38,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceFacts:
     """The accelerator, or without one the CPU.
 
     Attributes:
@@ -65,7 +65,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bus:
+class PcieLink:
     """How a device hangs on the PCI bus.
 
     Attributes:
@@ -162,8 +162,8 @@ class Facts:
     torch: str
     torch_oldest: str | None
     target: str
-    device: Device
-    bus: Bus | None
+    device: DeviceFacts
+    bus: PcieLink | None
     disk: Disk
     host: Host
     ranks: int
@@ -237,7 +237,7 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
     )
 
 
-def look_at_bus(address: str | None, *, root: Path = Path("/")) -> Bus:
+def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
     """Read how a device hangs on the PCI bus.
 
     Args:
@@ -248,10 +248,10 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> Bus:
         What the system says; nothing without an address.
     """
     if address is None:
-        return Bus()
+        return PcieLink()
     folder = root / "sys/bus/pci/devices" / address
     node = _number(folder / "numa_node")
-    return Bus(
+    return PcieLink(
         width=_lanes(folder / "current_link_width"),
         most_width=_lanes(folder / "max_link_width"),
         speed=_transfers(folder / "current_link_speed"),

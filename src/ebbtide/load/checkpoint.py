@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.load.header import Entry, read_header
+from ebbtide.load.header import CheckpointEntry, read_header
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
@@ -28,7 +28,7 @@ class Checkpoint:
     from their files.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, CheckpointEntry]
     values: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     name: str = "values in memory"
 
@@ -90,7 +90,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
                 hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
             )
         return _unpickled(files, str(where))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CheckpointEntry] = {}
     for one in files:
         for name, entry in read_header(one).items():
             if name in entries:
@@ -133,7 +133,9 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
             hint="save it with ebbtide.save_sharded and load from there",
         )
     return Checkpoint(
-        entries={k: Entry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()}, values=values, name=name
+        entries={k: CheckpointEntry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()},
+        values=values,
+        name=name,
     )
 
 
@@ -191,7 +193,7 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     return list(files.values()), {name: files[file] for name, file in promised.items()}
 
 
-def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, Entry]) -> None:
+def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, CheckpointEntry]) -> None:
     absent = [name for name, file in promised.items() if name not in entries or entries[name].file != str(file)]
     if absent:
         close = nearest(absent[0], entries)

@@ -9,14 +9,14 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.fourbit import FourBit
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.layout import Box, Layout, Piece, Whole
-from ebbtide.load.names import Plan
+from ebbtide.load.layout import Box, Piece, SourceLayout, Whole
+from ebbtide.load.names import NameMap
 from ebbtide.load.targets import Target
 
 
-class Source(Protocol):
+class SliceSource(Protocol):
     """Where pieces are read from: files, memory, or another rank."""
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
@@ -52,11 +52,13 @@ class Filling:
         four: The model's 4-bit weights.
     """
 
-    def __init__(self, plan: Plan, targets: Mapping[str, Target], entries: Mapping[str, Entry], four: FourBit) -> None:
+    def __init__(
+        self, plan: NameMap, targets: Mapping[str, Target], entries: Mapping[str, CheckpointEntry], four: FourBit
+    ) -> None:
         self._entries, self._four = entries, four
-        self._quantised: list[tuple[Layout, Target]] = []
+        self._quantised: list[tuple[SourceLayout, Target]] = []
         self._scaled: list[Target] = []
-        self._sliced: list[tuple[Layout, Target]] = []
+        self._sliced: list[tuple[SourceLayout, Target]] = []
         self._whole: dict[int, tuple[Whole, dict[str, Target]]] = {}
         for name, source in plan.sources.items():
             held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
@@ -66,12 +68,12 @@ class Filling:
             if target is not None and name in four:  # its scales are needed where no part of the column is
                 if four.scales_of(name):
                     self._scaled.append(target)
-                elif isinstance(source, Layout):
+                elif isinstance(source, SourceLayout):
                     self._quantised.append((source, target))
                     continue
             elif target is None or not target.boxes:
                 continue  # another rank holds it
-            if isinstance(source, Layout):
+            if isinstance(source, SourceLayout):
                 self._sliced.append((source, target))
             else:
                 self._whole.setdefault(id(source), (source, {}))[1][plan.bases[name]] = target
@@ -92,7 +94,7 @@ class Filling:
         keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
         return keys.union(*(whole.keys for whole, _ in self._whole.values()))
 
-    def fill(self, source: Source, done: Callable[[int], None]) -> None:
+    def fill(self, source: SliceSource, done: Callable[[int], None]) -> None:
         """Read everything: slices first, then what is made of whole tensors, one after the other.
 
         Raises:
@@ -123,7 +125,7 @@ class Filling:
                 else:
                     target.fill(made[name])
 
-    def _wholes(self, source: Source, keys: Iterable[str], done: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    def _wholes(self, source: SliceSource, keys: Iterable[str], done: Callable[[int], None]) -> dict[str, torch.Tensor]:
         tensors = {k: torch.empty(self._entries[k].shape, dtype=self._entries[k].dtype) for k in keys}
         source.read((Piece(key=k, box=Box.whole(t.shape), into=t) for k, t in tensors.items()), done)
         return tensors
@@ -134,7 +136,7 @@ class Filling:
                 yield from layout.pieces(box, view)
 
 
-def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initialiser) -> None:
+def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Initialiser) -> None:
     """Fill what the checkpoint does not have: what was there for real already, then what the model computes.
 
     Raises:

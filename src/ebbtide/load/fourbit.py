@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.load.header import Entry
-from ebbtide.load.layout import Layout, Whole
+from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.layout import SourceLayout, Whole
 from ebbtide.load.targets import Target, fsdp2_params, owners_of, plain_name, tensor_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
@@ -80,14 +80,14 @@ class FourBit:
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
-    def oriented(self, name: str, layout: Layout) -> Layout:
+    def oriented(self, name: str, layout: SourceLayout) -> SourceLayout:
         """Return where a weight comes from, as it is quantised: that of a ``Conv1D`` lies the other way round."""
         source = getattr(self._weights[name].module, "source_cls", None)
         if self._packed:
             return layout
         return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
 
-    def without_scales(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    def without_scales(self, entries: Mapping[str, CheckpointEntry]) -> dict[str, CheckpointEntry]:
         """Return what a checkpoint holds beside scales; if it has any, weights are columns from here on."""
         if not self._weights:
             return dict(entries)
@@ -99,7 +99,7 @@ class FourBit:
         scales = {key for keys in self._scales.values() for key in keys.values()}
         return {key: entry for key, entry in entries.items() if key not in scales}
 
-    def settle(self, sources: Mapping[str, Layout | Whole]) -> None:
+    def settle(self, sources: Mapping[str, SourceLayout | Whole]) -> None:
         """Learn where weights come from, and put columns on meta if they are not there yet.
 
         Raises:

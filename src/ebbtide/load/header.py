@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A tensor of a checkpoint: what it is and, in a file, where."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, CheckpointEntry]:
     """Return the tensors of a safetensors file.
 
     Args:
@@ -106,9 +106,9 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes: int) -> dict[str, Entry]:
+def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes: int) -> dict[str, CheckpointEntry]:
     """Check every entry, and that the tensors tile the file's data."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CheckpointEntry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
         if name == METADATA:
@@ -132,7 +132,7 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes
     return entries
 
 
-def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[Entry, int, int]:
+def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[CheckpointEntry, int, int]:
     fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
@@ -140,7 +140,7 @@ def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[E
     if kind not in DTYPES:
         raise _bad(path, f"holds {name!r} as {kind!r:.40}", "one of " + ", ".join(DTYPES))
     begin, end = cast("list[int]", offsets)
-    entry = Entry(
+    entry = CheckpointEntry(
         shape=tuple(cast("list[int]", shape)),
         dtype=DTYPES[kind],
         file=str(path),

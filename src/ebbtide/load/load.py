@@ -19,14 +19,14 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_there, open_checkpoint
-from ebbtide.load.filling import Filling, Source, Values, first_values
+from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import Plan, check_plan, make_plan, wanted_of
+from ebbtide.load.names import NameMap, check_plan, make_plan, wanted_of
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, set_dtype
-from ebbtide.load.reader import Reader
+from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, serve, servers_of
 from ebbtide.load.targets import Target, attach, targets_of
 from ebbtide.load.together import Meet, Ranks
@@ -78,7 +78,7 @@ class Loading:
         self._weights, self._init, self._progress = weights, init, progress
         self.ranks = Ranks(meet)
         self.checkpoint: Checkpoint | None = None
-        self.plan = Plan()
+        self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
 
     def run(
@@ -191,7 +191,7 @@ class Loading:
         """Match the checkpoint with the model, and keep what first values need."""
         if self.ranks.me in self._asked:
             catalog = next(c for c in catalogs if c)
-            entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
+            entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialise":
@@ -248,13 +248,13 @@ class Loading:
         return Client(self._asked[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
 
     @contextlib.contextmanager
-    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[Source]:
+    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
         """Open where this rank reads from."""
         checkpoint = self.checkpoint or Checkpoint(entries={})
         if checkpoint.values:
             yield Values(checkpoint.values)
             return
-        with Reader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
+        with SliceReader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
             yield reader
 
     def _done(self, nbytes: int) -> None:

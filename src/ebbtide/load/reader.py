@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import torch
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
 
@@ -103,7 +103,7 @@ class CheckpointFile:
             os.close(fd)
 
 
-class Reader:
+class SliceReader:
     """Reads pieces out of a checkpoint's files in a few threads. Used as a context manager.
 
     Args:
@@ -115,7 +115,7 @@ class Reader:
 
     def __init__(
         self,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, CheckpointEntry],
         *,
         readers: int = READERS,
         shared: Callable[[str], bool] = lambda key: False,
@@ -131,7 +131,7 @@ class Reader:
         self.read_bytes = 0
         """Bytes asked of the files so far, with those between runs."""
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> SliceReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -224,7 +224,7 @@ class Reader:
         self._files.clear()
 
 
-def spans_of(piece: Piece, entry: Entry, *, exact: bool = False) -> Iterator[Piece]:
+def spans_of(piece: Piece, entry: CheckpointEntry, *, exact: bool = False) -> Iterator[Piece]:
     """Halve a piece until each part is worth one read. See [Note: one read of what is needed].
 
     Args:
@@ -254,7 +254,7 @@ def spans_of(piece: Piece, entry: Entry, *, exact: bool = False) -> Iterator[Pie
             waiting.append(Piece(key=one.key, box=box, into=one.into.narrow(dim, start, length)))
 
 
-def place_of(box: Box, entry: Entry) -> int:
+def place_of(box: Box, entry: CheckpointEntry) -> int:
     """Return where in its file the first byte of a box lies."""
     first = sum(s * n for s, n in zip(box.start, _strides(entry.shape), strict=True))
     return entry.offset_bytes + first * entry.dtype.itemsize
@@ -269,7 +269,7 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(box.size, strides, strict=True))
 
 
-def _run(box: Box, entry: Entry) -> int:
+def _run(box: Box, entry: CheckpointEntry) -> int:
     """Bytes of a box that follow each other in the file."""
     run = entry.dtype.itemsize
     for size, full in zip(reversed(box.size), reversed(entry.shape), strict=True):

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.filling import Source
-from ebbtide.load.header import Entry
+from ebbtide.load.filling import SliceSource
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import CHUNK_BYTES, spans_of
 
@@ -53,7 +53,7 @@ class Client:
         entries: What the checkpoint holds.
     """
 
-    def __init__(self, server: int, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, server: int, entries: Mapping[str, CheckpointEntry]) -> None:
         self._server, self._entries, self._device = server, entries, _device()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -89,7 +89,7 @@ class Client:
         dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device), dst=self._server)
 
 
-def serve(clients: Sequence[int], source: Source, entries: Mapping[str, Entry]) -> None:
+def serve(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
     """Answer clients, one after the other, until each has said that it wants nothing more.
 
     Args:
@@ -132,7 +132,9 @@ def _heard(client: int, device: torch.device) -> list[tuple[str, list[int], list
     return json.loads(bytes(text.tolist()))
 
 
-def _messages(pieces: Iterable[Piece], entries: Mapping[str, Entry]) -> Iterator[tuple[list[tuple[Piece, int]], int]]:
+def _messages(
+    pieces: Iterable[Piece], entries: Mapping[str, CheckpointEntry]
+) -> Iterator[tuple[list[tuple[Piece, int]], int]]:
     """Yield pieces with their places in a message, and the message's bytes; alike on both sides."""
     message: list[tuple[Piece, int]] = []
     at = _WORD_BYTES
@@ -147,7 +149,7 @@ def _messages(pieces: Iterable[Piece], entries: Mapping[str, Entry]) -> Iterator
         yield message, at
 
 
-def _view(data: torch.Tensor, at: int, piece: Piece, entry: Entry) -> torch.Tensor:
+def _view(data: torch.Tensor, at: int, piece: Piece, entry: CheckpointEntry) -> torch.Tensor:
     nbytes = piece.box.numel * entry.dtype.itemsize
     return data[at : at + nbytes].view(entry.dtype).view(piece.box.size)
 

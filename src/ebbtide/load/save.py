@@ -25,7 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import INDEX_SUFFIX
 from ebbtide.load.fourbit import scales_in
-from ebbtide.load.header import DTYPES, METADATA, Entry
+from ebbtide.load.header import DTYPES, METADATA, CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by
@@ -36,7 +36,7 @@ logger = logging.getLogger("ebbtide.load")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DRAFT = ".part"
-Files = Mapping[str, Mapping[str, Entry]]
+Files = Mapping[str, Mapping[str, CheckpointEntry]]
 
 
 class Saving:
@@ -104,25 +104,25 @@ class Saving:
                 )
         return {name: [list(target.shape), _NAMES[target.local.dtype]] for name, target in held.items()}
 
-    def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, CheckpointEntry]]:
         """Deal tensors out to files, in order; returns each file's name and what lies where in it."""
-        parts: list[dict[str, Entry]] = [{}]
+        parts: list[dict[str, CheckpointEntry]] = [{}]
         filled_bytes = 0
         for name, (shape, kind) in shapes.items():
-            entry = Entry(shape=tuple(shape), dtype=DTYPES[kind])
+            entry = CheckpointEntry(shape=tuple(shape), dtype=DTYPES[kind])
             if parts[-1] and filled_bytes + entry.nbytes > self._max_file_bytes:
                 parts.append({})
                 filled_bytes = 0
             parts[-1][name] = entry
             filled_bytes += entry.nbytes
-        files: dict[str, dict[str, Entry]] = {}
+        files: dict[str, dict[str, CheckpointEntry]] = {}
         for number, part in enumerate(parts, 1):
             numbered = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
             file = f"{self._name}{numbered}.safetensors"
             at = len(_header(part))
             files[file] = {}
             for name, entry in part.items():
-                files[file][name] = Entry(shape=entry.shape, dtype=entry.dtype, file=file, offset_bytes=at)
+                files[file][name] = CheckpointEntry(shape=entry.shape, dtype=entry.dtype, file=file, offset_bytes=at)
                 at += entry.nbytes
         return files
 
@@ -191,7 +191,7 @@ class Saving:
         )
 
 
-def _header(entries: Mapping[str, Entry]) -> bytes:
+def _header(entries: Mapping[str, CheckpointEntry]) -> bytes:
     """Return the bytes before the first tensor."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0

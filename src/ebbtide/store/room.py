@@ -9,7 +9,7 @@ from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
 from ebbtide.store.faults import FULL_ERRNOS, Fault
-from ebbtide.store.parcel import Parcel, State
+from ebbtide.store.parcel import Parcel, ParcelState
 
 _EXTENT_BYTES = 256 << 20
 
@@ -76,12 +76,12 @@ class Room:
             busy: Who may still have one when it is dead.
         """
         owners = list(self._owners.values())
-        return [p for p, slot in owners if (p not in busy if p.state is State.DEAD else slot() is None)]
+        return [p for p, slot in owners if (p not in busy if p.state is ParcelState.DEAD else slot() is None)]
 
     def mend(self) -> int:
         """Take back every place that no parcel has: an interrupt lost it. Returns the bytes that dead ones have."""
         self._extents.keep((parcel.place, parcel.split.interior_bytes) for parcel in self.parcels)
-        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is State.DEAD)
+        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 
     def close(self) -> None:
         """Forget the parcels and close the file."""

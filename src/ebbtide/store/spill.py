@@ -63,7 +63,7 @@ class SpillSlot:
             stage.wait_parked()
 
     def cancel(self) -> bool:
-        """Return False: what was asked of a stream cannot be withdrawn."""
+        """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
     def prefetch(self) -> None:
@@ -217,7 +217,7 @@ class SpillTier:
         self.host.expect(nbytes)
 
     def prefetch(self, slot: SpillSlot) -> None:
-        """Begin to bring the bytes of ``slot`` back."""
+        """Begin the copy-in of ``slot``."""
         self._check(slot)
         slot.wanted = True
         with self._lock:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.grpo.rewards import Reward
-    from ebbtide_recipes.language.models import Source
+    from ebbtide_recipes.language.models import ModelSource
 
 LOGGER = logging.getLogger("ebbtide.grpo")
 
@@ -27,7 +27,7 @@ READER = Reader(
 """Reads the data sets that ``grpo`` knows."""
 
 
-def load(names: Sequence[str], config: GrpoConfig, source: Source, rewards: Sequence[Reward]) -> Dataset:
+def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards: Sequence[Reward]) -> Dataset:
     """Read data sets and put their prompts one after the other.
 
     Args:

@@ -93,7 +93,7 @@ def _near(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """What is known of a model before its weights are loaded.
 
     Args:
@@ -136,7 +136,7 @@ def vision_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def look_up(config: LanguageConfig) -> Source:
+def look_up(config: LanguageConfig) -> ModelSource:
     """Find the model, and read what is quick to read: its config and its tokenizer.
 
     Raises:
@@ -151,10 +151,10 @@ def look_up(config: LanguageConfig) -> Source:
         check_length(config, found)
         _check_unquantised(config, found)
         reader = AutoProcessor if is_vision_language(found) else AutoTokenizer
-        return Source(place=place, config=found, processor=reader.from_pretrained(place))
+        return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
 
 
-def outline(config: LanguageConfig, source: Source) -> PreTrainedModel:
+def outline(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
     """Return the model without its weights: modules and shapes on the meta device.
 
     Raises:
@@ -183,7 +183,7 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
-def load(config: LanguageConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
+def load(config: LanguageConfig, source: ModelSource | None = None) -> tuple[PreTrainedModel, Any]:
     """Load the model, and its tokenizer or processor.
 
     Args:
@@ -198,7 +198,7 @@ def load(config: LanguageConfig, source: Source | None = None) -> tuple[PreTrain
     return _from_pretrained(config, source), source.processor
 
 
-def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel, Found]:
+def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found]:
     """Make the model on meta, and find where its weights are.
 
     Args:
@@ -223,7 +223,7 @@ def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel,
     return model, found
 
 
-def _from_pretrained(config: LanguageConfig, source: Source) -> PreTrainedModel:
+def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
     """Return the model as transformers makes it, less what is not trained of it."""
     options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":

@@ -45,7 +45,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
     for name in ("out", "svg"):
         if getattr(config, name) is not None:
             model.check_file(getattr(config, name), name)
-    subject = video.Subject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
+    subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     if config.gpu is None:
         report("measuring this machine, which takes seconds; --gpu names another")
     machine = machine_here() if config.gpu is None else machine_named(config.gpu)

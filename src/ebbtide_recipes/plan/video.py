@@ -33,7 +33,7 @@ _TEXT: Mapping[str, Mapping[str, str]] = {
 _POOLED, _MASK = "pooled_prompt_embeds", "prompt_attention_mask"
 
 
-class Subject:
+class VideoSubject:
     """A video transformer to plan for.
 
     Args:

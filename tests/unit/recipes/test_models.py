@@ -203,7 +203,7 @@ def test_weights_that_are_damaged_are_an_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **sizes)).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"half")
-    source = models.Source(place=str(tmp_path), config=LlamaConfig(num_hidden_layers=1, **sizes), processor=None)
+    source = models.ModelSource(place=str(tmp_path), config=LlamaConfig(num_hidden_layers=1, **sizes), processor=None)
     with pytest.raises(
         DataError, match="(?s)cannot be loaded: Error while deserializing header.*\nhint: give a folder"
     ):
