@@ -103,8 +103,8 @@ def loss_equal(rounds: Rounds, mode: str) -> bool | None:
 def latest_complete_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
     """Choose what the pictures show: the last round that has all modes, else the last that each mode has."""
     ordered = [by_mode for _, by_mode in sorted(rounds.items())]
-    whole = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]
-    latest = {mode: value for by_mode in (whole[-1:] or ordered) for mode, value in by_mode.items()}
+    complete = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]
+    latest = {mode: value for by_mode in (complete[-1:] or ordered) for mode, value in by_mode.items()}
     return [latest[mode] for mode in modes if mode in latest]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import Facts
-from ebbtide.doctor.place_rules import Said, accelerated
+from ebbtide.doctor.place_rules import Advice, accelerated
 
 _SLOW_LINK = 6e9
 _FREE_SHARE, _BOTH_WAYS_SHARE, _BUSY_SHARE = 0.9, 0.75, 0.5
@@ -32,7 +32,7 @@ _BLOCKING = (
 _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
-def old_torch(facts: Facts) -> Said | None:
+def old_torch(facts: Facts) -> Advice | None:
     """EBB001: torch is older than the tested versions."""
     if facts.torch_oldest is None or not is_older(facts.torch, facts.torch_oldest):
         return None
@@ -42,7 +42,7 @@ def old_torch(facts: Facts) -> Said | None:
     )
 
 
-def no_bfloat16(facts: Facts) -> Said | None:
+def no_bfloat16(facts: Facts) -> Advice | None:
     """EBB003: the device has no native bfloat16."""
     if facts.device.bfloat16:
         return None
@@ -52,7 +52,7 @@ def no_bfloat16(facts: Facts) -> Said | None:
     )
 
 
-def device_in_use(facts: Facts) -> Said | None:
+def device_in_use(facts: Facts) -> Advice | None:
     """EBB004: other processes use a tenth of the device's memory."""
     device = facts.device
     if not accelerated(facts) or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
@@ -64,7 +64,7 @@ def device_in_use(facts: Facts) -> Said | None:
     )
 
 
-def disk_beside_device(facts: Facts) -> Said | None:
+def disk_with_device(facts: Facts) -> Advice | None:
     """EBB005: disk target with an accelerator."""
     if facts.target != "disk" or not accelerated(facts):
         return None
@@ -74,7 +74,7 @@ def disk_beside_device(facts: Facts) -> Said | None:
     )
 
 
-def more_ranks(facts: Facts) -> Said | None:
+def more_ranks(facts: Facts) -> Advice | None:
     """EBB006: more ranks on the node than devices."""
     if not accelerated(facts) or facts.ranks <= facts.device.count:
         return None
@@ -84,7 +84,7 @@ def more_ranks(facts: Facts) -> Said | None:
     )
 
 
-def busy(facts: Facts) -> Said | None:
+def busy(facts: Facts) -> Advice | None:
     """EBB007: other work runs on the CPUs."""
     load, cpus = facts.host.load, len(facts.host.cpus)
     if load is None or not cpus or load < _BUSY_SHARE * cpus:
@@ -95,7 +95,7 @@ def busy(facts: Facts) -> Said | None:
     )
 
 
-def fewer_lanes(facts: Facts) -> Said | None:
+def fewer_lanes(facts: Facts) -> Advice | None:
     """EBB030: the PCIe link has fewer lanes than the device."""
     bus = facts.bus
     if bus is None or bus.width is None or bus.most_width is None or bus.width >= bus.most_width:
@@ -106,7 +106,7 @@ def fewer_lanes(facts: Facts) -> Said | None:
     )
 
 
-def slower_lanes(facts: Facts) -> Said | None:
+def slower_lanes(facts: Facts) -> Advice | None:
     """EBB031: the PCIe link is slower than the device."""
     bus = facts.bus
     if bus is None or bus.speed is None or bus.most_speed is None or bus.speed >= bus.most_speed:
@@ -117,7 +117,7 @@ def slower_lanes(facts: Facts) -> Said | None:
     )
 
 
-def slow_link(facts: Facts) -> Said | None:
+def slow_link(facts: Facts) -> Advice | None:
     """EBB032: the link moves less than 6 GB/s."""
     if facts.target != "host" or facts.machine is None:
         return None
@@ -130,7 +130,7 @@ def slow_link(facts: Facts) -> Said | None:
     )
 
 
-def one_link(facts: Facts) -> Said | None:
+def one_link(facts: Facts) -> Advice | None:
     """EBB033: copies both ways slow each other."""
     if facts.target != "host" or facts.both_ways is None or facts.both_ways >= _BOTH_WAYS_SHARE:
         return None
@@ -140,7 +140,7 @@ def one_link(facts: Facts) -> Said | None:
     )
 
 
-def far_node(facts: Facts) -> Said | None:
+def far_node(facts: Facts) -> Advice | None:
     """EBB034: the process is not bound to the device's node."""
     node = facts.bus.node if facts.bus is not None else None
     if node is None or len(facts.host.nodes) < 2 or not facts.host.cpus:
@@ -154,7 +154,7 @@ def far_node(facts: Facts) -> Said | None:
     )
 
 
-def thin_host(facts: Facts) -> Said | None:
+def thin_host(facts: Facts) -> Advice | None:
     """EBB035: host memory cannot feed all links."""
     machine, ranks = facts.machine, max(facts.ranks, facts.device.count)
     if facts.target != "host" or machine is None or ranks < 2:
@@ -169,7 +169,7 @@ def thin_host(facts: Facts) -> Said | None:
     )
 
 
-def other_offloaders(facts: Facts) -> Said | None:
+def other_offloaders(facts: Facts) -> Advice | None:
     """EBB040: variables of other offloaders."""
     found = [name for name in _OFFLOADERS if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found:
@@ -181,7 +181,7 @@ def other_offloaders(facts: Facts) -> Said | None:
     )
 
 
-def blocking(facts: Facts) -> Said | None:
+def blocking(facts: Facts) -> Advice | None:
     """EBB041: variables that serialize copies and compute."""
     found = [name for name in _BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found or not accelerated(facts):

@@ -226,12 +226,12 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
         file.close()
     except DiskError as error:
         refused = error.found
-    there = directory is not None and directory.is_dir()
+    exists = directory is not None and directory.is_dir()
     return Disk(
         path=None if directory is None else str(directory),
         given=disk_path is not None,
-        filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and there else "",
-        free_bytes=_free_bytes(directory) if directory and there else None,
+        filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and exists else "",
+        free_bytes=_free_bytes(directory) if directory and exists else None,
         direct=direct,
         refused=refused,
     )

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ebbtide.doctor import device_rules, place_rules
 from ebbtide.doctor.facts import Facts
-from ebbtide.doctor.place_rules import Said
+from ebbtide.doctor.place_rules import Advice
 
 Severity = Literal["problem", "note"]
 
@@ -50,7 +50,7 @@ class Rule:
     code: str
     severity: Severity
     about: str
-    check: Callable[[Facts], Said | None]
+    check: Callable[[Facts], Advice | None]
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -67,7 +67,7 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     return tuple(sorted(found, key=lambda finding: (finding.severity != "problem", finding.code)))
 
 
-def _unmeasured(facts: Facts) -> Said | None:
+def _unmeasured(facts: Facts) -> Advice | None:
     explained = facts.target == "disk" and any(
         rule(facts) is not None for rule in (place_rules.in_ram, place_rules.no_disk, place_rules.full_disk)
     )
@@ -88,9 +88,7 @@ RULES = (
         about="other processes use a tenth of the device's memory",
         check=device_rules.device_in_use,
     ),
-    Rule(
-        code="EBB005", severity="note", about="disk target with an accelerator", check=device_rules.disk_beside_device
-    ),
+    Rule(code="EBB005", severity="note", about="disk target with an accelerator", check=device_rules.disk_with_device),
     Rule(code="EBB006", severity="problem", about="more ranks on the node than devices", check=device_rules.more_ranks),
     Rule(code="EBB007", severity="note", about="other work runs on the CPUs", check=device_rules.busy),
     Rule(code="EBB010", severity="problem", about="the disk path is in RAM", check=place_rules.in_ram),

@@ -9,7 +9,7 @@ from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import Facts
 from ebbtide.store.location import RAM_FILESYSTEMS
 
-Said = tuple[str, str]
+Advice = tuple[str, str]
 """What there is, and what to do."""
 
 NETWORK_FILESYSTEMS = frozenset(
@@ -35,7 +35,7 @@ def wants_disk(facts: Facts) -> bool:
     return facts.target == "disk" or facts.disk.given
 
 
-def in_ram(facts: Facts) -> Said | None:
+def in_ram(facts: Facts) -> Advice | None:
     """EBB010: the disk path is in RAM."""
     if not wants_disk(facts) or facts.disk.filesystem not in RAM_FILESYSTEMS:
         return None
@@ -45,7 +45,7 @@ def in_ram(facts: Facts) -> Said | None:
     )
 
 
-def no_disk(facts: Facts) -> Said | None:
+def no_disk(facts: Facts) -> Advice | None:
     """EBB011: the disk path is unusable."""
     known = in_ram(facts) or full_disk(facts)
     if not wants_disk(facts) or facts.disk.refused is None or known is not None:
@@ -53,7 +53,7 @@ def no_disk(facts: Facts) -> Said | None:
     return facts.disk.refused, "choose a writable directory on a local disk with --disk_path"
 
 
-def nothing_behind(facts: Facts) -> Said | None:
+def nothing_behind(facts: Facts) -> Advice | None:
     """EBB012: no disk behind host memory."""
     if wants_disk(facts) or facts.disk.refused is None:
         return None
@@ -63,7 +63,7 @@ def nothing_behind(facts: Facts) -> Said | None:
     )
 
 
-def full_disk(facts: Facts) -> Said | None:
+def full_disk(facts: Facts) -> Advice | None:
     """EBB013: less than 1 GiB free on the disk."""
     free = facts.disk.free_bytes
     if not wants_disk(facts) or free is None or free >= _LEAST_DISK_BYTES or in_ram(facts) is not None:
@@ -74,7 +74,7 @@ def full_disk(facts: Facts) -> Said | None:
     )
 
 
-def small_disk(facts: Facts) -> Said | None:
+def small_disk(facts: Facts) -> Advice | None:
     """EBB014: less free on the disk than the machine's memory."""
     free, scarce = facts.disk.free_bytes, facts.device.memory_bytes
     if facts.target != "disk" or free is None or not _LEAST_DISK_BYTES <= free < scarce or in_ram(facts) is not None:
@@ -85,7 +85,7 @@ def small_disk(facts: Facts) -> Said | None:
     )
 
 
-def network_disk(facts: Facts) -> Said | None:
+def network_disk(facts: Facts) -> Advice | None:
     """EBB015: the disk path is on a network."""
     kind = facts.disk.filesystem
     if not wants_disk(facts) or not (kind in NETWORK_FILESYSTEMS or kind.startswith("fuse.")):
@@ -96,7 +96,7 @@ def network_disk(facts: Facts) -> Said | None:
     )
 
 
-def layered_disk(facts: Facts) -> Said | None:
+def layered_disk(facts: Facts) -> Advice | None:
     """EBB016: the disk path is in a container's layer."""
     if not wants_disk(facts) or facts.disk.filesystem not in LAYERED_FILESYSTEMS:
         return None
@@ -106,7 +106,7 @@ def layered_disk(facts: Facts) -> Said | None:
     )
 
 
-def buffered(facts: Facts) -> Said | None:
+def buffered(facts: Facts) -> Advice | None:
     """EBB017: direct I/O is refused."""
     if not wants_disk(facts) or facts.disk.direct is not False:
         return None
@@ -117,7 +117,7 @@ def buffered(facts: Facts) -> Said | None:
     )
 
 
-def slow_disk(facts: Facts) -> Said | None:
+def slow_disk(facts: Facts) -> Advice | None:
     """EBB018: the disk moves less than 200 MB/s."""
     if facts.target != "disk" or facts.machine is None:
         return None
@@ -130,7 +130,7 @@ def slow_disk(facts: Facts) -> Said | None:
     )
 
 
-def grouped(facts: Facts) -> Said | None:
+def grouped(facts: Facts) -> Advice | None:
     """EBB020: a control group limits memory below the machine's."""
     host = facts.host
     if host.limit_bytes >= host.memory_bytes:
@@ -141,7 +141,7 @@ def grouped(facts: Facts) -> Said | None:
     )
 
 
-def little_share(facts: Facts) -> Said | None:
+def little_share(facts: Facts) -> Advice | None:
     """EBB021: less than 1 GiB of host memory for a rank."""
     if not accelerated(facts) or facts.target != "host" or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
@@ -151,7 +151,7 @@ def little_share(facts: Facts) -> Said | None:
     )
 
 
-def little_memory(facts: Facts) -> Said | None:
+def little_memory(facts: Facts) -> Advice | None:
     """EBB022: less than 1 GiB of memory free, on a CPU."""
     if accelerated(facts) or facts.host.share_bytes >= _LEAST_SHARE_BYTES:
         return None
@@ -161,7 +161,7 @@ def little_memory(facts: Facts) -> Said | None:
     )
 
 
-def swapping(facts: Facts) -> Said | None:
+def swapping(facts: Facts) -> Advice | None:
     """EBB023: the system swaps."""
     if facts.host.swap_used_bytes < _SWAPPED_BYTES:
         return None
@@ -171,7 +171,7 @@ def swapping(facts: Facts) -> Said | None:
     )
 
 
-def not_pinned(facts: Facts) -> Said | None:
+def not_pinned(facts: Facts) -> Advice | None:
     """EBB024: host memory cannot be pinned."""
     if facts.device.pinned is not False:
         return None
@@ -183,7 +183,7 @@ def not_pinned(facts: Facts) -> Said | None:
     )
 
 
-def halting(facts: Facts) -> Said | None:
+def halting(facts: Facts) -> Advice | None:
     """EBB025: the device's copies are synchronous."""
     if facts.device.asynchronous is not False or facts.device.pinned is False:
         return None
@@ -193,7 +193,7 @@ def halting(facts: Facts) -> Said | None:
     )
 
 
-def few_files(facts: Facts) -> Said | None:
+def few_files(facts: Facts) -> Advice | None:
     """EBB026: fewer than 1024 open files."""
     if facts.host.open_files is None or facts.host.open_files >= _LEAST_FILES:
         return None
@@ -203,7 +203,7 @@ def few_files(facts: Facts) -> Said | None:
     )
 
 
-def other_libc(facts: Facts) -> Said | None:
+def other_libc(facts: Facts) -> Advice | None:
     """EBB027: the C library is not glibc, on a CPU."""
     if accelerated(facts) or facts.host.libc is not None:
         return None

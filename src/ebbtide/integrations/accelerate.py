@@ -120,11 +120,11 @@ def _filled(
         )
     prepared: list[Any] = []
 
-    def shard(whole: nn.Module) -> nn.Module:
+    def shard(unwrapped: nn.Module) -> nn.Module:
         with _on_meta(accelerator):
             prepared.append(plain())
         wrapped = [p for p in _listed(prepared[0]) if isinstance(p, nn.Module)]
-        return wrapped[0] if wrapped else whole
+        return wrapped[0] if wrapped else unwrapped
 
     optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
     load_sharded(model, found, shard=shard, optimizer=optimizer, **options)  # type: ignore[arg-type]

@@ -133,8 +133,8 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
     """
     if not wanted(cast("Mapping[str, Any] | None", trainer.args.fsdp_config)):
         return None
-    there = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
-    return there[0] if there else OffloadCallback(**options).follow(trainer)
+    existing = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+    return existing[0] if existing else OffloadCallback(**options).follow(trainer)
 
 
 class OffloadMixin:

@@ -18,7 +18,7 @@ import torch
 from ebbtide.base.errors import DataError
 from ebbtide.base.extras import check_version
 from ebbtide.load.header import CheckpointEntry
-from ebbtide.load.layout import Source, SourceLayout, Whole
+from ebbtide.load.layout import Conversion, Source, SourceLayout
 
 logger = logging.getLogger("ebbtide.load")
 
@@ -124,12 +124,12 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry])
             expected="tensors that this version of transformers can convert",
             hint="check that the checkpoint is complete and belongs to this type of model",
         ) from error
-    whole = Whole(
+    conversion = Conversion(
         keys=tuple(keys),
         shapes={name: tensor.shape for name, tensor in shapes.items()},
         convert=lambda tensors: group.run(model, tensors),
     )
-    return dict.fromkeys(shapes, whole)
+    return dict.fromkeys(shapes, conversion)
 
 
 def _few(keys: Sequence[str]) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.header import CheckpointEntry
-from ebbtide.load.layout import SourceLayout, Whole
+from ebbtide.load.layout import Conversion, SourceLayout
 from ebbtide.load.targets import Target, fsdp2_params, owners_of, plain_name, tensor_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
@@ -71,7 +71,7 @@ class FourBit:
             old: Any = tensor_of((module, attribute, is_buffer))
             if is_four_bit(old):
                 if getattr(old, "bnb_quantized", False) or not old.is_meta:
-                    raise _there(name)
+                    raise _already_quantised(name)
                 self._weights[name] = _Weight(module=module, attribute=attribute, old=old, shape=old.shape)
 
     def __contains__(self, name: str) -> bool:
@@ -99,7 +99,7 @@ class FourBit:
         scales = {key for keys in self._scales.values() for key in keys.values()}
         return {key: entry for key, entry in entries.items() if key not in scales}
 
-    def settle(self, sources: Mapping[str, SourceLayout | Whole]) -> None:
+    def settle(self, sources: Mapping[str, SourceLayout | Conversion]) -> None:
         """Learn where weights come from, and put columns on meta if they are not there yet.
 
         Raises:
@@ -233,7 +233,7 @@ def _check_gathered(model: nn.Module) -> None:
             )
 
 
-def _there(name: str) -> ConfigError:
+def _already_quantised(name: str) -> ConfigError:
     return ConfigError(
         f"{name!r} is quantised (Params4bit)",
         expected="a 4-bit weight on meta that has not been quantised yet",

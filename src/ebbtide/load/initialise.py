@@ -158,7 +158,7 @@ class Initialiser:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
         name = self._first_names().get(name, name)
         writing = [(i, call.writes[name]) for i, call in enumerate(self._calls or ()) if name in call.writes]
-        last = max((at for at, (_, whole) in enumerate(writing) if whole), default=0)
+        last = max((at for at, (_, complete) in enumerate(writing) if complete), default=0)
         return tuple(i for i, _ in writing[last:])
 
     def _watched(self) -> list[_Call]:

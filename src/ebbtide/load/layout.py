@@ -30,7 +30,7 @@ class Box:
     size: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> Box:
         """Return the box that is all of a tensor."""
         return cls(start=(0,) * len(shape), size=tuple(shape))
 
@@ -91,7 +91,7 @@ class SourceLayout:
     @classmethod
     def of(cls, key: str, shape: Sequence[int], dtype: torch.dtype) -> SourceLayout:
         """Return the layout of a tensor of the checkpoint itself."""
-        box = Box.whole(shape)
+        box = Box.full(shape)
         return cls(shape, [_Part(box=box, key=key, start=box.start, axes=tuple(range(len(shape))))], dtype)
 
     @property
@@ -258,8 +258,8 @@ _FOLLOWED: dict[Any, Callable[..., Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A conversion that layouts cannot follow: it makes tensors out of whole ones.
+class Conversion:
+    """A conversion that layouts cannot follow: it needs complete tensors.
 
     Args:
         keys: The tensors of the checkpoint, as the conversion takes them.
@@ -272,4 +272,4 @@ class Whole:
     convert: Any
 
 
-Source = SourceLayout | Whole
+Source = SourceLayout | Conversion

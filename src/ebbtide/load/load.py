@@ -97,7 +97,9 @@ class Loading:
         started = time.monotonic()
         sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
         self._choose(sights)
-        catalogs = self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._asked else []
+        catalogs = (
+            self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._servers else []
+        )
         self.ranks.run_on_all_ranks(
             "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
         )
@@ -171,25 +173,25 @@ class Loading:
                 hint="source='auto' sends those ranks their weights",
             )
         hosts = [s["host"] for s in sights]
-        self._asked = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
-        self.path = "initialise" if not kinds else "broadcast" if self._asked else "slices"
+        self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
+        self.path = "initialise" if not kinds else "broadcast" if self._servers else "slices"
         reason = {
             "initialise": "there is no checkpoint",
-            "broadcast": f"{len(self._asked)} of {len(sees)} ranks get them from a rank that reads",
+            "broadcast": f"{len(self._servers)} of {len(sees)} ranks get them from a rank that reads",
             "slices": "every rank sees the checkpoint",
         }
         logger.info("loading by %s: %s", self.path, reason[self.path])
 
     def _catalog(self) -> dict[str, Any]:
         """Tell the others what the checkpoint holds: one rank does, as long as they all see the same."""
-        if self.checkpoint is None or self.ranks.me != min(self._asked.values()):
+        if self.checkpoint is None or self.ranks.me != min(self._servers.values()):
             return {}
         entries = self.checkpoint.entries.items()
         return {"name": self.checkpoint.name, "entries": {k: [e.shape, str(e.dtype)] for k, e in entries}}
 
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
         """Match the checkpoint with the model, and keep what first values need."""
-        if self.ranks.me in self._asked:
+        if self.ranks.me in self._servers:
             catalog = next(c for c in catalogs if c)
             entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
             self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
@@ -219,8 +221,8 @@ class Loading:
             result = act()
         except Exception as error:
             failure = error
-        clients = [client for client, server in self._asked.items() if server == self.ranks.me]
-        if self.ranks.me in self._asked:
+        clients = [client for client, server in self._servers.items() if server == self.ranks.me]
+        if self.ranks.me in self._servers:
             self._client().finish()
         elif clients and self.checkpoint is not None:
             with self._source(set()) as source:
@@ -235,7 +237,7 @@ class Loading:
         if self.checkpoint is not None and self.path != "initialise":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
-            if self.ranks.me in self._asked:
+            if self.ranks.me in self._servers:
                 filling.fill(self._client(), self._done)
             else:
                 pinned = any(target.local.device.type != "cpu" for target in targets.values())
@@ -245,7 +247,7 @@ class Loading:
         return targets
 
     def _client(self) -> Client:
-        return Client(self._asked[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
+        return Client(self._servers[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
 
     @contextlib.contextmanager
     def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:

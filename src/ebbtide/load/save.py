@@ -89,7 +89,7 @@ class Saving:
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
         held.update(held_by(self._model))
         for name, value in scales_in(self._model):
-            boxes = [(Box.whole(value.shape), value)]
+            boxes = [(Box.full(value.shape), value)]
             held[name] = Target(name=name, old=value, local=value, boxes=boxes, shape=value.shape, shared=True)
         for name, target in held.items():
             if target.local.is_meta:
@@ -181,12 +181,12 @@ class Saving:
         return {}
 
     def _unwritable(self, error: OSError) -> DataError:
-        gone = error.errno == errno.ENOENT
+        missing = error.errno == errno.ENOENT
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
             hint="choose a folder that every machine mounts"
-            if gone
+            if missing
             else "free some space there, or choose another folder",
         )
 

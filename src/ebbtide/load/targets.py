@@ -133,7 +133,7 @@ def _target(name: str, tensor: torch.Tensor, memory: _Memory, device: torch.devi
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         local = memory(tensor, device or default_device())
-        boxes = [(Box.whole(tensor.shape), local)]
+        boxes = [(Box.full(tensor.shape), local)]
         return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=True)
     spec: Any = tensor
     placed = _placed(name, tensor.shape, mesh, spec.placements)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ebbtide.base.extras import require
-from ebbtide.report import story, style, whole
+from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
 from ebbtide.report.run import Run, common_step
@@ -66,9 +66,9 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str
         "phases": phases_table(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
         "rewards": [words for run in runs if (words := story.rewards(run))],
         "peaks": [story.peak_sentence(run) for run in runs],
-        "holdings": whole.holdings(runs),
-        "whole": whole.phases(runs),
-        "sheets": [sheet for run in runs for sheet in whole.sheets(run)],
+        "holdings": run_memory.holdings(runs),
+        "whole": run_memory.phases(runs),
+        "sheets": [sheet for run in runs for sheet in run_memory.sheets(run)],
         "blocks": pictures,
         "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),
         "plans": [(run.name, story.plans(run), story.happened(run)) for run in engine],

@@ -32,8 +32,8 @@ def attach(row: Row, shaped: Row, folder: Path, where: str) -> Row:
     Raises:
         DataError: An image is not there, or the row has more or fewer of them than ``<image>`` tags.
     """
-    given = next((row[name] for name in COLUMNS if row.get(name)), [])
-    listed: list[Any] = given if isinstance(given, list) else [given]
+    named = next((row[name] for name in COLUMNS if row.get(name)), [])
+    listed: list[Any] = named if isinstance(named, list) else [named]
     images = [_path(image, folder, where) for image in listed]
     column = "messages" if "messages" in shaped else "prompt"
     messages = shaped.get(column)

@@ -115,9 +115,9 @@ def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
     """
     if config.fsdp_strategy == "none":
         return {}
-    said = read(config)
+    sharding = read(config)
     settings: dict[str, Any] = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT"}
-    settings |= dict(said.settings) if said is not None else {}
+    settings |= dict(sharding.settings) if sharding is not None else {}
     if config.fsdp_version == 2:
         for name in set(_OF_VERSION_1) & set(settings):
             if settings.pop(name) not in (None, False, "false", "NO_PREFETCH"):

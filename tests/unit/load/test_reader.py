@@ -39,7 +39,7 @@ def test_boxes_are_what_the_file_holds(
                         ((300, 36, 4), (1, 1, 1))]:  # fmt: skip
         found.append((Box(start=start, size=size), torch.zeros(size, dtype=dtype)))
     turned = torch.zeros(5, 301, 37, dtype=dtype).permute(1, 2, 0)
-    found.append((Box.whole(whole.shape), turned))
+    found.append((Box.full(whole.shape), turned))
     counted: list[int] = []
     with SliceReader(entries, readers=2) as reader:
         reader.read([Piece(key="x", box=box, into=into) for box, into in found], counted.append)
@@ -53,7 +53,7 @@ def test_values_are_converted_on_the_way(tmp_path: Path) -> None:
     entries = written(tmp_path / "x.safetensors", x=whole)
     into = torch.empty(100, 30, dtype=torch.float32)
     with SliceReader(entries) as reader:
-        reader.read([Piece(key="x", box=Box.whole(whole.shape), into=into)])
+        reader.read([Piece(key="x", box=Box.full(whole.shape), into=into)])
     assert torch.equal(into, whole.float())
 
 
@@ -130,7 +130,7 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_and_no_thread_is_left(
     os.truncate(tmp_path / "x.safetensors", 601_000)
     into = torch.zeros(100_000)
     with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends"), SliceReader(entries) as r:
-        r.read([Piece(key=k, box=Box.whole((100_000,)), into=into) for k in ("y", "x")])
+        r.read([Piece(key=k, box=Box.full((100_000,)), into=into) for k in ("y", "x")])
     assert not [t for t in threading.enumerate() if t.name.startswith("ebbtide-load")]
 
 
@@ -143,5 +143,5 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size, share=share: share)
         into = torch.zeros(50_000)
         with SliceReader(entries) as reader:
-            reader.read([Piece(key="x", box=Box.whole((50_000,)), into=into)])
+            reader.read([Piece(key="x", box=Box.full((50_000,)), into=into)])
         assert torch.equal(into, whole)
