@@ -165,7 +165,7 @@ def test_allowed_places_exist() -> None:
 
 
 def test_a_retired_word_is_found() -> None:
-    source = '"""Told in a docstring."""\nraise ValueError("it was told, bitwise equal")\nx = "told"\n'
+    source = '"""Told in a docstring."""\nraise ValueError("it was told, bit by bit")\nx = "told"\n'
     assert retired("\n".join(texts(source))) == {"told", "bit by bit"}
 
 
