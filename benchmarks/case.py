@@ -226,7 +226,7 @@ def _measure(row: Row, device: torch.device, progress: Callable[[str], None]) ->
     short = shape.inputs(min(case.tokens, case.gate_tokens), case.batch, device)
     plain = Prepared(model=model)
     progress("gate")
-    how = "gradients, bit by bit"
+    how = "gradients, bitwise equal"
     with contextlib.ExitStack() as gate:
         expected = _repeated(plain, short)
         if expected is None:  # attention that adds up with atomics, as on CUDA

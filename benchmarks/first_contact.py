@@ -1,6 +1,6 @@
 """What decides most about a card that was never tried before, in about a minute: each line one answer.
 
-Capabilities, whether copies run beside compute, what calls cost the host, and whether gradients are bitwise those of
+Capabilities, whether copies overlap compute, what calls cost the host, and whether gradients are bitwise those of
 plain training when compute is late and when two streams read what one saved.
 
     python -m benchmarks.first_contact

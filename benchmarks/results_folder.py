@@ -97,5 +97,22 @@ def write_result(folder: Path, result: dict[str, Any], text: str) -> None:
             f"{title}\n\n**Simulated**: the device is that of `tests/simdev`; no figure here tells of a card.\n{rest}"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps({**about, **result}, indent=1) + "\n")
+    (folder / "run.json").write_text(rows({**about, **result}))
     (folder / "README.md").write_text(text)
+
+
+def rows(document: dict[str, Any]) -> str:
+    """Return a document as JSON with a line for each row: a small value, or an element of a long list or object."""
+    return _lines(document, "", 120) + "\n"
+
+
+def _lines(value: Any, indent: str, width: int) -> str:
+    """Return JSON; what is longer than ``width`` is broken, its parts less readily: a row stays on its line."""
+    text = json.dumps(value)
+    inner = indent + " "
+    if len(text) <= width or not isinstance(value, (dict, list)):
+        return text
+    if isinstance(value, dict):
+        parts = [f"{json.dumps(str(key))}: {_lines(part, inner, 8 * width)}" for key, part in value.items()]
+        return "{\n" + inner + (",\n" + inner).join(parts) + "\n" + indent + "}"
+    return "[\n" + inner + (",\n" + inner).join(json.dumps(part) for part in value) + "\n" + indent + "]"

@@ -1,4 +1,4 @@
-"""What becomes of the saved tensors of fifty model families, in three precisions, under every policy.
+"""The action on every saved tensor of fifty model families, in three precisions, under every policy.
 
 Models from configurations with random weights, small but with activations that outweigh the weights (128 tokens, width
 64, pictures of 24 x 24); every saved tensor counts, however small. Shares are of the naive bytes, which
@@ -88,33 +88,33 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
     )
     much = [c for c in cases if left(c) > MUCH]
     return [
-        "Percent of the naive bytes: those of the distinct storages that autograd saves inside the blocks of plain",
-        "training, weights left out, as a second pair of hooks counts them. *Re-run* is the part of *recomputed* that",
-        "belongs to blocks re-run whole. What the three lack to 100 is one value that was saved in two storages and is",
-        "stored once. Every case gives the bits of plain training. All was run on a CPU, whose attention with dropout",
-        "saves its softmax and a float mask; the fused kernels of a GPU do not.",
+        "Percent of the naive bytes: the distinct storages that autograd saves inside the blocks of ordinary training,",
+        "without weights, counted by a second pair of hooks. *Checkpointed* is part of *recomputed*. The three sum to",
+        "less than 100 where one value was saved in two storages and is stored once. Every case is bitwise equal to",
+        "ordinary training. Measured on a CPU, whose attention with dropout saves its softmax and a float mask; the",
+        "fused kernels of a GPU do not.",
         "",
         "| family | precision | naive MiB | Auto: kept | moved | recomputed"
-        " | Minimal: kept | moved | recomputed | re-run |",
+        " | Minimal: kept | moved | recomputed | checkpointed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         *map(row, cases),
         "",
-        "## What Auto moves, and why",
+        "## The bytes that Auto moves",
         "",
         f"Over all {len(cases)} cases with equal weight, Auto keeps {kept:.0f} %, moves {moved:.0f} % and recomputes "
         f"{recomputed:.0f} %.",
         "",
-        "| why it is not recomputed | % | which means |",
+        "| reason | % | meaning |",
         "| --- | ---: | --- |",
         *(f"| {why} | {part:.1f} | {WHY[why]} |" for why, part in whys.most_common()),
         "",
-        "| made by | why | % |",
+        "| operator | reason | % |",
         "| --- | --- | ---: |",
         *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in nodes.most_common() if part >= 0.1),
         "",
-        f"## Where Auto leaves more than {MUCH} %",
+        f"## Families of which Auto moves or keeps more than {MUCH} %",
         "",
-        "| family | precision | left % | of it, largest first |",
+        "| family | precision | moved or kept % | reasons, largest first |",
         "| --- | --- | ---: | --- |",
         *(f"| {c['family']} | {c['precision']} | {left(c):.0f} | {reasons(c)} |" for c in much),
         "",
@@ -133,7 +133,9 @@ def page(folder: Path) -> str:
     names = len({case["family"] for case in cases})
     return "\n".join(
         [
-            f"# What becomes of the saved tensors of {names} model families",
+            f"# Saved tensors of {names} model families",
+            "",
+            "For anyone who wants to know how much ebbtide saves on a model: the bytes of each family by action.",
             "",
             "Written by `python -m benchmarks.suites.families` from "
             f"[its results](../../benchmarks/results/{folder.name}/README.md); not edited by hand.",

@@ -11,28 +11,72 @@ if TYPE_CHECKING:
     from ebbtide.api import make_plan as make_plan
     from ebbtide.api import offload_saved_tensors as offload_saved_tensors
     from ebbtide.api import register_recompute as register_recompute
+    from ebbtide.base.actions import Action as Action
+    from ebbtide.base.actions import Candidate as Candidate
+    from ebbtide.base.actions import Plan as Plan
+    from ebbtide.base.actions import SavablePlan as SavablePlan
+    from ebbtide.base.actions import Site as Site
+    from ebbtide.base.errors import BlocksError as BlocksError
+    from ebbtide.base.errors import BudgetError as BudgetError
+    from ebbtide.base.errors import CapError as CapError
+    from ebbtide.base.errors import ConfigError as ConfigError
+    from ebbtide.base.errors import ConflictError as ConflictError
+    from ebbtide.base.errors import DataError as DataError
+    from ebbtide.base.errors import DiskError as DiskError
+    from ebbtide.base.errors import DiskFullError as DiskFullError
     from ebbtide.base.errors import EbbtideError as EbbtideError
+    from ebbtide.base.errors import ModifiedInPlaceError as ModifiedInPlaceError
+    from ebbtide.base.errors import RestoreError as RestoreError
+    from ebbtide.base.errors import StrategyError as StrategyError
+    from ebbtide.base.errors import TargetError as TargetError
+    from ebbtide.base.errors import TrainingError as TrainingError
     from ebbtide.config import Auto as Auto
     from ebbtide.config import Inputs as Inputs
     from ebbtide.config import Keep as Keep
     from ebbtide.config import Minimal as Minimal
     from ebbtide.config import Offload as Offload
+    from ebbtide.engine import Expr as Expr
+    from ebbtide.engine import NodeView as NodeView
     from ebbtide.engine import Stats as Stats
     from ebbtide.loading import load_sharded as load_sharded
     from ebbtide.loading import save_sharded as save_sharded
+    from ebbtide.planner import TablePlan as TablePlan
+    from ebbtide.planner.machines import Machine as Machine
     from ebbtide.track import track_memory as track_memory
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Action": "ebbtide.base.actions",
     "Auto": "ebbtide.config",
+    "BlocksError": "ebbtide.base.errors",
+    "BudgetError": "ebbtide.base.errors",
+    "Candidate": "ebbtide.base.actions",
+    "CapError": "ebbtide.base.errors",
+    "ConfigError": "ebbtide.base.errors",
+    "ConflictError": "ebbtide.base.errors",
+    "DataError": "ebbtide.base.errors",
+    "DiskError": "ebbtide.base.errors",
+    "DiskFullError": "ebbtide.base.errors",
     "EbbtideError": "ebbtide.base.errors",
+    "Expr": "ebbtide.engine",
     "Handle": "ebbtide.api",
     "Inputs": "ebbtide.config",
     "Keep": "ebbtide.config",
+    "Machine": "ebbtide.planner.machines",
     "Minimal": "ebbtide.config",
+    "ModifiedInPlaceError": "ebbtide.base.errors",
+    "NodeView": "ebbtide.engine",
     "Offload": "ebbtide.config",
+    "Plan": "ebbtide.base.actions",
+    "RestoreError": "ebbtide.base.errors",
+    "SavablePlan": "ebbtide.base.actions",
+    "Site": "ebbtide.base.actions",
     "Stats": "ebbtide.engine",
+    "StrategyError": "ebbtide.base.errors",
+    "TablePlan": "ebbtide.planner",
+    "TargetError": "ebbtide.base.errors",
+    "TrainingError": "ebbtide.base.errors",
     "enable_activation_offloading": "ebbtide.api",
     "load_sharded": "ebbtide.loading",
     "make_plan": "ebbtide.api",
@@ -41,7 +85,7 @@ _HOMES = {
     "save_sharded": "ebbtide.loading",
     "track_memory": "ebbtide.track",
 }
-"""Where each public name lives. They are imported when first used, so that the command line's help needs no torch."""
+"""Public name → its module, imported at first use, so that the command line's help needs no torch."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,4 +1,4 @@
-"""The public functions: they join the floors."""
+"""The public functions of offloading."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ContextDecorator
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ebbtide.arguments import check_choosers, chosen_policy, options_of, path_of, policy_of
-from ebbtide.base.actions import Plan
+from ebbtide.arguments import check_choosers, chosen_policy, options_of, policy_of
+from ebbtide.base.actions import Plan, SavablePlan
 from ebbtide.base.checks import check_value
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_version
-from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy
+from ebbtide.config import MIN_BYTES, Keep, Offload, Options, Policy, Strategy, Target
 from ebbtide.engine import Block, Engine, Rule, Stats
 from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
@@ -39,25 +39,22 @@ logger = logging.getLogger("ebbtide")
 _custom_rules: dict[str, Rule] = {}
 
 _idle_engines: dict[Hashable, list[Engine]] = {}
-"""Engines of ``offload_saved_tensors`` that no context uses now, by settings: pinned memory is dear to make anew."""
+"""Idle engines of ``offload_saved_tensors``, by settings: pinned memory is expensive to register."""
 
 STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"}
 
 
 class Handle:
-    """Activation offloading on one model; returned by ``enable_activation_offloading``.
-
-    May be switched off and on at any step, and used as a context manager that closes.
-    """
+    """Activation offloading on one model, until ``close()`` or the end of a ``with``; may be switched at any step."""
 
     def __init__(self, engine: Engine, attachment: Attachment) -> None:
         self._engine, self._attachment = engine, attachment
         self._closed = False
 
     @property
-    def plan(self) -> Plan:
-        """The plan that is carried out."""
-        return self._engine.plan
+    def plan(self) -> SavablePlan:
+        """The current plan: ``explain()`` it, ``save("plan.json")`` it. A plan of your own is returned as it is."""
+        return cast("SavablePlan", self._engine.plan)
 
     @property
     def enabled(self) -> bool:
@@ -65,15 +62,14 @@ class Handle:
         return self._attachment.enabled and not self._closed
 
     def stats(self) -> Stats:
-        """Return what was saved, moved and recomputed: see ``Stats``."""
+        """Return the figures of the latest pass and the totals; ``print`` shows ten lines."""
         return self._engine.stats()
 
     def explain(self) -> str:
-        """Return the plan's own words, then a line for each action at each site of the latest pass.
+        """Return the plan, then a line for each action at each site of the latest pass, with bytes and storages.
 
-        A line gives bytes, action and storages; the bytes of one action add up to those of ``stats()``. Checkpointed
-        blocks count as recomputed there. At the end: small storages that stay, how much of what autograd saves is saved
-        in blocks, what the store holds and moved, and the blocks that waited longest for it.
+        The bytes of an action add up to those of ``stats()``; checkpointed blocks count as recomputed. The last lines
+        are small storages, the coverage of the blocks, the store, and the longest stalls.
         """
         engine = self._engine
         lines = [self.plan.explain()]
@@ -81,30 +77,6 @@ class Handle:
         lines += self._attachment.explain()
         lines += [f"not recomputed: {site}: {reason}" for site, reason in engine.trust.demoted.items()]
         return "\n".join(lines + self.stats().told())
-
-    def report(self, folder: str | PathLike[str]) -> None:
-        """Write what is known now into ``folder``: ``stats.json`` and ``explain.txt``.
-
-        A timeline needs a run file: put ``with ebbtide.track_memory(folder):`` around the training loop.
-
-        Raises:
-            ConfigError: ``folder`` is no path.
-            DataError: The folder cannot be written.
-        """
-        import json
-        from pathlib import Path
-
-        out = Path(path_of("folder", folder))
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "stats.json").write_text(json.dumps(self.stats().as_dict(), indent=2) + "\n")
-            (out / "explain.txt").write_text(self.explain() + "\n")
-        except OSError as error:
-            raise DataError(
-                f"{str(out)!r} cannot be written ({error.strerror})",
-                expected="a folder, or a path where one can be made",
-                hint="name a folder that you may write to",
-            ) from error
 
     def disable(self) -> None:
         """Leave the next forwards alone. Graphs that are alive still restore what they saved."""
@@ -117,9 +89,8 @@ class Handle:
             ConfigError: The handle was closed.
         """
         if self._closed:
-            raise ConfigError(
-                "this handle is closed", expected="an open handle", hint="call enable_activation_offloading again"
-            )
+            again = "call enable_activation_offloading again"
+            raise ConfigError("this handle is closed", expected="an open handle", hint=again)
         self._attachment.enabled = True
 
     def close(self) -> None:
@@ -131,7 +102,7 @@ class Handle:
             if not stats.packs:
                 logger.warning(
                     "nothing was offloaded: no forward with gradients came through the handle "
-                    "(was the whole model compiled after it was enabled? compile its blocks instead)"
+                    "(was the model compiled after offloading was enabled? compile its blocks instead)"
                 )
             if stats.memory_saved_percent is not None:
                 saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
@@ -148,11 +119,11 @@ class Handle:
 
 def enable_activation_offloading(
     model: nn.Module,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     enable_ckpt: bool = False,
     *,
     policy: Policy | Plan | str | PathLike[str] | None = None,
-    target: str = "auto",
+    target: Target = "auto",
     blocks: Sequence[str] | None = None,
     tensor_filter: Callable[[torch.Tensor], bool] | None = None,
     keep_filter: Callable[[torch.Tensor], bool] | None = None,
@@ -162,34 +133,49 @@ def enable_activation_offloading(
     disk_path: str | PathLike[str] | None = None,
     verify: bool = False,
 ) -> Handle:
-    """Keep, offload or recompute what autograd saves in the model's blocks. Gradients stay the same, bit by bit.
+    """Keep, offload or recompute every tensor that the model's blocks save for backward.
+
+    Hooks see each tensor that autograd saves in a block. The policy's plan decides: KEEP it, OFFLOAD it (copied out
+    while later blocks run, prefetched before backward reads it), RECOMPUTE it from other tensors, or CHECKPOINT the
+    block. Gradients are bitwise those of ordinary training, or an error is raised. Use it when activations, which grow
+    with tokens x hidden size x layers, do not fit; weights are never moved. An offloaded block input of shape
+    ``[B, S, H]`` moves ``B * S * H * itemsize`` bytes each way per step.
+
+    Example::
+
+        model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(3)])
+        with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+            model(torch.randn(2, 16, 64)).sum().backward()  # [B, S, H]
+            print(handle.stats())
 
     Args:
         model: Any module, before or after FSDP, DDP or compilation of its blocks.
-        strategy: ``"auto"``, ``"single"``, ``"ddp"``, ``"fsdp"`` or ``"fsdp2"``: checked against the model.
+        strategy: ``"auto"``, or the wrapper that the model must have.
         enable_ckpt: The memory of activation checkpointing: policy ``Minimal()``.
-        policy: ``Auto(...)`` (the default), ``Offload()``, ``Inputs()``, ``Minimal()``, ``Keep()``, its name, the plan
-            of another handle, or the file in which one was saved (``handle.plan.save("plan.json")``).
+        policy: A policy (default: ``Auto()``), its name, a plan, a plan file, or an object of your own with the
+            methods of ``Plan``.
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
-        blocks: Paths of blocks, with ``*``; default: found by structure, and by what the first forward saves.
-        tensor_filter: False for a saved tensor that is never moved; it may be recomputed.
-        keep_filter: False for a saved tensor that is neither moved nor recomputed.
-        min_bytes: Storages below this size stay, in bytes or as ``"64KiB"``; 0 moves everything.
-        host_budget: Most host memory for offloaded bytes.
+        blocks: Paths of blocks, with ``*``; default: found by structure, and by the first forward's saved bytes.
+        tensor_filter: False for a saved tensor that is never offloaded; it may be recomputed.
+        keep_filter: False for a saved tensor that is neither offloaded nor recomputed.
+        min_bytes: Smaller storages stay, in bytes or as ``"64KiB"``; 0 offloads everything.
+        host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
-        verify: Compare every restored and every recomputed tensor with what was saved; slow.
+        verify: Compare every restored and recomputed tensor with the original; slow.
 
     Returns:
-        A handle: ``stats() explain() report() disable() enable() close()``.
+        A handle: ``stats() explain() plan disable() enable() close()``.
 
     Raises:
         ConfigError: A value cannot be used.
         StrategyError: The model is not wrapped as ``strategy`` says.
         BlocksError: The model has no parameters, or a glob matches nothing.
-        TargetError: No such target on this machine; DiskError: the path cannot serve.
+        TargetError: The machine has no such target; DiskError: the path is unusable.
         ConflictError: The model is already offloaded.
-        EbbtideError: torch is older than what is tested.
+        EbbtideError: torch is older than the tested versions.
+
+    Source: recomputing from saved operands: Checkmate, arXiv:1910.02653; offloading them: SSDTrain, arXiv:2408.10013.
     """
     check_version("torch")
     if not isinstance(model, nn.Module):
@@ -213,7 +199,7 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
-    _tell_idle(engine, host_budget=host_budget)
+    _warn_of_idle(engine, host_budget=host_budget)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
@@ -234,12 +220,22 @@ def make_plan(
     min_bytes: int | str = MIN_BYTES,
     window: int | str | None = None,
 ) -> TablePlan:
-    """Make a plan without a step: the model runs once without bytes, so it may be on meta and the machine elsewhere.
+    """Predict a step on a machine and plan it, without running it.
+
+    The model's own code runs once on fake tensors; each operator takes its FLOP or bytes at the machine's rates (a
+    roofline model). Use it before renting a machine, or to start training without measured steps.
+
+    Example::
+
+        with torch.device("meta"):
+            model = torch.nn.Sequential(*[torch.nn.TransformerEncoderLayer(64, 4, batch_first=True) for _ in range(3)])
+            batch = torch.randn(2, 16, 64)  # [B, S, H]
+        print(ebbtide.make_plan(model, [batch], machine="h200").explain())
 
     Args:
-        model: A module that is neither wrapped nor sharded nor quantised; left as it is.
+        model: A module that is neither wrapped nor sharded nor quantised; it is not changed.
         batch: Arguments of its forward: a dict of names, a list, or one tensor. Floating-point tensors may be on meta;
-            of integers (tokens, positions) the values may decide what the model does.
+            integers (tokens, positions) need values if the model reads them.
         policy: ``Auto(...)`` (the default) or another policy, or its name. No block is checkpointed.
         machine: ``"h200"``, ``"h100"``, ``"a100"``, ``"gh200"``, ``"4090"``, a JSON file, or a ``Machine``; default:
             this one, measured now (seconds).
@@ -261,10 +257,8 @@ def make_plan(
     """
     check_version("torch")
     chosen = policy_of(policy)
-    if isinstance(chosen, TablePlan):
-        raise ConfigError(
-            "policy is a plan", expected="a policy that a plan is to be made for", hint="such as policy='auto'"
-        )
+    if not isinstance(chosen, Policy):
+        raise ConfigError("policy is a plan", expected="a policy to plan for", hint="such as policy='auto'")
     check_choosers(blocks)
     where = machine_here() if machine is None else machine_named(machine)
     profile = forecast(
@@ -275,9 +269,16 @@ def make_plan(
 
 
 class offload_saved_tensors(ContextDecorator):
-    """Offloads what autograd saves inside the context: stands where ``torch.autograd.graph.save_on_cpu`` stands.
+    """Offload the tensors saved inside a context: a drop-in replacement for ``torch.autograd.graph.save_on_cpu``.
 
-    Knows no blocks and no model, so weights are told by being parameters. Default policy: ``Offload()``.
+    Use it for code without blocks. It knows no model, so only parameters count as weights. Default: ``Offload()``.
+
+    Example::
+
+        x = torch.randn(64, 1024, requires_grad=True)
+        with ebbtide.offload_saved_tensors():
+            loss = x.exp().sum()
+        loss.backward()
 
     Args:
         policy: ``Offload()`` (the default), another policy, or its name.
@@ -289,15 +290,14 @@ class offload_saved_tensors(ContextDecorator):
 
     Raises:
         ConfigError: A value cannot be used.
-        TargetError: No such target on this machine; raised when the context is entered.
-        EbbtideError: torch is older than what is tested; likewise.
+        TargetError, EbbtideError: No such target, or an old torch; raised when the context is entered.
     """
 
     def __init__(
         self,
         *,
         policy: Policy | Plan | str | PathLike[str] | None = None,
-        target: str = "auto",
+        target: Target = "auto",
         min_bytes: int | str = MIN_BYTES,
         window: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
@@ -329,35 +329,35 @@ class offload_saved_tensors(ContextDecorator):
             self._idle().append(engine)
 
     def _idle(self) -> list[Engine]:
-        policy = id(self._policy) if isinstance(self._policy, TablePlan) else self._policy  # its engines hold it
+        policy = self._policy if isinstance(self._policy, Policy) else id(self._policy)  # its engines hold it
         settings = (self._options, policy, tuple(_custom_rules.items()), os.getpid())
         return _idle_engines.setdefault(settings, [])
 
 
 def register_recompute(name: str, rule: Rule) -> None:
-    """Tell how the output of an autograd node is made again.
+    """Register how the output of an autograd node is recomputed.
+
+    Without a rule, the output of a ``torch.autograd.Function`` is offloaded. See docs/guides/custom-operators.md.
 
     Args:
         name: The node's name, such as ``"MyFunctionBackward"`` (``tensor.grad_fn.name()``).
-        rule: Given an ``ebbtide.engine.NodeView``, returns an ``ebbtide.engine.Expr`` or None. Trusted only after its
-            first result was equal, bit by bit, to the tensor that was there.
+        rule: Takes an ``ebbtide.NodeView``, returns an ``ebbtide.Expr``, or None without an operand. Its first result
+            at each site is compared bitwise with the real tensor.
 
     Raises:
         ConfigError: The name is no text, or the rule cannot be called.
     """
     guide = "docs/guides/custom-operators.md shows a rule"
-    check_value("name", name, str, advice=f"tensor.grad_fn.name() tells it; {guide}")
+    check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")
     if not name.strip():
-        raise ConfigError(
-            "name is empty", expected="an autograd node's", hint=f"tensor.grad_fn.name() tells it; {guide}"
-        )
+        raise ConfigError("name is empty", expected="an autograd node's", hint=f"see tensor.grad_fn.name(); {guide}")
     if not callable(rule):
         raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
     _custom_rules[name] = rule
 
 
-def _tell_idle(engine: Engine, *, host_budget: object) -> None:
-    """Say that an option has no effect with the chosen target. A disk path has: the host target falls back to it."""
+def _warn_of_idle(engine: Engine, *, host_budget: object) -> None:
+    """Warn of an option without effect on the chosen target. A disk path has one: the host target spills to it."""
     if host_budget is not None and engine.tier.name != "host":
         logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
 
@@ -368,7 +368,7 @@ def _rules() -> dict[str, Rule]:
 
 
 def _open_engine(
-    policy: Policy | TablePlan,
+    policy: Policy | Plan,
     options: Options,
     *,
     model: nn.Module | None = None,
@@ -387,7 +387,7 @@ def _open_engine(
             yield from model.buffers()
 
     measured = measured_plan(policy, tier, options.window_bytes)
-    plan = measured or (policy if isinstance(policy, TablePlan) else plan_for(policy))
+    plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
     engine = Engine(
         plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=_rules(), **filters
     )

@@ -12,13 +12,13 @@ from ebbtide.base.actions import Plan
 from ebbtide.base.checks import check_value
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.units import parse_size
-from ebbtide.config import Auto, Minimal, Options, Policy, policy_named
-from ebbtide.planner import TablePlan, load_plan
+from ebbtide.config import Auto, Minimal, Options, Policy, Target, policy_named
+from ebbtide.planner import load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 
 
-def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | TablePlan:
-    """Return the policy meant by a policy, its name, a plan, a plan file, or None (``Auto()``).
+def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:
+    """Return the policy or plan meant by a policy, its name, a plan, a plan file, or None (``Auto()``).
 
     Raises:
         ConfigError: It is none of these, or a plan that is not made yet.
@@ -32,16 +32,23 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Ta
         return policy_named(policy)
     if isinstance(policy, MeasuredPlan):
         return policy.made()
-    if isinstance(policy, (Policy, TablePlan)):
-        return policy  # pyright: ignore[reportReturnType]
+    if isinstance(policy, Policy) or _is_plan(policy):
+        return policy
     raise ConfigError(
         f"policy is {policy!r:.80}",
-        expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, or a plan that was made or saved",
+        expected="Auto(...), Offload(), Inputs(), Minimal(), Keep(), a name, a plan, or a plan file",
         hint="call the class: Minimal(), not Minimal" if isinstance(policy, type) else "such as policy='minimal'",
     )
 
 
-def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | TablePlan:
+def _is_plan(value: object) -> bool:
+    """Whether a value has what the engine asks of a plan; a user's own may."""
+    methods = ("choose", "block_action", "explain")
+    named = isinstance(getattr(value, "name", None), str) and hasattr(value, "recomputes")
+    return not isinstance(value, type) and named and all(callable(getattr(value, name, None)) for name in methods)
+
+
+def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:
     """Return the policy that ``enable_ckpt`` and ``policy`` mean together."""
     check_value("enable_ckpt", enable_ckpt, bool)
     if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
@@ -74,7 +81,7 @@ def check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tens
 
 
 def options_of(
-    target: str,
+    target: Target,
     min_bytes: int | str,
     window: int | str | None,
     disk_path: str | PathLike[str] | None,
@@ -83,7 +90,7 @@ def options_of(
 ) -> Options:
     """Read what users write for sizes and paths into options."""
     return Options(
-        target=target,  # pyright: ignore[reportArgumentType]
+        target=target,
         min_bytes=_size_or_zero(min_bytes),
         window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),

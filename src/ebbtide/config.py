@@ -21,38 +21,46 @@ MIN_BYTES = 64 * 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Everything stays on the device. Counts bytes; saves nothing."""
+    """Keep every saved tensor on the device and count the bytes. Use it to see what a model saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload:
-    """Every storage worth moving is offloaded once; nothing is recomputed."""
+    """Offload every storage of at least ``min_bytes`` once; recompute nothing. Use it with a fast link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Only what comes into a block from outside is offloaded; the rest stays."""
+    """Offload only the inputs of blocks, such as hidden states of shape ``[B, S, H]``; keep the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Minimal:
-    """The memory of activation checkpointing: all that can be recomputed is, the rest is offloaded.
+    """Recompute whatever can be recomputed and offload the rest: the memory of activation checkpointing, or less.
 
-    Blocks that the recompute rules cover badly are re-run whole (CHECKPOINT).
+    Blocks that the recompute rules cover badly are checkpointed. Use it when ``Auto`` does not fit.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Let ebbtide choose: it measures a few steps and makes a plan.
+    """Measure three steps, then plan: the least memory within a slowdown, or the fastest step within a budget.
 
-    Until the plan is made, cheap tensors are recomputed (element-wise chains, casts, norms, views) and the rest are
-    offloaded; ``handle.plan.explain()`` says what is done and why.
+    Before the plan, cheap tensors are recomputed (element-wise chains, casts, norms, views) and the rest are offloaded.
+    ``handle.plan.explain()`` shows the plan and its reasons.
+
+    Example::
+
+        ebbtide.Auto(max_slowdown=0.1)  # a step may be 10 % slower
+        ebbtide.Auto(memory_budget="40GiB")
 
     Args:
-        memory_budget: The fastest plan whose peak fits, such as ``"40GiB"``: of the device's memory, or without an
-            accelerator of the process. ``max_slowdown`` then plays no part.
-        max_slowdown: The smallest peak whose step is at most this much slower; 0.05 is 5 %.
+        memory_budget: Largest peak, in bytes or as ``"40GiB"``: of the device's memory, or without an accelerator of
+            the process's resident memory. ``max_slowdown`` then has no effect.
+        max_slowdown: Largest slowdown of a step against ordinary training; 0.05 is 5 %.
+
+    Raises:
+        ConfigError: A value cannot be used.
     """
 
     memory_budget: str | int | None = None
@@ -69,6 +77,11 @@ class Auto:
                 hint="0.05 allows a step that is 5 % slower",
             )
 
+
+Target = Literal["auto", "host", "disk"]
+"""Where offloaded bytes go."""
+Strategy = Literal["auto", "single", "ddp", "fsdp", "fsdp2"]
+"""How a model is wrapped."""
 
 Policy = Keep | Offload | Inputs | Minimal | Auto
 
@@ -92,14 +105,14 @@ def policy_named(name: str) -> Policy:
         raise ConfigError(
             f"policy is {name!r}",
             expected="one of " + ", ".join(POLICIES),
-            hint=nearest(name, POLICIES) or "'auto' is the policy where none is named",
+            hint=nearest(name, POLICIES) or "'auto' is the default",
         )
     return kind()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How offloading is done, apart from what is chosen for which tensor.
+    """Settings of offloading that do not depend on the tensor.
 
     Args:
         target: Where offloaded bytes wait: ``"host"``, ``"disk"``, or ``"auto"`` (host with an accelerator, disk
@@ -111,7 +124,7 @@ class Options:
         verify: Compare every restored and every recomputed tensor with what was saved. Slow.
     """
 
-    target: Literal["auto", "host", "disk"] = "auto"
+    target: Target = "auto"
     min_bytes: int = MIN_BYTES
     window_bytes: int | None = None
     host_budget_bytes: int | None = None
@@ -119,12 +132,12 @@ class Options:
     verify: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self, {"target": "'auto' takes host memory with an accelerator, disk without"})
+        check_fields(self, {"target": "'auto' is host memory with an accelerator, disk without"})
         if self.min_bytes < 0:
             raise ConfigError(
                 f"min_bytes is {self.min_bytes}",
                 expected="0 or more",
-                hint="0 moves everything, 65536 is a good size",
+                hint="0 offloads everything, 65536 is a good size",
             )
         for name, value in (("window", self.window_bytes), ("host_budget", self.host_budget_bytes)):
             if value is not None and value <= 0:

@@ -1,4 +1,4 @@
-"""The public functions for weights, ``load_sharded`` and ``save_sharded``: they join the floors."""
+"""The public functions for weights: ``load_sharded`` and ``save_sharded``."""
 
 from __future__ import annotations
 
@@ -32,25 +32,33 @@ def load_sharded(
     allow_pickle: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> nn.Module:
-    """Build a sharded model out of one on meta; no process ever holds more than its shard and small staging buffers.
+    """Load weights into a model on meta, sharded: no process holds more than its shard and small staging buffers.
 
-    Every rank calls it. If it fails on one, it fails on all with the same message, and parameters stay on meta (those
-    of FSDP1, which makes its flat parameters itself, hold nothing of use).
+    Each rank reads the byte ranges of its own slices from the safetensors files, or one rank per machine reads and
+    sends them. Use it when the whole model does not fit into one process. Every rank calls it. If one fails, all raise
+    the same message and parameters stay on meta (flat parameters of FSDP1 are undefined).
+
+    Example::
+
+        ebbtide.save_sharded(torch.nn.Linear(8, 8), "weights")
+        with torch.device("meta"):
+            model = torch.nn.Linear(8, 8)
+        model = ebbtide.load_sharded(model, "weights", shard=None)  # shard=: a function that calls fully_shard
 
     Args:
         model: On meta: built under ``with torch.device("meta"):``.
         weights: A checkpoint's folder, index, file or files; a state dict or a model in memory, on one rank or more,
-            ``None`` on the others; ``None`` everywhere: the model's own first values.
+            ``None`` on the others; ``None`` everywhere: the model's own initial values.
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or
             ``None`` if it is wrapped in place; without it every rank holds the whole model.
         source: ``"slices"``: each rank reads its own byte ranges; ``"broadcast"``: one rank of each machine reads and
             sends the others their slices; ``"initialise"``; ``"auto"``: by what the ranks see.
         dtype: Of floating-point parameters, converted slice by slice; default: as the model was built.
         device: Where shards are; default: the mesh's device, or the accelerator if there is one.
-        optimizer: Made of the parameters on meta: it is given the new ones.
-        missing: ``"error"``, or ``"initialise"`` what the checkpoint does not have.
-        unexpected: ``"error"``, or ``"ignore"`` what the model does not have.
-        init: Gives one module its first values; default: ``_init_weights`` and ``reset_parameters``.
+        optimizer: Built from the parameters on meta; it gets the new ones.
+        missing: ``"error"``, or ``"initialise"`` the weights missing in the checkpoint.
+        unexpected: ``"error"``, or ``"ignore"`` tensors that the model does not have.
+        init: Initializes one module; default: ``_init_weights`` and ``reset_parameters``.
         allow_pickle: Also read pickled checkpoints; tensors and plain containers only.
         progress: Called with the bytes this rank has read and will read, in its own thread.
 
@@ -58,9 +66,9 @@ def load_sharded(
         The sharded model.
 
     Raises:
-        ConfigError: An argument cannot be used, or a rank does not come.
+        ConfigError: An argument cannot be used, or a rank does not make the call.
         DataError: The checkpoint is damaged, does not fit, or cannot be read on some rank.
-        EbbtideError: torch or transformers is older than what is tested.
+        EbbtideError: torch or transformers is older than the tested versions.
     """
     check_version("torch")
     for name, function in {"shard": shard, "init": init, "progress": progress}.items():
@@ -89,19 +97,19 @@ def save_sharded(
 ) -> None:
     """Write a sharded model's parameters and persistent buffers as safetensors files with an index.
 
-    Every rank calls it and writes its own slices into their places: nothing is gathered anywhere. The folder must be
-    on a file system that all ranks share. What was there under these names is replaced once everything is written.
+    Every rank calls it and writes its own slices; nothing is gathered. The folder must be on a file system that all
+    ranks share. Existing files of these names are replaced once everything is written. See ``load_sharded``.
 
     Args:
         model: As ``load_sharded`` returned it, or wrapped by FSDP2, tensor parallelism or FSDP1, or plain.
-        folder: Made if it is not there.
+        folder: Created if missing.
         max_file_bytes: A file is closed before it grows beyond this, unless one tensor alone does.
         name: Files are called ``<name>-00001-of-00003.safetensors``.
 
     Raises:
-        ConfigError: Parameters are on meta, or a rank does not come.
+        ConfigError: Parameters are on meta, or a rank does not make the call.
         DataError: The folder cannot be written, or ranks do not see the same one.
-        EbbtideError: torch is older than what is tested.
+        EbbtideError: torch is older than the tested versions.
     """
     check_version("torch")
     check_value("max_file_bytes", max_file_bytes, int)

@@ -46,10 +46,10 @@ def page(verb: str = "sft") -> str:
     refused = [f"| `--{name}` | {hint} |" for name, hint in config.unsupported.items()]
     sections = [
         _HEAD.replace("VERB", verb) + "\n".join(rows),
-        "## Names of other trainers\n\nTaken for the flag beside them, in YAML files and on the command line; a dotted "
+        "## Names of other trainers\n\nAccepted for the flag next to them, in YAML files and in commands; a dotted "
         "name is a key inside a section of a file.\n\n| name | flag |\n| --- | --- |\n" + "\n".join(known),
-        "## Refused\n\nKnown to users of other trainers, and not to be had here.\n\n"
-        "| flag | in its place |\n| --- | --- |\n" + "\n".join(refused),
+        "## Refused\n\nFlags of other trainers that ebbtide does not support.\n\n"
+        "| flag | instead |\n| --- | --- |\n" + "\n".join(refused),
     ]
     return "\n\n".join(sections) + "\n"
 

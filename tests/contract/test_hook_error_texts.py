@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from ebbtide.store.disk import DiskSlot
 from ebbtide.store.diskwork import DiskWork
 from tests.helpers.handles import training
 from tests.helpers.oracle import same_bits
+from tests.helpers.texts import lacks
 
 Patch = pytest.MonkeyPatch
 
@@ -46,55 +46,66 @@ def _dead_reader(patch: Patch) -> None:
     patch.setattr(DiskWork, "_fetch", die)
 
 
-CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], str]] = {
+CASES: dict[str, tuple[str, Callable[[Patch], None], type[EbbtideError], tuple[str, ...]]] = {
     "a read that fails": (
         "offload",
         _no_read,
         DiskError,
-        "reading 7.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
-        "expected a disk that takes and returns every byte\n"
-        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
-        "hint: see the system log, or give another disk_path=...",
+        (
+            "7.5 KiB",
+            "[Errno 5]",
+            "Mlp/down/MulBackward0#0",
+            "'layers.2'",
+            "disk_path",
+        ),
     ),
     "a read that fails for an operand": (
         "minimal",
         _no_read,
         DiskError,
-        "reading 4.5 KiB from FOLDER failed: [Errno 5] Input/output error; "
-        "expected a disk that takes and returns every byte\n"
-        "while reading Mlp/norm/input#0 (offload), an operand of a recompute\n"
-        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (recompute)\n"
-        "hint: see the system log, or give another disk_path=...",
+        (
+            "4.5 KiB",
+            "[Errno 5]",
+            "Mlp/norm/input#0",
+            "Mlp/down/MulBackward0#0",
+            "'layers.2'",
+            "disk_path",
+        ),
     ),
     "a reader thread that dies": (
         "offload",
         _dead_reader,
         DiskError,
-        "the reader thread of the disk tier failed: MemoryError('no more')\n"
-        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
-        "hint: close this handle and open a new one",
+        (
+            "'no more'",
+            "Mlp/down/MulBackward0#0",
+            "'layers.2'",
+        ),
     ),
     "bytes that came back different": (
         "offload",
         _wrong_bytes,
         RestoreError,
-        "the bytes of Mlp/down/MulBackward0#0 came back different (offload); expected what was saved\n"
-        "while restoring Mlp/down/MulBackward0#0 of block 'layers.2' (offload)\n"
-        "hint: please report this with the output of `ebbtide env`; keep_filter can leave the tensor out",
+        (
+            "Mlp/down/MulBackward0#0",
+            "'layers.2'",
+            "`ebbtide doctor --versions`",
+            "keep_filter",
+        ),
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_error_says_exactly_this(name: str, monkeypatch: Patch) -> None:
-    policy, plant, kind, text = CASES[name]
+def test_the_error_has_the_facts_and_a_hint(name: str, monkeypatch: Patch) -> None:
+    policy, plant, kind, facts = CASES[name]
     with training(policy, "disk", window=1, verify=kind is RestoreError) as trainee:
         plant(monkeypatch)
         with pytest.raises(EbbtideError) as caught:
             trainee.step()
         monkeypatch.undo()
     assert type(caught.value) is kind
-    assert re.sub(r"from /\S+ failed", "from FOLDER failed", str(caught.value)) == text
+    assert lacks(str(caught.value), facts) == []
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
@@ -102,11 +113,8 @@ def test_a_cap_names_what_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     with training("offload", "host", window=1, room_bytes=5000) as trainee, caplog.at_level("WARNING"):
         assert all(map(same_bits, trainee.step(), trainee.expected))
         trainee.step()
-    assert [record.getMessage() for record in caplog.records] == [
-        "what the store cannot take stays on the device: "
-        "4.5 KiB of host memory needed, 4.7 KiB in use; expected no more than the host budget of 4.9 KiB\n"
-        "hint: raise host_budget, offload less, or use target='disk'"
-    ]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert lacks(message, ("4.5 KiB", "4.7 KiB in use", "host budget of 4.9 KiB")) == []
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, MemoryError, KeyboardInterrupt])

@@ -8,16 +8,39 @@ import tomllib
 from pathlib import Path
 
 import ebbtide
+from ebbtide.base import errors
 
 PUBLIC = {
+    "Action",
     "Auto",
+    "BlocksError",
+    "BudgetError",
+    "Candidate",
+    "CapError",
+    "ConfigError",
+    "ConflictError",
+    "DataError",
+    "DiskError",
+    "DiskFullError",
     "EbbtideError",
+    "Expr",
     "Handle",
     "Inputs",
     "Keep",
+    "Machine",
     "Minimal",
+    "ModifiedInPlaceError",
+    "NodeView",
     "Offload",
+    "Plan",
+    "RestoreError",
+    "SavablePlan",
+    "Site",
     "Stats",
+    "StrategyError",
+    "TablePlan",
+    "TargetError",
+    "TrainingError",
     "__version__",
     "enable_activation_offloading",
     "load_sharded",
@@ -38,6 +61,11 @@ def test_public_names_are_these() -> None:
 def test_public_names_are_there_and_documented() -> None:
     for name in sorted(PUBLIC - {"__version__"}):
         assert inspect.getdoc(getattr(ebbtide, name)), f"{name} has no docstring"
+
+
+def test_every_error_is_public() -> None:
+    tree = {n for n, x in vars(errors).items() if isinstance(x, type) and issubclass(x, errors.EbbtideError)}
+    assert len(tree) == 14 and tree <= PUBLIC
 
 
 def test_enable_begins_with_the_parameters_that_other_frameworks_call() -> None:

@@ -198,7 +198,7 @@ def measure_all(setup: Setup) -> dict[str, Count]:
 
 
 def _note_blocks(model: nn.Module, census: Census) -> None:
-    """Count what autograd saves in blocks of a model that is trained plainly."""
+    """Count what autograd saves in blocks of a model with parameters plainly."""
 
     def pack(tensor: Tensor) -> Tensor:
         census.see(tensor)

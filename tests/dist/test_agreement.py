@@ -311,7 +311,7 @@ def test_a_rank_that_does_not_come_is_named_in_bounded_time(two: dict[str, CaseR
     said, nothing = two["absent"].values()
     assert said == (
         "rank 1 did not enable offloading within 1 s; expected the same calls on ranks 0, 1, which train the same part "
-        "of the model\nhint: see what became of that rank; the time limit is that of init_process_group"
+        "of the model\nhint: check the log of that rank; the time limit is that of init_process_group"
     )
     assert nothing == ""
 

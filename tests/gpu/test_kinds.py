@@ -190,7 +190,7 @@ def test_what_devices_save_comes_back_as_it_was(name: str, precision: str, monke
     except RuntimeError as error:  # no such kernel for this type or device
         pytest.skip(f"plain training: {str(error).splitlines()[0]}")
     if not all(map(same_bits, plain, again)):
-        pytest.skip("plain training does not repeat itself bit by bit")
+        pytest.skip("plain training does not repeat itself bitwise")
     for policy in POLICIES:
         model = build(name).to(dtype)
         with offloaded(model, policy) as handle:

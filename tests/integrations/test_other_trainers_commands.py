@@ -36,8 +36,7 @@ def rows(text: str) -> list[list[str]]:
 
 RAN_AS = [(int(number), int(count), by, policy.strip("`")) for number, count, by, policy in rows(RUNNING)]
 REFUSALS = [
-    (re.findall("`(.*?)`", flags)[0], hint.strip("`"))
-    for flags, _, hint in rows(REFUSED.split("## What is different")[0])
+    (re.findall("`(.*?)`", flags)[0], hint.strip("`")) for flags, _, hint in rows(REFUSED.split("## Differences")[0])
 ]
 
 

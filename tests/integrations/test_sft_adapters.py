@@ -82,7 +82,5 @@ def test_adapters_made_of_weights_need_the_weights(tiny_model: Path, tmp_path: P
     file.write_text(json.dumps({"peft_type": "LORA", "r": 2, "use_dora": True, "target_modules": ["q_proj"]}))
     of = {"train_type": "adapter", "adapter_config": str(file)}
     assert len(train(tiny_model, tmp_path / "whole", **of)) == 2
-    with pytest.raises(
-        ConfigError, match="values made of the model's weights.*\nhint: leave --memory_efficient_init out"
-    ):
+    with pytest.raises(ConfigError, match="the model's weights.*\nhint: leave --memory_efficient_init out"):
         train(tiny_model, tmp_path / "empty", **of, **EMPTY)

@@ -98,7 +98,7 @@ def test_weights_that_are_quantised_already_are_refused(text_model: Path, tmp_pa
     model = make_tiny_model(tmp_path / "quantised", positions=256)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "bitsandbytes"}}))
-    with pytest.raises(ConfigError, match="are quantised already, and train_type is"):
+    with pytest.raises(ConfigError, match="are already quantised, and train_type is"):
         train(model, tmp_path / "out", train_type=train_type)
 
 

@@ -209,7 +209,7 @@ def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_pa
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == files
     assert first == train(tmp_path / "c", model=str(pipeline), **SMALL)
     other = video_pipelines.write(tmp_path / "other", "wan", seed=1)
-    with pytest.raises(DataError, match="holds latents that other VAE made"):
+    with pytest.raises(DataError, match="holds latents of other VAE"):
         train(tmp_path / "d", model=str(other), **options)
 
 
@@ -256,7 +256,7 @@ def test_a_making_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
         ({"dataset": ("nowhere",)}, "data set 'nowhere' is not there"),
         ({"model": "builtin:tiny-want"}, "there is no model 'builtin:tiny-want'"),
         ({"model": "./nowhere"}, "there is no folder './nowhere'"),
-        ({"teacher": "builtin:tiny-wan"}, "teacher or critic is given without distill"),
+        ({"teacher": "builtin:tiny-wan"}, "teacher or critic is set without distill"),
         ({"eval_dataset": ("builtin:moving-shapes",)}, "eval_dataset is"),
         ({"train_type": "lora", "target_modules": ("to_z",)}, "target_modules names 'to_z'"),
     ],

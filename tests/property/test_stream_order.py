@@ -129,13 +129,13 @@ def forget_the_source(patch: pytest.MonkeyPatch) -> None:
 
 def forget_a_dead_slots_source(patch: pytest.MonkeyPatch) -> None:
     """What a slot copies goes with the slot, though the copy runs."""
-    bury = HostTier.bury
+    release = HostTier.release
 
     def careless(self: Any, slot: Any) -> None:
         slot.source = None
-        bury(self, slot)
+        release(self, slot)
 
-    patch.setattr(HostTier, "bury", careless)
+    patch.setattr(HostTier, "release", careless)
 
 
 def wait_before_the_copy_is_asked_for(patch: pytest.MonkeyPatch) -> None:

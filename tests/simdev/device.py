@@ -119,7 +119,7 @@ def _index(device: Any = None) -> int:
 
 
 class _Runtime:
-    """The calls of ``torch.cuda.cudart()`` that pin memory which is there already."""
+    """The calls of ``torch.cuda.cudart()`` that pin memory which already exists."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:

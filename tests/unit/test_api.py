@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import (
     BlocksError,
     ConfigError,
     ConflictError,
-    DataError,
     DiskError,
     EbbtideError,
     ModifiedInPlaceError,
@@ -243,25 +243,42 @@ def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFi
     assert "nothing was offloaded" not in caplog.text
 
 
-def test_report_writes_what_is_known(tmp_path: Path) -> None:
+def test_stats_print_ten_lines() -> None:
     tiny = build("block")
     with enable(tiny.model, policy="minimal", min_bytes=0) as handle:
+        assert len(str(handle.stats()).splitlines()) == 10  # before any pass too
         tiny.step()
-        handle.report(tmp_path / "new" / "folder")
-        stats = json.loads((tmp_path / "new" / "folder" / "stats.json").read_text())
-        assert stats["unique_bytes"] == handle.stats().unique_bytes > 0
-        assert (tmp_path / "new" / "folder" / "explain.txt").read_text() == handle.explain() + "\n"
+        stats = handle.stats()
+    assert len(str(stats).splitlines()) == 10 and f"{stats.memory_saved_percent:.1f} %" in str(stats)
+    assert str(stats) in stats._repr_html_()
 
 
-@pytest.mark.parametrize("place", ["a file", "below a file"])
-def test_a_report_needs_a_folder(tmp_path: Path, place: str) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with enable() as handle:
-        with pytest.raises(DataError, match=r"(?s)file.*cannot be written.*; expected a folder.*hint: "):
-            handle.report(file if place == "a file" else file / "report")
-        with pytest.raises(ConfigError, match=r"folder is 3; expected a path"):
-            handle.report(3)  # type: ignore[arg-type]
+def test_a_plan_of_ones_own_is_carried_out() -> None:
+    class First:
+        """Offloads the inputs of blocks and the tensors of the first block."""
+
+        name, recomputes = "first", False
+
+        def choose(self, candidate: Candidate) -> Action:
+            return Action.OFFLOAD if candidate.block == 0 or candidate.block_input else Action.KEEP
+
+        def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+            return Action.KEEP
+
+        def explain(self) -> str:
+            return "the first block is offloaded"
+
+    tiny, plan = build("block"), First()
+    with enable(tiny.model, policy=plan, min_bytes=0) as handle:
+        assert differences(build("block").step(), tiny.step()) == []
+        assert handle.plan is plan
+        assert handle.stats().kept_bytes > 0 and handle.stats().offloaded_bytes > 0
+
+
+@pytest.mark.parametrize("policy", ["minimal", "keep"])
+def test_a_plan_that_follows_from_its_policy_is_not_saved(policy: str, tmp_path: Path) -> None:
+    with enable(policy=policy) as handle, pytest.raises(ConfigError, match=rf"{policy}.*expected .*(?s:.)*hint: "):
+        handle.plan.save(tmp_path / "plan.json")
 
 
 @without_device

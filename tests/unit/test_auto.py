@@ -71,7 +71,7 @@ def test_every_storage_of_a_block_has_an_action_and_a_measured_price() -> None:
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
-        profile = handle.plan.profile  # type: ignore[attr-defined]
+        profile = handle.plan.profile
         blocks = {block.name for block in profile.blocks}
         assert blocks == {f"model.layers.{i}" for i in range(len(tiny.block_list()))}
         prices = [unit.recompute_seconds for _, _, unit in profile.units()]
@@ -97,7 +97,7 @@ def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -
         for _ in range(4):
             assert not differences(plain, tiny.step())
         count = len(tiny.block_list())
-        profile = handle.plan.profile  # type: ignore[attr-defined]
+        profile = handle.plan.profile
         assert len(profile.blocks) == count
         drain()
         assert not handle._engine.kept_bytes
@@ -177,7 +177,7 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
         for _ in range(4):
             tiny.step()
-        handle.plan.save(tmp_path / "plan.json")  # type: ignore[attr-defined]
+        handle.plan.save(tmp_path / "plan.json")
         stats = handle.stats()
     with ebbtide.enable_activation_offloading(
         tiny.model, policy=load_plan(tmp_path / "plan.json"), min_bytes=0

@@ -1,4 +1,4 @@
-"""What can be done with a saved tensor, where it was saved, and what a plan is told about it.
+"""Actions, sites, and the protocol of plans.
 
 [Note: site]
 A *site* names a saved tensor in a way that is stable from step to step: the kind of block, the path of the module in
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
@@ -39,7 +40,7 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a plan is told about one storage when it is first saved.
+    """The description of a storage that a plan decides on, when it is first saved.
 
     Attributes:
         site: Where it was saved.
@@ -91,6 +92,19 @@ class Plan(Protocol):
 
     def explain(self) -> str:
         """Say in one or two lines what the plan does and why."""
+        ...
+
+
+class SavablePlan(Plan, Protocol):
+    """A plan that can be written into a file: of ``Auto`` once its steps are measured, of ``make_plan``, of a file."""
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan into a file that ``policy="plan.json"`` reads.
+
+        Raises:
+            ConfigError: The plan is not made yet, or follows from its policy alone.
+            DataError: The file cannot be written.
+        """
         ...
 
 

@@ -89,8 +89,8 @@ def check_fields(values: Any, advice: Mapping[str, str] | None = None) -> None:
     """
     kinds = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
-        told = (advice or {}).get(field.name, "")
-        check_value(field.name, getattr(values, field.name), kinds[field.name], advice=told)
+        hint = (advice or {}).get(field.name, "")
+        check_value(field.name, getattr(values, field.name), kinds[field.name], advice=hint)
 
 
 def known_names(kind: Any) -> list[str]:

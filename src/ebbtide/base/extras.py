@@ -36,9 +36,9 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != module:
             raise EbbtideError(
-                f"{module} is installed and cannot be imported ({str(error)[:200]})",
+                f"{module} is installed but cannot be imported ({str(error)[:200]})",
                 expected=f"{module} for {use}",
-                hint="`pip check` names packages that do not fit together",
+                hint="`pip check` names incompatible packages",
             ) from error
         raise _absent(module, extra, use) from error
 
@@ -78,7 +78,7 @@ def check_version(package: str) -> None:
         raise EbbtideError(
             f"{package} {found} is installed",
             expected=f"{bound} or newer",
-            hint=f"pip install --upgrade '{package}>={bound}'; docs/reference/versions.md says what was tested",
+            hint=f"pip install --upgrade '{package}>={bound}'; docs/reference/versions.md lists the tested versions",
         )
 
 

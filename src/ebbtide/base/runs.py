@@ -42,7 +42,7 @@ def read_events(path: Path) -> list[Event]:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",
             expected=f"a run folder with {EVENTS_FILE}",
-            hint="give the folder that a run wrote (--output_dir, or the argument of track_memory)",
+            hint="pass the folder of a run (--output_dir, or the argument of track_memory)",
         ) from error
     events: list[Event] = []
     for number, line in enumerate(lines, start=1):

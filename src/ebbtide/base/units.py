@@ -45,7 +45,7 @@ def _advice(text: object, match: re.Match[str] | None) -> str:
         units = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
         return nearest(match.group(2), units) or f"units are {', '.join(units)}"
     if match or re.fullmatch(r"\s*-.*", str(text)):
-        return "there is no part of a byte and no size below one: give a larger size, or leave it out"
+        return "the smallest size is one byte: pass a larger size, or leave it out"
     return "KB, MB, GB count in thousands; KiB, MiB, GiB (and K, M, G) in 1024s"
 
 

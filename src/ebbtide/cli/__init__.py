@@ -64,7 +64,6 @@ VERBS: dict[str, Verb] = {
     "plan": Verb(function="ebbtide.cli.plan:run", does="predict whether training fits, from the model config alone"),
     "report": Verb(function="ebbtide.cli.report:run", does="report.html and summary.json from a run folder"),
     "doctor": Verb(function="ebbtide.cli.doctor:run", does="benchmark this machine and diagnose problems"),
-    "env": Verb(function="ebbtide.cli.env:run", does="versions, for bug reports"),
 }
 
 
@@ -106,7 +105,7 @@ def _function(name: str) -> Callable[[Sequence[str]], int]:
         raise ConfigError(
             f"there is no verb {name!r}",
             expected="one of " + ", ".join(VERBS),
-            hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` says what each does",
+            hint=nearest(name, (*VERBS, "--help", "--version")) or "`ebbtide --help` describes each",
         )
     module, _, attribute = verb.function.partition(":")
     function = getattr(importlib.import_module(module), attribute)
@@ -117,7 +116,7 @@ def _overview(stream: TextIO) -> None:
     """Print what ``ebbtide --help`` shows."""
     lines = ["usage: ebbtide VERB [file.yaml] [--flag value ...]", "", "verbs:"]
     lines += [f"  {name:<9}{verb.does}" for name, verb in VERBS.items()]
-    lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` says which ebbtide this is."]
+    lines += ["", "`ebbtide VERB --help` lists the flags of a verb.", "`ebbtide --version` prints the version."]
     print("\n".join(lines), file=stream)
 
 

@@ -31,7 +31,7 @@ _ASKS_FOR_NOTHING = ("none", "null", "", *_FALSE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class FlagValue:
     """What was given for one name.
 
     Args:
@@ -48,7 +48,7 @@ class Given:
         return " ".join(self.texts)
 
 
-Values = dict[str, Given]
+Values = dict[str, FlagValue]
 
 
 def read_arguments(
@@ -118,7 +118,7 @@ class _Names:
             )
         return name
 
-    def accept(self, name: str, given: Given) -> Given | None:
+    def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
         """Return the values for a field, ready to be read; ``None`` for a refused flag that asks for nothing.
 
         Raises:
@@ -126,28 +126,26 @@ class _Names:
         """
         if name in self.unsupported:
             harmless = (*_ASKS_FOR_NOTHING, *self.granted.get(name, ()))
-            if all(value.lower() in harmless for value in given.texts):
+            if all(value.lower() in harmless for value in flag.texts):
                 return None
-            raise ConfigError(
-                f"{given.shown} {given.text} is not supported in this release", hint=self.unsupported[name]
-            )
+            raise ConfigError(f"{flag.shown} {flag.text} is not supported in this release", hint=self.unsupported[name])
         if name in self.booleans:
-            word = given.texts[0].lower() if len(given.texts) == 1 else ""
+            word = flag.texts[0].lower() if len(flag.texts) == 1 else ""
             if word not in _TRUE + _FALSE:
-                hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 are read too"
-                raise ConfigError(f"{given.shown} is {given.text!r}", expected="true or false", hint=hint)
-            return Given(shown=given.shown, texts=["True" if word in _TRUE else "False"])
-        if len(given.texts) != 1 and name not in self.repeatable:
+                hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 work too"
+                raise ConfigError(f"{flag.shown} is {flag.text!r}", expected="true or false", hint=hint)
+            return FlagValue(shown=flag.shown, texts=["True" if word in _TRUE else "False"])
+        if len(flag.texts) != 1 and name not in self.repeatable:
             raise ConfigError(
-                f"{given.shown} has {len(given.texts)} values: {given.text}",
+                f"{flag.shown} has {len(flag.texts)} values: {flag.text}",
                 expected="one value",
-                hint="put quotes around a value with spaces in it",
+                hint="quote a value with spaces",
             )
-        if not all(text.strip() for text in given.texts):
+        if not all(text.strip() for text in flag.texts):
             raise ConfigError(
-                f"{given.shown} is {given.text!r}", expected="a value", hint=f"leave {name} out for its default"
+                f"{flag.shown} is {flag.text!r}", expected="a value", hint=f"leave {name} out for its default"
             )
-        return given
+        return flag
 
 
 def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values]:
@@ -167,19 +165,19 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
         texts = [value] if equals else _following(rest, name, names)
         if not texts:
             raise ConfigError(
-                f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` says what it takes"
+                f"--{written} has no value", expected="a value", hint=f"`{names.prog} --help` shows its values"
             )
-        given = names.accept(name, Given(shown=f"--{written}", texts=texts))
-        if given is None:
+        flag = names.accept(name, FlagValue(shown=f"--{written}", texts=texts))
+        if flag is None:
             continue
         before = found.get(name)
         if before is not None and name in names.repeatable:
-            given = Given(shown=given.shown, texts=[*before.texts, *given.texts])
-        elif before is not None and before.texts != given.texts:
+            flag = FlagValue(shown=flag.shown, texts=[*before.texts, *flag.texts])
+        elif before is not None and before.texts != flag.texts:
             raise ConfigError(
-                f"--{written} is given twice: {before.text}, {given.text}", expected="one value", hint="leave one out"
+                f"--{written} is set twice: {before.text}, {flag.text}", expected="one value", hint="leave one out"
             )
-        found[name] = given
+        found[name] = flag
     return path, found
 
 
@@ -191,8 +189,10 @@ def _stray(token: str, names: _Names) -> ConfigError:
         if names.known(name):
             hint = f"flags begin with two hyphens: --{name}"
         return ConfigError(f"unknown flag {token!r}", expected=f"a flag of `{names.prog}`", hint=hint)
-    hint = f"flags begin with two hyphens: --{token}" if equals and names.known(name) else "the file comes first"
-    return ConfigError(f"{token!r} stands alone", expected=f"{names.prog} [file.yaml] [--flag value ...]", hint=hint)
+    hint = f"flags begin with two hyphens: --{token}" if equals and names.known(name) else "the file has to come first"
+    return ConfigError(
+        f"{token!r} is an unexpected argument", expected=f"{names.prog} [file.yaml] [--flag value ...]", hint=hint
+    )
 
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
@@ -216,7 +216,7 @@ def _read_file(path: Path, names: _Names) -> Values:
         name = names.canonical(str(key), what="key", where=f" in {path}")
         shown = f"{key} in {path}"
         if name in found:
-            raise ConfigError(f"{shown} is given twice", expected="each key once", hint="hyphen equals underscore")
+            raise ConfigError(f"{shown} is set twice", expected="each key once", hint="hyphen equals underscore")
         if value is None:
             if name in names.fields and name not in names.optional:
                 raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
@@ -231,9 +231,9 @@ def _read_file(path: Path, names: _Names) -> Values:
                 expected="a value, or a list of values" if several else "a value",
                 hint=f"such as `{key}: [first, second]`" if several else f"such as `{key}: value`",
             )
-        given = names.accept(name, Given(shown=shown, texts=[str(item) for item in items]))
-        if given is not None:
-            found[name] = given
+        flag = names.accept(name, FlagValue(shown=shown, texts=[str(item) for item in items]))
+        if flag is not None:
+            found[name] = flag
     return found
 
 
@@ -270,15 +270,15 @@ def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
     if read is not None:
         return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(bare)})
     fields: list[Any] = list(dataclasses.fields(typing.cast(Any, kind)))
-    help_ = f"`{prog} --help` says what it takes"
+    help_ = f"`{prog} --help` shows its values"
     for name in sorted({field.name for field in fields if _required(field)} - set(values)):
         raise ConfigError(f"--{name} is missing", expected="a value", hint=help_)
-    for name, given in values.items():
-        if _try_tyro(_bare(kind, [name]), {name: given}, prog=prog) is None:
+    for name, flag in values.items():
+        if _try_tyro(_bare(kind, [name]), {name: flag}, prog=prog) is None:
             wanted = typing.get_type_hints(kind)[name]
-            hint = nearest(given.text, known_names(wanted)) or help_
-            raise ConfigError(f"{given.shown} is {given.text!r}", expected=in_words(wanted), hint=hint)
-    shown = {given.shown: given.text for given in values.values()}
+            hint = nearest(flag.text, known_names(wanted)) or help_
+            raise ConfigError(f"{flag.shown} is {flag.text!r}", expected=in_words(wanted), hint=hint)
+    shown = {flag.shown: flag.text for flag in values.values()}
     raise ConfigError(f"the values {shown} do not make a {kind.__name__}", hint=help_)
 
 
@@ -311,9 +311,9 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
     """Write values as arguments for tyro; ``=`` keeps a value that begins with a hyphen a value."""
     hints = typing.get_type_hints(kind)
     flags: list[str] = []
-    for name, given in values.items():
+    for name, flag in values.items():
         several = typing.get_origin(hints[name]) is tuple
-        flags += [f"--{name}", *given.texts] if several else [f"--{name}={text}" for text in given.texts]
+        flags += [f"--{name}", *flag.texts] if several else [f"--{name}={text}" for text in flag.texts]
     return flags
 
 

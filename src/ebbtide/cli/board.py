@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.base.errors import DataError
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended
-from ebbtide.cli.merge import latest_whole_round, merge
+from ebbtide.cli.merge import latest_complete_round, merge
 from ebbtide.report import Run, html, load_run
 from ebbtide.report.story import peak_parts
 from ebbtide.report.table import headline, measured, number, size
@@ -48,13 +48,13 @@ class Board:
             return
         self._rounds.setdefault(turn, {})[mode] = run
         view = measured(run.summary)
-        said = [
+        lines = [
             f"{ended.seconds:.1f} s",
             f"peak {size(view.get('peak_bytes'))}",
             f"activations {size(view.get('activation_bytes'))}",
             f"step {number(run.summary.get('step_seconds_median'), '{:.3f} s')}",
         ]
-        self._print(head + "  ".join(said))
+        self._print(head + "  ".join(lines))
 
     def finish(self, environment: dict[str, Any]) -> list[dict[str, Any]]:
         """Merge, write ``summary.json`` and ``report.html``, print the table; return one summary a mode."""
@@ -64,7 +64,7 @@ class Board:
         written = {"schema": SCHEMA, "modes": modes, "environment": environment}
         self._out.mkdir(parents=True, exist_ok=True)
         (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
-        shown = latest_whole_round(self._rounds, self._modes)
+        shown = latest_complete_round(self._rounds, self._modes)
         if shown:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
@@ -120,8 +120,8 @@ def _counted(runs: Sequence[Run]) -> list[str]:
         return []
     warm_up, steps, timed = counts.pop()
     trimmed = any(run.all("trim") for run in runs) and steps - warm_up > timed
-    said = f"The first {warm_up} of {steps} steps warm up and do not count."
-    return [said + (f" Activation memory is step {steps}'s, times are those of the other {timed}." if trimmed else "")]
+    text = f"The first {warm_up} of {steps} steps warm up and do not count."
+    return [text + (f" Activation memory is step {steps}'s, times are those of the other {timed}." if trimmed else "")]
 
 
 def _peaks(runs: Sequence[Run]) -> list[str]:

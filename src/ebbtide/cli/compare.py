@@ -25,7 +25,7 @@ from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, run_child
 from ebbtide.cli.merge import spread_of
 from ebbtide.cli.parsing import Parser, count
-from ebbtide.cli.progress import Progress
+from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.recipe import RECIPES, check, read
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 
@@ -39,7 +39,7 @@ MODES: dict[str, tuple[str, str]] = {
 """Each mode's values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
 
 DOES: dict[str, str] = {
-    "plain": "ordinary training; nothing is set",
+    "plain": "ordinary training",
     "checkpointing": "the trainer's own activation checkpointing",
     "ebbtide": "the default policy, Auto",
     "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
@@ -139,7 +139,7 @@ def compare(
     orders = [[*modes[turn % len(modes) :], *modes[: turn % len(modes)]] for turn in range(rounds)]
     board = Board(out=out, modes=tuple(modes), console=console, warm_up=warm_up)
     environment = _environment(recipe, arguments, rounds, orders, modes, sample_seconds)
-    progress = Progress(console, runs=rounds * len(modes), steps=steps, output=OUTPUT_FILE)
+    progress = RunProgress(console, runs=rounds * len(modes), steps=steps, output=OUTPUT_FILE)
     stopped: Stopped = ""
     with terminate_as_interrupt():
         try:
@@ -160,7 +160,7 @@ def compare(
                     board.add(turn, rounds, mode, ended)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            console.print(f"{stopped}: the child was ended; what is finished is reported", style="yellow")
+            console.print(f"{stopped}: the process was ended; the report has the finished runs", style="yellow")
         modes_merged = board.finish(environment)
         return CompareResult(out=out, modes=modes_merged, environment=environment, stopped=stopped)
 
@@ -176,13 +176,13 @@ def _announce(console: Any, modes: Sequence[str], rounds: int, steps: int | None
     """Say what will be done, before anything is, imports that take seconds included."""
     runs = rounds * len(modes)
     each = "" if steps is None else f" of {steps} steps"
-    said = [
+    lines = [
         f"{_times(len(modes), 'mode')}, {_times(rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
-        "one after the other, each a fresh process."
+        "one after the other, each in a fresh process."
     ]
-    said += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
-    said.append("A run takes some 10 to 30 s to start; how long all will take is said after the first step.")
-    for line in said:
+    lines += [f"  {mode:<16} {DOES[mode]}" for mode in modes]
+    lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
+    for line in lines:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -191,7 +191,7 @@ def _counted_words(steps: int | None, warm_up: int) -> str:
     if steps is None or steps >= warm_up + 2:
         return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
     return (
-        f"{steps} steps are too few to see Auto's plan at work, which it makes after {warm_up}\n"
+        f"{steps} steps are too few to measure Auto's plan, which starts after {warm_up}\n"
         f"hint: --max_steps {DEFAULT_STEPS}\n"
     )
 
@@ -234,12 +234,12 @@ def _check(arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Pat
         hint = f"such as --modes {','.join(DEFAULT_MODES)}"
         raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
     if rounds < 1:
-        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show how times spread")
+        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
     taken = sorted(_names(arguments) & set(OWN_FLAGS))
     if taken:
         raise ConfigError(
-            f"--{taken[0]} is given for the recipe",
-            expected="compare to set it for each child",
+            f"--{taken[0]} is set by compare",
+            expected="the recipe's other flags",
             hint="choose modes with --modes, and compare's folder with --out",
         )
     _check_folder(out)
@@ -319,7 +319,7 @@ def run(argv: Sequence[str]) -> int:
         usage="%(prog)s [RECIPE] [file.yaml] [--modes A,B] [--rounds N]\n"
         "                       [--out DIR] [flags of the recipe]",
         description=f"The same few steps of a recipe ({', '.join(RECIPES)}) in fresh processes under several modes. "
-        f"Every other argument goes to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
+        f"All other arguments go to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "
         f"--num_train_epochs or a file, each takes {DEFAULT_STEPS} steps.",
     )
     listed = f"some of {', '.join(MODES)} (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""``ebbtide doctor``: what this machine allows, what is wrong with it, and what to do."""
+"""``ebbtide doctor``: benchmark this machine and diagnose problems."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.base.errors import DataError
+from ebbtide.cli import versions
 from ebbtide.cli.parsing import Parser, choice
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ EXIT_PROBLEM = 1
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json]``.
+    """Examine this machine: ``ebbtide doctor [--disk_path DIR] [--target T] [--out FILE] [--json] [--versions]``.
 
     Args:
         argv: The arguments after ``doctor``.
@@ -32,18 +33,23 @@ def run(argv: Sequence[str]) -> int:
         DataError: The file cannot be written.
     """
     parser = Parser(
-        prog="ebbtide doctor", description="What this machine allows: rates, memory, disk, limits. Takes seconds."
+        prog="ebbtide doctor",
+        description="Benchmark this machine and diagnose problems: rates, memory, disk, limits. Takes seconds.",
     )
-    parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="where offloaded bytes would lie on disk")
+    parser.add_argument("--disk_path", "--disk-path", metavar="DIR", help="directory for offloaded bytes on disk")
     targets = f"one of {', '.join(TARGETS)} (default: %(default)s)"
     parser.add_argument("--target", metavar="NAME", default="auto", help=targets)
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the machine, for `make_plan(machine=...)`")
-    parser.add_argument("--json", action="store_true", help="print all that was found as JSON, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print all results as JSON, and nothing else")
+    parser.add_argument("--versions", action="store_true", help="print only versions and device, for bug reports")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed
         return 0
     target = choice("--target", own.target, TARGETS)
+    if own.versions:
+        print("\n".join(versions.lines()))
+        return 0
     if own.out is not None:
         _check_out(own.out)
     from ebbtide.doctor import examine  # torch, and with it the seconds of its import
@@ -55,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         print("\n".join(lines(found)))
         if own.out is not None:
-            print(f"\n{own.out}" if written else f"\n{own.out} was not written: nothing was measured")
+            print(f"\n{own.out}" if written else f"\n{own.out} was not written: there are no measurements")
     return 0 if found.healthy else EXIT_PROBLEM
 
 
@@ -68,12 +74,12 @@ def lines(found: Examination) -> list[str]:
     from ebbtide.doctor.table import table
     from ebbtide.report.text import grid
 
-    said = grid(table(found.facts))
+    rows = grid(table(found.facts))
     for finding in found.findings:
-        said += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
+        rows += ["", f"{finding.code} {finding.severity}: {finding.what}", f"hint: {finding.hint}"]
     if not found.findings:
-        said += ["", "nothing found that stands in the way"]
-    return said
+        rows += ["", "no problems found"]
+    return rows
 
 
 def as_values(found: Examination) -> dict[str, Any]:
@@ -108,9 +114,11 @@ def _check_out(path: Path) -> None:
     if path.suffix != ".json":
         raise DataError(
             f"--out is {str(path)!r}",
-            expected="a name that ends in .json: by that a machine's file is told from its name",
+            expected="a name that ends in .json",
             hint="such as --out machine.json",
         )
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder" if path.is_dir() else f"cannot be written: there is no folder {str(path.parent)!r}"
-        raise DataError(f"{str(path)!r} {what}", expected="a file in an existing folder", hint="make the folder first")
+        raise DataError(
+            f"{str(path)!r} {what}", expected="a file in an existing folder", hint="create the folder first"
+        )

@@ -88,7 +88,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def spread_of(rounds: int) -> str:
     """Say what ``low`` and ``high`` are for so many rounds."""
-    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "least and greatest round"
+    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "lowest and highest round"
 
 
 def loss_equal(rounds: Rounds, mode: str) -> bool | None:
@@ -100,11 +100,11 @@ def loss_equal(rounds: Rounds, mode: str) -> bool | None:
     return all(losses == plain[0] for losses in (*plain, *ours))
 
 
-def latest_whole_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
+def latest_complete_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
     """Choose what the pictures show: the last round that has all modes, else the last that each mode has."""
     ordered = [by_mode for _, by_mode in sorted(rounds.items())]
-    whole = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]
-    latest = {mode: value for by_mode in (whole[-1:] or ordered) for mode, value in by_mode.items()}
+    complete = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]
+    latest = {mode: value for by_mode in (complete[-1:] or ordered) for mode, value in by_mode.items()}
     return [latest[mode] for mode in modes if mode in latest]
 
 

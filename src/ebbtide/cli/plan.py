@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     if config is None:
         return 0
     recipe = importlib.import_module(f"{RECIPE}.main")
-    result = recipe.main(config, say=partial(print, file=sys.stderr))
+    result = recipe.main(config, report=partial(print, file=sys.stderr))
     print(recipe.shown(result))
     files = ((config.out, recipe.save), (config.svg, recipe.draw))
     for path, write in files:

@@ -11,11 +11,11 @@ from typing import Any
 
 from ebbtide.base.runs import EVENTS_FILE
 
-SAY_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """Between two plain lines of one run, unless something new began."""
 
 
-class Progress:
+class RunProgress:
     """Follows the runs of a comparison by their run files, and says how far they are.
 
     Args:
@@ -51,7 +51,7 @@ class Progress:
         self._number += 1
         self._what, self._folder = what, folder
         self._offset, self._rest = 0, ""
-        self._began, self._said_at, self._done, self._running = self._clock(), self._clock(), 0, False
+        self._began, self._shown_at, self._done, self._running = self._clock(), self._clock(), 0, False
         if self._console.is_terminal:
             self._status = self._console.status(self._words())
             self._status.start()
@@ -65,7 +65,9 @@ class Progress:
         if self._status is not None:
             self._status.update(self._words())
         elif (
-            (self._done == 1 and done == 0) or self._clock() - self._said_at >= SAY_SECONDS or running != self._running
+            (self._done == 1 and done == 0)
+            or self._clock() - self._shown_at >= REPORT_SECONDS
+            or running != self._running
         ):
             self._print()
 
@@ -112,7 +114,7 @@ class Progress:
             words += f"{self._done}" + ("" if self._steps is None else f" of {self._steps}") + " steps done"
             if self._seconds and self._done:
                 words += f", {self._seconds[-1]:.1f} s each"
-            if self._done != self._steps and (since := self._clock() - self._step_began) >= SAY_SECONDS:
+            if self._done != self._steps and (since := self._clock() - self._step_began) >= REPORT_SECONDS:
                 words += f", the next for {since:.0f} s"
         left = self.seconds_left()
         return words if left is None else f"{words}; {duration(left)} left in all"
@@ -120,11 +122,11 @@ class Progress:
     def _last_output(self) -> str:
         path = self._folder / self._output
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        said = next((line.strip() for line in reversed(lines) if line.startswith("INFO ")), "")
-        return f": {said.removeprefix('INFO ')[:100]}" if said else ""
+        message = next((line.strip() for line in reversed(lines) if line.startswith("INFO ")), "")
+        return f": {message.removeprefix('INFO ')[:100]}" if message else ""
 
     def _print(self) -> None:
-        self._said_at = self._clock()
+        self._shown_at = self._clock()
         self._console.print(self._words(), markup=False, highlight=False, soft_wrap=True)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
-from ebbtide.cli.merge import latest_whole_round
+from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, html, load_run, text
 from ebbtide.report.table import headline
@@ -40,15 +40,15 @@ def report(
         The file written, ``None`` if the report was printed.
 
     Raises:
-        DataError: The folder holds no run, or a damaged one; or ``output`` is there already.
+        DataError: The folder holds no run, or a damaged one; or ``output`` already exists.
         ConfigError: A format that a comparison does not have.
     """
     if not run_folder.is_dir():
         what = "is a file" if run_folder.exists() else "is not there"
         raise DataError(
             f"run folder {str(run_folder)!r} {what}",
-            expected="a folder that a run or `ebbtide compare` wrote",
-            hint=nearest(run_folder.name, _neighbours(run_folder)) or "give what --output_dir or --out named",
+            expected="the folder of a run or of `ebbtide compare`",
+            hint=nearest(run_folder.name, _neighbours(run_folder)) or "pass the folder of --output_dir or --out",
         )
     target = output if output is not None else _default_file(run_folder, format)
     if target is not None:
@@ -81,11 +81,9 @@ def _check_target(target: Path, *, replaces: bool) -> None:
         what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
         raise DataError(f"{target} {what}", expected="a file in an existing folder", hint="name one with --output")
     if target.exists() and not replaces:
-        raise DataError(f"{target} is there already", expected="a new file", hint="pass --force to replace it")
+        raise DataError(f"{target} already exists", expected="a new file", hint="pass --force to replace it")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise DataError(
-            f"{target} cannot be written", expected="a file you may write", hint="name another with --output"
-        )
+        raise DataError(f"{target} cannot be written", expected="a writable file", hint="choose another with --output")
 
 
 def _put(words: str, target: Path | None) -> Path | None:
@@ -133,7 +131,7 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
                 found = dataclasses.replace(load_run(turn / mode), name=mode)
                 if found.summary.get("status") == "ok":
                     rounds.setdefault(int(turn.name.rpartition("-")[2]), {})[mode] = found
-    return latest_whole_round(rounds, modes)
+    return latest_complete_round(rounds, modes)
 
 
 def run(argv: Sequence[str]) -> int:
@@ -150,12 +148,12 @@ def run(argv: Sequence[str]) -> int:
         DataError: As ``report``.
     """
     parser = Parser(prog="ebbtide report", description="A report of a run folder, or of a comparison.")
-    parser.add_argument("run_folder", type=Path, help="what a run or `ebbtide compare` wrote")
+    parser.add_argument("run_folder", type=Path, help="folder of a run or of `ebbtide compare`")
     formats = cast("tuple[str, ...]", get_args(Format))
     listed = f"one of {', '.join(formats)} (default: %(default)s)"
     parser.add_argument("--format", metavar="NAME", default="html", help=listed)
     parser.add_argument("--output", metavar="FILE", type=Path, help="file to write")
-    parser.add_argument("--force", action="store_true", help="make summary.json again; replace --output")
+    parser.add_argument("--force", action="store_true", help="write summary.json again; replace --output")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed

@@ -7,16 +7,16 @@ import contextlib
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.doctor.facts import Device
+from ebbtide.doctor.facts import DeviceFacts
 from ebbtide.profiling.hardware import device_bytes, device_here, free_bytes
 
 
-def look_at_device() -> Device:
+def look_at_device() -> DeviceFacts:
     """Return what torch says of the accelerator, or without one of the CPU."""
     device = device_here()
     accelerated = device.type != "cpu"
     pinned, asynchronous = _copying() if accelerated else (None, None)
-    return Device(
+    return DeviceFacts(
         kind=device.type,
         name=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         count=torch.accelerator.device_count() if accelerated else 1,
@@ -30,7 +30,7 @@ def look_at_device() -> Device:
 
 
 def _copying() -> tuple[bool | None, bool | None]:
-    """Return whether host memory can be pinned, and whether copies run beside compute, as the host tier tries it."""
+    """Return whether host memory can be pinned, and whether copies overlap compute, as the host tier tries it."""
     from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
 
     try:

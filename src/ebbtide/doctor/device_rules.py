@@ -8,7 +8,7 @@ from __future__ import annotations
 from ebbtide.base.extras import is_older
 from ebbtide.base.units import format_size
 from ebbtide.doctor.facts import Facts
-from ebbtide.doctor.place_rules import Said, accelerated
+from ebbtide.doctor.place_rules import Advice, accelerated
 
 _SLOW_LINK = 6e9
 _FREE_SHARE, _BOTH_WAYS_SHARE, _BUSY_SHARE = 0.9, 0.75, 0.5
@@ -32,92 +32,92 @@ _BLOCKING = (
 _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
-def old_torch(facts: Facts) -> Said | None:
-    """EBB001: torch is older than what is tested."""
+def old_torch(facts: Facts) -> Advice | None:
+    """EBB001: torch is older than the tested versions."""
     if facts.torch_oldest is None or not is_older(facts.torch, facts.torch_oldest):
         return None
     return (
-        f"torch {facts.torch} is older than {facts.torch_oldest}, the oldest that is tested",
-        f"pip install --upgrade 'torch>={facts.torch_oldest}'; docs/reference/versions.md says what was tested",
+        f"torch {facts.torch} is older than {facts.torch_oldest}, the oldest tested version",
+        f"pip install --upgrade 'torch>={facts.torch_oldest}'; docs/reference/versions.md lists the tested versions",
     )
 
 
-def no_bfloat16(facts: Facts) -> Said | None:
-    """EBB003: the device has no bfloat16 of its own."""
+def no_bfloat16(facts: Facts) -> Advice | None:
+    """EBB003: the device has no native bfloat16."""
     if facts.device.bfloat16:
         return None
     return (
-        f"{facts.device.name} does not compute in bfloat16 itself",
-        "train in float16 or float32; bfloat16 is imitated there, slowly, if it runs at all",
+        f"{facts.device.name} has no native bfloat16",
+        "train in float16 or float32; bfloat16 is emulated there, slowly, if at all",
     )
 
 
-def device_in_use(facts: Facts) -> Said | None:
-    """EBB004: others use a tenth of the device's memory."""
+def device_in_use(facts: Facts) -> Advice | None:
+    """EBB004: other processes use a tenth of the device's memory."""
     device = facts.device
     if not accelerated(facts) or device.free_bytes >= _FREE_SHARE * device.memory_bytes:
         return None
     taken = format_size(device.memory_bytes - device.free_bytes)
     return (
-        f"{taken} of the device's {format_size(device.memory_bytes)} are taken by others",
-        "end what else runs on the device; a memory budget counts from what is there",
+        f"{taken} of the device's {format_size(device.memory_bytes)} are used by other processes",
+        "end other work on the device; a memory budget counts from the free memory",
     )
 
 
-def disk_beside_device(facts: Facts) -> Said | None:
-    """EBB005: disk target beside an accelerator."""
+def disk_with_device(facts: Facts) -> Advice | None:
+    """EBB005: disk target with an accelerator."""
     if facts.target != "disk" or not accelerated(facts):
         return None
     return (
-        "the disk target moves tensors in RAM only, and this machine has an accelerator",
-        "--target host (the default here); what host memory does not hold goes on to disk by itself",
+        "the disk target offloads tensors in RAM only, and this machine has an accelerator",
+        "--target host (the default here); bytes beyond host memory spill to disk",
     )
 
 
-def more_ranks(facts: Facts) -> Said | None:
+def more_ranks(facts: Facts) -> Advice | None:
     """EBB006: more ranks on the node than devices."""
     if not accelerated(facts) or facts.ranks <= facts.device.count:
         return None
     return (
         f"LOCAL_WORLD_SIZE says {facts.ranks} ranks and {facts.device.count} devices are seen",
-        "start as many ranks as there are devices, or see whether CUDA_VISIBLE_DEVICES hides some",
+        "start one rank per device, or check whether CUDA_VISIBLE_DEVICES hides some",
     )
 
 
-def busy(facts: Facts) -> Said | None:
+def busy(facts: Facts) -> Advice | None:
     """EBB007: other work runs on the CPUs."""
     load, cpus = facts.host.load, len(facts.host.cpus)
     if load is None or not cpus or load < _BUSY_SHARE * cpus:
         return None
     return (
         f"{load:.1f} threads ran or waited on {cpus} CPUs in the last minute: what was measured is less than there is",
-        "run again when nothing else does, above all for a machine file",
+        "repeat on an idle machine, above all for a machine file",
     )
 
 
-def fewer_lanes(facts: Facts) -> Said | None:
+def fewer_lanes(facts: Facts) -> Advice | None:
     """EBB030: the PCIe link has fewer lanes than the device."""
     bus = facts.bus
     if bus is None or bus.width is None or bus.most_width is None or bus.width >= bus.most_width:
         return None
     return (
         f"the device's link has {bus.width} of {bus.most_width} lanes",
-        "put the device into a slot with all lanes, or see why they are not trained (riser, seat, BIOS)",
+        "put the device into a slot with all lanes, or check the riser, the seat and the BIOS",
     )
 
 
-def slower_lanes(facts: Facts) -> Said | None:
+def slower_lanes(facts: Facts) -> Advice | None:
     """EBB031: the PCIe link is slower than the device."""
     bus = facts.bus
     if bus is None or bus.speed is None or bus.most_speed is None or bus.speed >= bus.most_speed:
         return None
     return (
         f"the device's link runs at {bus.speed:g} of {bus.most_speed:g} GT/s",
-        "a device that sleeps lowers it: run again while it works; else the slot or the BIOS limits it",
+        "an idle device lowers it: repeat under load; otherwise the slot or the BIOS limits it",
     )
 
 
-def slow_link(facts: Facts) -> Said | None:
+def slow_link(facts: Facts) -> Advice | None:
     """EBB032: the link moves less than 6 GB/s."""
     if facts.target != "host" or facts.machine is None:
         return None
@@ -126,11 +126,11 @@ def slow_link(facts: Facts) -> Said | None:
         return None
     return (
         f"the link moves {rate / 1e9:.1f} GB/s, less than four lanes of PCIe 4 do",
-        "see the width and speed of the link, and whether others copy now; offload less: policy minimal or auto",
+        "check the width and speed of the link, and whether other processes copy; offload less: policy minimal or auto",
     )
 
 
-def one_link(facts: Facts) -> Said | None:
+def one_link(facts: Facts) -> Advice | None:
     """EBB033: copies both ways slow each other."""
     if facts.target != "host" or facts.both_ways is None or facts.both_ways >= _BOTH_WAYS_SHARE:
         return None
@@ -140,7 +140,7 @@ def one_link(facts: Facts) -> Said | None:
     )
 
 
-def far_node(facts: Facts) -> Said | None:
+def far_node(facts: Facts) -> Advice | None:
     """EBB034: the process is not bound to the device's node."""
     node = facts.bus.node if facts.bus is not None else None
     if node is None or len(facts.host.nodes) < 2 or not facts.host.cpus:
@@ -149,12 +149,12 @@ def far_node(facts: Facts) -> Said | None:
     if not near or facts.host.cpus <= near:
         return None
     return (
-        f"the device hangs on memory node {node} and this process may run on others: pinned memory may lie far away",
-        f"start each rank near its device: numactl --cpunodebind={node} --membind={node} ...",
+        f"the device is attached to memory node {node}, and this process may run elsewhere: pinned memory may be far",
+        f"start each rank on its device's node: numactl --cpunodebind={node} --membind={node} ...",
     )
 
 
-def thin_host(facts: Facts) -> Said | None:
+def thin_host(facts: Facts) -> Advice | None:
     """EBB035: host memory cannot feed all links."""
     machine, ranks = facts.machine, max(facts.ranks, facts.device.count)
     if facts.target != "host" or machine is None or ranks < 2:
@@ -165,28 +165,28 @@ def thin_host(facts: Facts) -> Said | None:
     return (
         f"host memory moves {machine.host_bytes_per_second / 1e9:.0f} GB/s and {ranks} links {wanted / 1e9:.0f} GB/s: "
         "when all copy at once, each gets less than was measured",
-        "plans count with a rank's share; bind ranks to the memory node of their device",
+        "plans use a rank's share; bind ranks to the memory node of their device",
     )
 
 
-def other_offloaders(facts: Facts) -> Said | None:
+def other_offloaders(facts: Facts) -> Advice | None:
     """EBB040: variables of other offloaders."""
     found = [name for name in _OFFLOADERS if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found:
         return None
     return (
-        f"{', '.join(found)} set: others offload or checkpoint too",
-        "unset what moves or checkpoints activations, one offloader on a model; what moves weights or optimizer state "
-        "shares the link",
+        f"{', '.join(found)} set: another tool offloads or checkpoints too",
+        "unset tools that move or checkpoint activations: one offloader per model; those for weights, optimizer state "
+        "share the link",
     )
 
 
-def blocking(facts: Facts) -> Said | None:
-    """EBB041: variables that halt what runs beside."""
+def blocking(facts: Facts) -> Advice | None:
+    """EBB041: variables that serialize copies and compute."""
     found = [name for name in _BLOCKING if facts.environment.get(name, "0").strip().lower() not in _OFF]
     if not found or not accelerated(facts):
         return None
     return (
-        f"{', '.join(found)} set: nothing runs beside anything, copies halt compute",
-        "unset it; it is for finding errors",
+        f"{', '.join(found)} set: nothing overlaps, and copies stall compute",
+        "unset it; it is for debugging",
     )

@@ -73,11 +73,11 @@ def look(
     Returns:
         The facts.
     """
-    given = os.environ if environment is None else environment
+    variables = os.environ if environment is None else environment
     device = look_at_device()
     if target == "auto":
         target = "disk" if device.kind == "cpu" else "host"
-    ranks = ranks_of(given)
+    ranks = ranks_of(variables)
     return Facts(
         torch=torch.__version__,
         torch_oldest=oldest("torch"),
@@ -87,7 +87,7 @@ def look(
         disk=look_at_disk(disk_path, root=root),
         host=look_at_host(ranks=ranks, root=root),
         ranks=ranks,
-        environment=look_at_environment(given),
+        environment=look_at_environment(variables),
     )
 
 

@@ -38,7 +38,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceFacts:
     """The accelerator, or without one the CPU.
 
     Attributes:
@@ -49,7 +49,7 @@ class Device:
         free_bytes: What of that nobody has taken.
         bfloat16: Whether it computes in bfloat16 itself.
         pinned: Whether host memory can be pinned for it; ``None`` on a CPU.
-        asynchronous: Whether copies run beside compute; ``None`` on a CPU.
+        asynchronous: Whether copies overlap compute; ``None`` on a CPU.
         address: On the PCI bus, such as ``"0000:17:00.0"``.
     """
 
@@ -65,7 +65,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bus:
+class PcieLink:
     """How a device hangs on the PCI bus.
 
     Attributes:
@@ -162,8 +162,8 @@ class Facts:
     torch: str
     torch_oldest: str | None
     target: str
-    device: Device
-    bus: Bus | None
+    device: DeviceFacts
+    bus: PcieLink | None
     disk: Disk
     host: Host
     ranks: int
@@ -208,17 +208,17 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
     )
 
 
-def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
+def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
     """Find where the disk tier's bytes would lie, and try that a file can be made there.
 
     Args:
-        given: The directory that was asked for; ``None``: a usual one.
+        disk_path: The directory that was asked for; ``None``: a usual one.
         root: Where ``proc`` lies.
 
     Returns:
-        What was found; errors are told, not raised.
+        The facts; errors are recorded, not raised.
     """
-    directory, direct, refused = None if given is None else Path(given).expanduser(), None, None
+    directory, direct, refused = None if disk_path is None else Path(disk_path).expanduser(), None, None
     try:
         directory = default_directory() if directory is None else check_directory(directory)
         file = BackingFile(directory)
@@ -226,18 +226,18 @@ def look_at_disk(given: str | None, *, root: Path = Path("/")) -> Disk:
         file.close()
     except DiskError as error:
         refused = error.found
-    there = directory is not None and directory.is_dir()
+    exists = directory is not None and directory.is_dir()
     return Disk(
         path=None if directory is None else str(directory),
-        given=given is not None,
-        filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and there else "",
-        free_bytes=_free_bytes(directory) if directory and there else None,
+        given=disk_path is not None,
+        filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and exists else "",
+        free_bytes=_free_bytes(directory) if directory and exists else None,
         direct=direct,
         refused=refused,
     )
 
 
-def look_at_bus(address: str | None, *, root: Path = Path("/")) -> Bus:
+def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
     """Read how a device hangs on the PCI bus.
 
     Args:
@@ -248,10 +248,10 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> Bus:
         What the system says; nothing without an address.
     """
     if address is None:
-        return Bus()
+        return PcieLink()
     folder = root / "sys/bus/pci/devices" / address
     node = _number(folder / "numa_node")
-    return Bus(
+    return PcieLink(
         width=_lanes(folder / "current_link_width"),
         most_width=_lanes(folder / "max_link_width"),
         speed=_transfers(folder / "current_link_speed"),

@@ -14,7 +14,7 @@ from typing import Literal
 
 from ebbtide.doctor import device_rules, place_rules
 from ebbtide.doctor.facts import Facts
-from ebbtide.doctor.place_rules import Said
+from ebbtide.doctor.place_rules import Advice
 
 Severity = Literal["problem", "note"]
 
@@ -50,7 +50,7 @@ class Rule:
     code: str
     severity: Severity
     about: str
-    check: Callable[[Facts], Said | None]
+    check: Callable[[Facts], Advice | None]
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
@@ -61,13 +61,13 @@ def findings(facts: Facts) -> tuple[Finding, ...]:
     """
     found: list[Finding] = []
     for rule in RULES:
-        said = rule.check(facts)
-        if said is not None:
-            found.append(Finding(code=rule.code, severity=rule.severity, what=said[0], hint=said[1]))
+        texts = rule.check(facts)
+        if texts is not None:
+            found.append(Finding(code=rule.code, severity=rule.severity, what=texts[0], hint=texts[1]))
     return tuple(sorted(found, key=lambda finding: (finding.severity != "problem", finding.code)))
 
 
-def _unmeasured(facts: Facts) -> Said | None:
+def _unmeasured(facts: Facts) -> Advice | None:
     explained = facts.target == "disk" and any(
         rule(facts) is not None for rule in (place_rules.in_ram, place_rules.no_disk, place_rules.full_disk)
     )
@@ -77,32 +77,35 @@ def _unmeasured(facts: Facts) -> Said | None:
 
 
 RULES = (
-    Rule(code="EBB001", severity="problem", about="torch is older than what is tested", check=device_rules.old_torch),
+    Rule(
+        code="EBB001", severity="problem", about="torch is older than the tested versions", check=device_rules.old_torch
+    ),
     Rule(code="EBB002", severity="problem", about="the machine could not be measured", check=_unmeasured),
-    Rule(code="EBB003", severity="note", about="the device has no bfloat16 of its own", check=device_rules.no_bfloat16),
+    Rule(code="EBB003", severity="note", about="the device has no native bfloat16", check=device_rules.no_bfloat16),
     Rule(
         code="EBB004",
         severity="note",
-        about="others use a tenth of the device's memory",
+        about="other processes use a tenth of the device's memory",
         check=device_rules.device_in_use,
     ),
-    Rule(
-        code="EBB005", severity="note", about="disk target beside an accelerator", check=device_rules.disk_beside_device
-    ),
+    Rule(code="EBB005", severity="note", about="disk target with an accelerator", check=device_rules.disk_with_device),
     Rule(code="EBB006", severity="problem", about="more ranks on the node than devices", check=device_rules.more_ranks),
     Rule(code="EBB007", severity="note", about="other work runs on the CPUs", check=device_rules.busy),
-    Rule(code="EBB010", severity="problem", about="the disk path lies in RAM", check=place_rules.in_ram),
-    Rule(code="EBB011", severity="problem", about="the disk path cannot serve", check=place_rules.no_disk),
+    Rule(code="EBB010", severity="problem", about="the disk path is in RAM", check=place_rules.in_ram),
+    Rule(code="EBB011", severity="problem", about="the disk path is unusable", check=place_rules.no_disk),
     Rule(code="EBB012", severity="note", about="no disk behind host memory", check=place_rules.nothing_behind),
     Rule(code="EBB013", severity="problem", about="less than 1 GiB free on the disk", check=place_rules.full_disk),
     Rule(
-        code="EBB014", severity="note", about="less free on the disk than there is memory", check=place_rules.small_disk
+        code="EBB014",
+        severity="note",
+        about="less free on the disk than the machine's memory",
+        check=place_rules.small_disk,
     ),
-    Rule(code="EBB015", severity="note", about="the disk path lies across a network", check=place_rules.network_disk),
+    Rule(code="EBB015", severity="note", about="the disk path is on a network", check=place_rules.network_disk),
     Rule(
         code="EBB016",
         severity="note",
-        about="the disk path lies in a container's layer",
+        about="the disk path is in a container's layer",
         check=place_rules.layered_disk,
     ),
     Rule(code="EBB017", severity="note", about="direct I/O is refused", check=place_rules.buffered),
@@ -110,7 +113,7 @@ RULES = (
     Rule(
         code="EBB020",
         severity="note",
-        about="a control group allows less than the machine has",
+        about="a control group limits memory below the machine's",
         check=place_rules.grouped,
     ),
     Rule(
@@ -149,6 +152,8 @@ RULES = (
     ),
     Rule(code="EBB035", severity="note", about="host memory cannot feed all links", check=device_rules.thin_host),
     Rule(code="EBB040", severity="note", about="variables of other offloaders", check=device_rules.other_offloaders),
-    Rule(code="EBB041", severity="note", about="variables that halt what runs beside", check=device_rules.blocking),
+    Rule(
+        code="EBB041", severity="note", about="variables that serialize copies and compute", check=device_rules.blocking
+    ),
 )
 """Everything that is looked for, by code."""

@@ -23,11 +23,11 @@ def _device_rows(facts: Facts) -> list[Row]:
     device, oldest = facts.device, facts.torch_oldest
     cpu = device.kind == "cpu"
     rows = [
-        ("torch", facts.torch, f"tested from {oldest} on" if oldest else "what was tested is not known"),
+        ("torch", facts.torch, f"tested from {oldest} on" if oldest else "the tested versions are unknown"),
         (
             "device",
             "cpu" if cpu else f"{device.count} x {device.name}",
-            "RAM is what is scarce" if cpu else "its memory is what is scarce; ranks have one each",
+            "RAM is the memory to save" if cpu else "its memory is the memory to save; one device per rank",
         ),
         (
             "memory",
@@ -40,7 +40,7 @@ def _device_rows(facts: Facts) -> list[Row]:
         most = bus.most_width or bus.width
         speed = "" if bus.speed is None else f", {bus.speed:g} GT/s"
         full = bus.width >= most and (bus.speed or 0.0) >= (bus.most_speed or 0.0)
-        rows.append(("PCIe link", f"x{bus.width}{speed}", "all that the device can" if full else "the device can more"))
+        rows.append(("PCIe link", f"x{bus.width}{speed}", "the device's best" if full else "the device can more"))
     return rows
 
 
@@ -57,10 +57,10 @@ def _measured_rows(facts: Facts) -> list[Row]:
             f"half precision; {_flop(machine.flop32_per_second)} float32",
         ),
         ("attention", _flop(machine.attention_flop_per_second), "fused and causal, if the device has it"),
-        ("copies of memory", _rate(machine.memory_bytes_per_second), "what element-wise recomputing runs at"),
+        ("copies of memory", _rate(machine.memory_bytes_per_second), "the rate of element-wise recomputes"),
         ("copy-out", _rate(out), f"1 GiB of activations leaves in {_seconds(1024**3 / out)}"),
         ("copy-in", _rate(into), f"and is back in {_seconds(1024**3 / into)}"),
-        ("a byte out and in", f"{balance:,.0f} FLOP", "what costs less is quicker recomputed than waited for"),
+        ("a byte out and in", f"{balance:,.0f} FLOP", "cheaper tensors are recomputed faster than copied"),
     ]
     if facts.both_ways is not None:
         rows.append(("both ways at once", f"x{facts.both_ways:.2f}", _both(facts.both_ways)))
@@ -70,7 +70,7 @@ def _measured_rows(facts: Facts) -> list[Row]:
 def _both(share: float) -> str:
     if share >= 0.9:
         return "copies out and in do not slow each other"
-    return "copies out and in share what there is" if share < 0.75 else "copies out and in slow each other somewhat"
+    return "copies out and in share the rate" if share < 0.75 else "copies out and in slow each other somewhat"
 
 
 def _place_rows(facts: Facts) -> list[Row]:
@@ -80,14 +80,14 @@ def _place_rows(facts: Facts) -> list[Row]:
         (
             "offloaded bytes wait",
             "on disk" if facts.target == "disk" else "in host memory",
-            "the disk stands behind" if facts.target == "host" and disk.refused is None else f"target {facts.target}",
+            "with disk behind it" if facts.target == "host" and disk.refused is None else f"target {facts.target}",
         )
     ]
     if disk.path is None:
-        return [*rows, ("disk", ABSENT, "none of the usual directories serves")]
+        return [*rows, ("disk", ABSENT, "none of the usual directories is usable")]
     rows.append(("disk", disk.path, f"{kind}, {_direct(disk.direct)}"))
     if disk.free_bytes is not None:
-        rows.append(("room on disk", format_size(disk.free_bytes), "what offloaded bytes can take there"))
+        rows.append(("space on disk", format_size(disk.free_bytes), "for offloaded bytes"))
     return rows
 
 
@@ -108,9 +108,9 @@ def _host_rows(facts: Facts) -> list[Row]:
     ]
     if facts.machine is not None and not cpu:
         rate = _rate(facts.machine.host_bytes_per_second)
-        rows.append(("copies of host memory", rate, "what all links of the node share"))
+        rows.append(("copies of host memory", rate, "shared by all links of the node"))
     if facts.device.pinned is not None:
-        what = "copies run beside compute" if facts.device.asynchronous else "copies halt compute"
+        what = "copies overlap compute" if facts.device.asynchronous else "copies stall compute"
         rows.append(("pinned memory", "yes" if facts.device.pinned else "no", what))
     locked = "no limit" if host.locked_bytes is None else format_size(host.locked_bytes)
     counted = (
@@ -131,13 +131,13 @@ def _group(facts: Facts) -> tuple[str, str]:
     host = facts.host
     if host.limit_bytes >= host.memory_bytes:
         return "no limit", "all of the machine's memory may be used"
-    return format_size(host.limit_bytes), "what runs over it is killed"
+    return format_size(host.limit_bytes), "a process above it is killed"
 
 
 def _swap(facts: Facts) -> tuple[str, str]:
     host = facts.host
     if not host.swap_bytes:
-        return "none", "what does not fit is killed, not slowed"
+        return "none", "a process that does not fit is killed"
     return format_size(host.swap_bytes), f"{format_size(host.swap_used_bytes)} in use"
 
 
@@ -151,16 +151,16 @@ def _node(facts: Facts) -> str:
     node = facts.bus.node if facts.bus is not None else None
     if len(facts.host.nodes) < 2:
         return "all memory is equally near"
-    return "where the device hangs is not known" if node is None else f"the device hangs on node {node}"
+    return "the device's node is unknown" if node is None else f"the device is attached to node {node}"
 
 
 def _freed(facts: Facts) -> tuple[str, str]:
     """Return what becomes of freed memory on a CPU. See ``store/allocator.py``."""
     if "malloc" in facts.environment.get("LD_PRELOAD", ""):
-        return "another allocator", "LD_PRELOAD names it: it decides when memory leaves the process"
-    said = facts.environment.get("MALLOC_MMAP_THRESHOLD_")
-    if said is not None:
-        return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={said}"
+        return "another allocator", "LD_PRELOAD names it: it decides when memory is returned"
+    threshold = facts.environment.get("MALLOC_MMAP_THRESHOLD_")
+    if threshold is not None:
+        return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={threshold}"
     if facts.host.libc is None:
         return ABSENT, "not glibc"
     return "serves the next step", "leaves the process at once where a memory budget is set"

@@ -251,7 +251,7 @@ class Engine:
             raise RestoreError(
                 f"the bytes of {entry.site} came back different ({entry.action.value})",
                 expected="what was saved",
-                hint="please report this with the output of `ebbtide env`; keep_filter can leave the tensor out",
+                hint="please report this with `ebbtide doctor --versions`; keep_filter can leave the tensor out",
             )
         return content
 

@@ -244,6 +244,27 @@ class Stats:
     store: Mapping[str, int] = field(default_factory=dict)
     total_refused_bytes: int = 0
 
+    def __str__(self) -> str:
+        pace = (self.copy_out_bytes_per_second, self.copy_in_bytes_per_second)
+        rate = [f"{format_size(round(r))}/s" if r else "-" for r in pace]
+        lines = {
+            "saved": f"{format_size(self.unique_bytes)} in {self.packs} tensors (latest pass)",
+            "kept": format_size(self.kept_bytes),
+            "offloaded": format_size(self.offloaded_bytes),
+            "recomputed": f"{format_size(self.recomputed_bytes)}, {self.checkpointed_blocks} blocks checkpointed",
+            "memory saved": "-" if self.memory_saved_percent is None else f"{self.memory_saved_percent:.1f} %",
+            "in blocks": "-" if self.coverage_percent is None else f"{self.coverage_percent:.0f} % of the saved bytes",
+            "copied": f"{format_size(self.total_copy_out_bytes)} out, {format_size(self.total_copy_in_bytes)} in",
+            "rates": f"{rate[0]} out, {rate[1]} in",
+            "stalls": f"{self.total_stall_seconds:.3f} s (total)",
+            "store": f"{format_size(self.store_bytes)} now, {self.live_tickets} live tickets",
+        }
+        return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
+
+    def _repr_html_(self) -> str:
+        """Return the same lines for notebooks."""
+        return f"<pre>{self}</pre>"
+
     def told(self) -> list[str]:
         """Return lines on what the store holds and moved, what it could not take, and who waited longest for it."""
         size = {name: format_size(value) for name, value in self.store.items() if name.endswith("_bytes")}

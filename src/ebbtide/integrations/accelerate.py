@@ -65,7 +65,7 @@ def memory_efficient_init(
         raise ConfigError(
             f"accelerator is a {type(accelerator).__name__}",
             expected="an accelerate.Accelerator",
-            hint="make the accelerator first: it knows how models are sharded",
+            hint="create the accelerator first: it defines how models are sharded",
         )
     if getattr(accelerator.state, "fsdp_plugin", None) is None:
         logger.info("memory_efficient_init: the accelerator does not shard, weights are loaded as usual")
@@ -89,8 +89,8 @@ def _fill_in_prepare(accelerator: Any, later: Later, options: dict[str, Any]) ->
             return plain(*args, **kwargs)
         if len(models) > 1:
             raise ConfigError(
-                f"{len(models)} models that have no weights yet are prepared at once",
-                expected="one model in a call of prepare",
+                f"{len(models)} models without weights are prepared at once",
+                expected="one model per call of prepare",
                 hint="call accelerator.prepare for each model",
             )
         result = _filled(accelerator, models[0], later, lambda: plain(*args, **kwargs), args, options)
@@ -116,15 +116,15 @@ def _filled(
         raise ConfigError(
             f"{len(optimizers)} optimizers are prepared with a model",
             expected="one",
-            hint="give one optimizer several groups of parameters",
+            hint="use one optimizer with several parameter groups",
         )
     prepared: list[Any] = []
 
-    def shard(whole: nn.Module) -> nn.Module:
+    def shard(unwrapped: nn.Module) -> nn.Module:
         with _on_meta(accelerator):
             prepared.append(plain())
         wrapped = [p for p in _listed(prepared[0]) if isinstance(p, nn.Module)]
-        return wrapped[0] if wrapped else whole
+        return wrapped[0] if wrapped else unwrapped
 
     optimizer = getattr(optimizers[0], "optimizer", optimizers[0]) if optimizers else None
     load_sharded(model, found, shard=shard, optimizer=optimizer, **options)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ def weights_later() -> Generator[Later, None, None]:
     finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
     if not isinstance(read, classmethod | staticmethod):
         raise ConfigError(
-            "this transformers reads weights in a way that is not known",
+            "this version of transformers reads weights in an unknown way",
             expected="4.57 or 5, as docs/reference/versions.md lists them",
             hint="build the model on meta from its configuration, and pass it to ebbtide.load_sharded",
         )
@@ -106,16 +106,16 @@ def _reading(later: Later, read: Any) -> Any:
     class_bound = isinstance(read, classmethod)
 
     def noted(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        model = given["model"]
+        arguments = dict(zip(names, args, strict=False)) | kwargs
+        model = arguments["model"]
         # Version 5 gathers into one value what version 4 hands over one by one.
-        _check(model, lambda name: given.get(name, getattr(given.get("load_config"), name, None)))
-        files: Sequence[str | os.PathLike[str]] | None = given["checkpoint_files"]
-        state_dict: Mapping[str, torch.Tensor] | None = given["state_dict"]
+        _check(model, lambda name: arguments.get(name, getattr(arguments.get("load_config"), name, None)))
+        files: Sequence[str | os.PathLike[str]] | None = arguments["checkpoint_files"]
+        state_dict: Mapping[str, torch.Tensor] | None = arguments["state_dict"]
         if state_dict is None and not files:
             raise ConfigError("there are no weights", expected="a checkpoint", hint="pass the folder of the checkpoint")
         later.note(model, state_dict if state_dict is not None else [Path(file) for file in files or ()])
-        if (kept := given.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
+        if (kept := arguments.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
             for name, parameter in model.named_parameters():
                 if kept.search(name):
                     parameter.data = parameter.data.to(torch.float32)
@@ -135,24 +135,24 @@ def _check(model: Any, options: Callable[[str], Any]) -> None:
     if device_map is not None and quantiser is None:  # a quantiser chooses one device by itself
         raise ConfigError(
             f"device_map is {device_map!r:.60}",
-            expected="none: the wrapper says where shards are",
+            expected="none: the wrapper places the shards",
             hint="leave device_map out",
         )
     if options("device_mesh") is not None:
         raise ConfigError(
             "from_pretrained shards the model itself (tp_plan or distributed_config)",
             expected="a model that is wrapped afterwards",
-            hint="leave those arguments out, or load without this context: that path holds no whole model either",
+            hint="leave those arguments out, or load without this context: transformers then shards",
         )
     if options("ignore_mismatched_sizes"):
         raise ConfigError(
             "ignore_mismatched_sizes is set",
             expected="a checkpoint whose weights have the model's shapes",
-            hint="leave the weights that differ out of the checkpoint: what is missing is initialised",
+            hint="remove the weights that differ from the checkpoint: missing weights are initialised",
         )
     if not any(parameter.is_meta for parameter in model.parameters()):
         raise ConfigError(
-            f"{type(model).__name__} was not made on meta",
+            f"{type(model).__name__} was not built on meta",
             expected="a model without memory",
             hint="load it without this context",
         )

@@ -2,7 +2,7 @@
 
 [Note: when offloading begins]
 A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
-offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback is not told of an
+offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback does not see an
 exception: the handle that was left open then is closed when the next training begins, or by ``close()``.
 """
 
@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ebbtide import Handle, enable_activation_offloading
+from ebbtide.arguments import check_choosers, chosen_policy, options_of
+from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
+from ebbtide.wrap.strategy import check_strategy_name
 
 logger = logging.getLogger("ebbtide.integrations")
 
@@ -28,20 +33,47 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none", 
 
 
 class OffloadCallback(TrainerCallback):
-    """Keeps, offloads or recomputes what autograd saves while a trainer trains.
+    """Keep, offload or recompute saved tensors while a trainer of transformers or TRL trains.
+
+    The callback calls ``ebbtide.enable_activation_offloading`` when training begins, on the model as the trainer has
+    wrapped it, and closes the handle when training ends. Use it instead of the trainer's own activation offloading.
 
     ::
 
-        trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback()])
+        trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback(policy="minimal")])
         trainer.train()
 
-    Args:
-        **options: As ``ebbtide.enable_activation_offloading`` takes them, but for the model: ``enable_ckpt``,
-            ``policy``, ``target``, ``disk_path``, ``verify``, ...
+    Args: as of ``ebbtide.enable_activation_offloading``, without the model.
+
+    Raises:
+        ConfigError: A value cannot be used; raised here, before the trainer loads or wraps anything.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(
+        self,
+        *,
+        strategy: Strategy = "auto",
+        enable_ckpt: bool = False,
+        policy: Policy | Plan | str | PathLike[str] | None = None,
+        target: Target = "auto",
+        blocks: Sequence[str] | None = None,
+        tensor_filter: Callable[[Tensor], bool] | None = None,
+        keep_filter: Callable[[Tensor], bool] | None = None,
+        min_bytes: int | str = MIN_BYTES,
+        host_budget: int | str | None = None,
+        window: int | str | None = None,
+        disk_path: str | PathLike[str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        chosen_policy(enable_ckpt, policy)
+        check_strategy_name(strategy)
+        check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
+        options_of(target, min_bytes, window, disk_path, verify, host_budget)
+        self.options: dict[str, Any] = {
+            "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
+            "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
+            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+        }  # fmt: skip
         self.handle: Handle | None = None
         self._trainer: Callable[[], Trainer | None] = lambda: None
 
@@ -94,15 +126,15 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
         **options: As ``OffloadCallback`` takes them.
 
     Returns:
-        The callback, the one that is there already if there is one; ``None`` if the switch is off or absent.
+        The callback, the one that already exists if there is one; ``None`` if the switch is off or absent.
 
     Raises:
         ConfigError: The switch is neither true nor false.
     """
     if not wanted(cast("Mapping[str, Any] | None", trainer.args.fsdp_config)):
         return None
-    there = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
-    return there[0] if there else OffloadCallback(**options).follow(trainer)
+    existing = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+    return existing[0] if existing else OffloadCallback(**options).follow(trainer)
 
 
 class OffloadMixin:
@@ -150,7 +182,7 @@ def refuse_other_offloaders(args: TrainingArguments) -> None:
     for name, value in flags.items():
         if value:
             raise ConflictError(
-                f"the trainer's own {name} is on beside ebbtide",
+                f"the trainer's own {name} is on together with ebbtide",
                 expected="one offloader on a model",
                 hint=f"unset {name}, or leave OffloadCallback out",
             )

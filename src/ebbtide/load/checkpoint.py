@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.load.header import Entry, read_header
+from ebbtide.load.header import CheckpointEntry, read_header
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
@@ -28,7 +28,7 @@ class Checkpoint:
     from their files.
     """
 
-    entries: dict[str, Entry]
+    entries: dict[str, CheckpointEntry]
     values: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     name: str = "values in memory"
 
@@ -44,10 +44,10 @@ class Checkpoint:
 
     def digest(self) -> str:
         """Return what is equal for two ranks that see the same checkpoint, wherever it lies."""
-        told = [
+        rows = [
             (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
         ]
-        return hashlib.sha256(json.dumps(sorted(told)).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
 def is_there(path: str | os.PathLike[str]) -> bool:
@@ -71,7 +71,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
         ConfigError: It is pickled and that was not asked for.
     """
     if not paths:
-        raise ConfigError("no file is given", expected="a folder, an index, or files", hint="pass the folder")
+        raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")
     named = [Path(path).expanduser() for path in paths]
     for one in named:
         if not one.exists():
@@ -90,13 +90,13 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
                 hint="convert it to safetensors, or pass allow_pickle=True to read tensors, and only those, from it",
             )
         return _unpickled(files, str(where))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CheckpointEntry] = {}
     for one in files:
         for name, entry in read_header(one).items():
             if name in entries:
                 raise DataError(
                     f"{name!r} is in {entries[name].file!r} and in {str(one)!r}",
-                    expected="each tensor in one file",
+                    expected="each tensor in exactly one file",
                     hint="remove the file that is not part of the checkpoint",
                 )
             entries[name] = entry
@@ -121,9 +121,9 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
     empty = [k for k, v in values.items() if v.is_meta]
     if empty:
         raise DataError(
-            f"{name} has no values for {empty[0]!r}: it is on meta",
-            expected="tensors with values",
-            hint="pass a state dict or a model that was loaded",
+            f"{name} has no data for {empty[0]!r}: it is on meta",
+            expected="tensors with data",
+            hint="pass a state dict or a loaded model",
         )
     sharded = [k for k, v in values.items() if hasattr(v, "device_mesh")]
     if sharded:
@@ -133,7 +133,9 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
             hint="save it with ebbtide.save_sharded and load from there",
         )
     return Checkpoint(
-        entries={k: Entry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()}, values=values, name=name
+        entries={k: CheckpointEntry(shape=tuple(v.shape), dtype=v.dtype) for k, v in values.items()},
+        values=values,
+        name=name,
     )
 
 
@@ -150,7 +152,7 @@ def _front(folder: Path) -> Path:
         if indices or files:
             several = ", ".join(f.name for f in (indices or files)[:4])
             raise DataError(
-                f"{str(folder)!r} holds {several} and no index that is named after a model",
+                f"{str(folder)!r} holds {several} and no index of a model",
                 expected="one safetensors file, or an index of them such as model.safetensors.index.json",
                 hint="pass the index or the file itself",
             )
@@ -160,12 +162,12 @@ def _front(folder: Path) -> Path:
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the files that an index names, and in which it says each tensor is."""
     try:
-        told = json.loads(index.read_text(encoding="utf-8"))
-        weights = cast("dict[str, Any]", told)["weight_map"]
+        document = json.loads(index.read_text(encoding="utf-8"))
+        weights = cast("dict[str, Any]", document)["weight_map"]
         promised = {str(k): str(v) for k, v in weights.items()}
     except OSError as error:
         raise DataError(
-            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="see who may read it"
+            f"{str(index)!r} cannot be read ({error.strerror})", expected="an index", hint="check its permissions"
         ) from error
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
@@ -177,28 +179,28 @@ def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
     if foreign:
         raise DataError(
             f"{str(index)!r} names the file {foreign[0]!r:.80}",
-            expected="names of files beside it",
-            hint="an index that leads elsewhere is damaged or malicious: fetch it again",
+            expected="names of files in the same folder",
+            hint="an index that points elsewhere is damaged or malicious: fetch it again",
         )
     files = {name: index.parent / name for name in dict.fromkeys(promised.values())}
     absent = [name for name, file in files.items() if not file.is_file()]
     if absent:
         raise DataError(
             f"{len(absent)} of {len(files)} files of {str(index)!r} are missing: {', '.join(absent[:4])}",
-            expected="every file that the index names, beside it",
+            expected="every file of the index, in the same folder",
             hint="fetch the missing files",
         )
     return list(files.values()), {name: files[file] for name, file in promised.items()}
 
 
-def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, Entry]) -> None:
+def _check_promised(index: Path, promised: Mapping[str, Path], entries: Mapping[str, CheckpointEntry]) -> None:
     absent = [name for name, file in promised.items() if name not in entries or entries[name].file != str(file)]
     if absent:
         close = nearest(absent[0], entries)
         raise DataError(
             f"{str(index)!r} names {len(absent)} tensors that are not in their files: {', '.join(absent[:4])}",
-            expected="each tensor in the file that the index says",
-            hint=close or "index and files are of different checkpoints: fetch them again",
+            expected="each tensor in the file named by the index",
+            hint=close or "index and files belong to different checkpoints: fetch them again",
         )
 
 
@@ -210,7 +212,7 @@ def _unpickled(files: list[Path], name: str) -> Checkpoint:
         except Exception as error:
             raise DataError(
                 f"{str(file)!r} cannot be read ({str(error).splitlines()[0]:.160})",
-                expected="a file that torch.save wrote, with tensors and plain containers only",
+                expected="a file written by torch.save, with tensors and plain containers only",
                 hint="convert it to safetensors where it came from",
             ) from error
         found = found.get("state_dict", found) if isinstance(found, dict) else {"": found}
@@ -222,5 +224,5 @@ def _none(where: Path, what: str) -> DataError:
     return DataError(
         f"{str(where)!r} {what}",
         expected="a folder with model.safetensors or its index, or such a file",
-        hint="see that this rank sees the file system of the checkpoint",
+        hint="check that this rank mounts the file system of the checkpoint",
     )

@@ -17,8 +17,8 @@ import torch
 
 from ebbtide.base.errors import DataError
 from ebbtide.base.extras import check_version
-from ebbtide.load.header import Entry
-from ebbtide.load.layout import Layout, Source, Whole
+from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.layout import Conversion, Source, SourceLayout
 
 logger = logging.getLogger("ebbtide.load")
 
@@ -43,7 +43,7 @@ class _Group:
 
 
 def converted(
-    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
 ) -> tuple[dict[str, Source], list[str]]:
     """Return the sources by the model's names, and the keys that nothing is made of.
 
@@ -77,7 +77,7 @@ def converted(
         if name not in names:
             unexpected.append(key)
         elif pattern is None:
-            sources[name] = Layout.of(key, entries[key].shape, entries[key].dtype)
+            sources[name] = SourceLayout.of(key, entries[key].shape, entries[key].dtype)
         else:
             group = groups.setdefault(name, _Group(converter=by_pattern[pattern], name=name))
             group.keys.setdefault(pattern, []).append(key)
@@ -87,7 +87,7 @@ def converted(
 
 
 def _renamed(
-    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, Entry]
+    model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
 ) -> tuple[dict[str, Source], list[str]]:
     """Return what ``converted`` does, for a library that only renames."""
     names, prefix = {key: key for key in entries}, f"{model.base_model_prefix}."
@@ -102,18 +102,18 @@ def _renamed(
         if name is None:
             unexpected.append(key)
         else:
-            sources[name] = Layout.of(key, entry.shape, entry.dtype)
+            sources[name] = SourceLayout.of(key, entry.shape, entry.dtype)
     return sources, unexpected
 
 
-def _followed(model: Any, group: _Group, entries: Mapping[str, Entry]) -> dict[str, Source]:
+def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry]) -> dict[str, Source]:
     keys = [key for keys in group.keys.values() for key in keys]
     try:
-        made = group.run(model, {k: Layout.of(k, entries[k].shape, entries[k].dtype) for k in keys})
-        if all(isinstance(layout, Layout) for layout in made.values()):
+        made = group.run(model, {k: SourceLayout.of(k, entries[k].shape, entries[k].dtype) for k in keys})
+        if all(isinstance(layout, SourceLayout) for layout in made.values()):
             return dict(made)
     except Exception as error:  # what a layout cannot do, a tensor may: the same is tried with shapes only
-        logger.debug("%s is converted whole: %r", group.name, error)
+        logger.debug("%s is converted in one piece: %r", group.name, error)
     try:
         shapes = group.run(
             model, {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in keys}
@@ -121,15 +121,15 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, Entry]) -> dict[s
     except Exception as error:
         raise DataError(
             f"{group.name!r} cannot be made of {_few(keys)} ({type(error).__name__}: {str(error):.120})",
-            expected="tensors as this version of transformers converts them",
-            hint="see that the checkpoint is complete and belongs to this kind of model",
+            expected="tensors that this version of transformers can convert",
+            hint="check that the checkpoint is complete and belongs to this type of model",
         ) from error
-    whole = Whole(
+    conversion = Conversion(
         keys=tuple(keys),
         shapes={name: tensor.shape for name, tensor in shapes.items()},
         convert=lambda tensors: group.run(model, tensors),
     )
-    return dict.fromkeys(shapes, whole)
+    return dict.fromkeys(shapes, conversion)
 
 
 def _few(keys: Sequence[str]) -> str:

@@ -9,18 +9,18 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.fourbit import FourBit
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.layout import Box, Layout, Piece, Whole
-from ebbtide.load.names import Plan
+from ebbtide.load.layout import Box, Conversion, Piece, SourceLayout
+from ebbtide.load.names import NameMap
 from ebbtide.load.targets import Target
 
 
-class Source(Protocol):
+class SliceSource(Protocol):
     """Where pieces are read from: files, memory, or another rank."""
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
-        """Read pieces into their views; ``done`` is told the bytes of each that has ended."""
+        """Read pieces into their views; ``done`` receives the bytes of each finished one."""
         ...
 
 
@@ -52,12 +52,14 @@ class Filling:
         four: The model's 4-bit weights.
     """
 
-    def __init__(self, plan: Plan, targets: Mapping[str, Target], entries: Mapping[str, Entry], four: FourBit) -> None:
+    def __init__(
+        self, plan: NameMap, targets: Mapping[str, Target], entries: Mapping[str, CheckpointEntry], four: FourBit
+    ) -> None:
         self._entries, self._four = entries, four
-        self._quantised: list[tuple[Layout, Target]] = []
+        self._quantised: list[tuple[SourceLayout, Target]] = []
         self._scaled: list[Target] = []
-        self._sliced: list[tuple[Layout, Target]] = []
-        self._whole: dict[int, tuple[Whole, dict[str, Target]]] = {}
+        self._sliced: list[tuple[SourceLayout, Target]] = []
+        self._conversions: dict[int, tuple[Conversion, dict[str, Target]]] = {}
         for name, source in plan.sources.items():
             held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
             if len(held) > 1:
@@ -66,22 +68,22 @@ class Filling:
             if target is not None and name in four:  # its scales are needed where no part of the column is
                 if four.scales_of(name):
                     self._scaled.append(target)
-                elif isinstance(source, Layout):
+                elif isinstance(source, SourceLayout):
                     self._quantised.append((source, target))
                     continue
             elif target is None or not target.boxes:
                 continue  # another rank holds it
-            if isinstance(source, Layout):
+            if isinstance(source, SourceLayout):
                 self._sliced.append((source, target))
             else:
-                self._whole.setdefault(id(source), (source, {}))[1][plan.bases[name]] = target
+                self._conversions.setdefault(id(source), (source, {}))[1][plan.bases[name]] = target
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
         sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._sliced for box, _ in t.boxes)
         sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
-        keys = [k for whole, _ in self._whole.values() for k in whole.keys]
+        keys = [k for conversion, _ in self._conversions.values() for k in conversion.keys]
         keys += [key for target in self._scaled for key in self._four.scales_of(target.name).values()]
         return sliced + sum(self._entries[key].nbytes for key in keys)
 
@@ -90,9 +92,9 @@ class Filling:
         keys = {key for layout, target in self._sliced if target.shared for key in layout.keys}
         keys = keys.union(*(layout.keys for layout, _ in self._quantised))
         keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
-        return keys.union(*(whole.keys for whole, _ in self._whole.values()))
+        return keys.union(*(conversion.keys for conversion, _ in self._conversions.values()))
 
-    def fill(self, source: Source, done: Callable[[int], None]) -> None:
+    def fill(self, source: SliceSource, done: Callable[[int], None]) -> None:
         """Read everything: slices first, then what is made of whole tensors, one after the other.
 
         Raises:
@@ -100,22 +102,22 @@ class Filling:
         """
         source.read(self._pieces(), done)
         for layout, target in self._quantised:
-            whole = self._four.empty(target.name)
-            source.read(layout.pieces(Box.whole(whole.shape), whole), done)
-            self._four.quantise(target, whole)
+            tensor = self._four.empty(target.name)
+            source.read(layout.pieces(Box.full(tensor.shape), tensor), done)
+            self._four.quantise(target, tensor)
         for target in self._scaled:
             keys = self._four.scales_of(target.name)
-            scales = self._wholes(source, keys.values(), done)
+            scales = self._read_tensors(source, keys.values(), done)
             self._four.restore(target, {kind: scales[key] for kind, key in keys.items()})
-        for whole, targets in self._whole.values():
-            tensors = self._wholes(source, whole.keys, done)
+        for conversion, targets in self._conversions.values():
+            tensors = self._read_tensors(source, conversion.keys, done)
             try:
-                made = whole.convert(tensors)
+                made = conversion.convert(tensors)
             except Exception as error:
                 raise DataError(
                     f"{', '.join(targets)} cannot be made of {len(tensors)} tensors ({type(error).__name__}: {error})",
-                    expected="tensors as the model's library converts them",
-                    hint="see that the checkpoint belongs to this kind of model",
+                    expected="tensors that the model's library can convert",
+                    hint="check that the checkpoint belongs to this type of model",
                 ) from error
             for name, target in targets.items():
                 if target.name in self._four:
@@ -123,9 +125,11 @@ class Filling:
                 else:
                     target.fill(made[name])
 
-    def _wholes(self, source: Source, keys: Iterable[str], done: Callable[[int], None]) -> dict[str, torch.Tensor]:
+    def _read_tensors(
+        self, source: SliceSource, keys: Iterable[str], done: Callable[[int], None]
+    ) -> dict[str, torch.Tensor]:
         tensors = {k: torch.empty(self._entries[k].shape, dtype=self._entries[k].dtype) for k in keys}
-        source.read((Piece(key=k, box=Box.whole(t.shape), into=t) for k, t in tensors.items()), done)
+        source.read((Piece(key=k, box=Box.full(t.shape), into=t) for k, t in tensors.items()), done)
         return tensors
 
     def _pieces(self) -> Iterator[Piece]:
@@ -134,7 +138,7 @@ class Filling:
                 yield from layout.pieces(box, view)
 
 
-def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initialiser) -> None:
+def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Initialiser) -> None:
     """Fill what the checkpoint does not have: what was there for real already, then what the model computes.
 
     Raises:
@@ -151,13 +155,13 @@ def first_values(targets: Mapping[str, Target], plan: Plan, initialiser: Initial
         elif old is not None:  # FSDP1 took what was there into its flat parameter
             target.local.copy_(getattr(old, "_local_tensor", old))
     if computed:
-        for name, whole in initialiser.values(computed, next(iter(computed.values())).local.device):
-            computed[name].fill(whole)
+        for name, tensor in initialiser.values(computed, next(iter(computed.values())).local.device):
+            computed[name].fill(tensor)
 
 
 def _untied(names: Iterable[str]) -> ConfigError:
     return ConfigError(
-        f"{' and '.join(names)} were tied and came apart where the model was wrapped",
-        expected="tied parameters that stay one",
-        hint="FSDP1 makes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
+        f"{' and '.join(names)} were tied and are separate after wrapping",
+        expected="tied parameters that stay tied",
+        hint="FSDP1 materializes parameters module by module: pass it param_init_fn=ebbtide.load.empty_module(device)",
     )

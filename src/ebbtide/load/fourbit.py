@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.load.header import Entry
-from ebbtide.load.layout import Layout, Whole
+from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.layout import Conversion, SourceLayout
 from ebbtide.load.targets import Target, fsdp2_params, owners_of, plain_name, tensor_of
 
 _SCALES = re.compile(r"(.+)\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__(?:nf4|fp4))")
@@ -71,7 +71,7 @@ class FourBit:
             old: Any = tensor_of((module, attribute, is_buffer))
             if is_four_bit(old):
                 if getattr(old, "bnb_quantized", False) or not old.is_meta:
-                    raise _there(name)
+                    raise _already_quantised(name)
                 self._weights[name] = _Weight(module=module, attribute=attribute, old=old, shape=old.shape)
 
     def __contains__(self, name: str) -> bool:
@@ -80,14 +80,14 @@ class FourBit:
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
 
-    def oriented(self, name: str, layout: Layout) -> Layout:
+    def oriented(self, name: str, layout: SourceLayout) -> SourceLayout:
         """Return where a weight comes from, as it is quantised: that of a ``Conv1D`` lies the other way round."""
         source = getattr(self._weights[name].module, "source_cls", None)
         if self._packed:
             return layout
         return layout.transpose(0, 1) if source is not None and source.__name__ == "Conv1D" else layout
 
-    def without_scales(self, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    def without_scales(self, entries: Mapping[str, CheckpointEntry]) -> dict[str, CheckpointEntry]:
         """Return what a checkpoint holds beside scales; if it has any, weights are columns from here on."""
         if not self._weights:
             return dict(entries)
@@ -99,7 +99,7 @@ class FourBit:
         scales = {key for keys in self._scales.values() for key in keys.values()}
         return {key: entry for key, entry in entries.items() if key not in scales}
 
-    def settle(self, sources: Mapping[str, Layout | Whole]) -> None:
+    def settle(self, sources: Mapping[str, SourceLayout | Conversion]) -> None:
         """Learn where weights come from, and put columns on meta if they are not there yet.
 
         Raises:
@@ -109,7 +109,7 @@ class FourBit:
             raise DataError(
                 f"{len(absent)} 4-bit weights are not in the checkpoint: {', '.join(absent[:4])}",
                 expected="a checkpoint of the model's weights",
-                hint="4-bit weights are frozen: first values are of no use for them",
+                hint="4-bit weights are frozen, so they cannot be initialised",
             )
         for name, weight in self._weights.items():
             weight.scales = self._scales.get(sources[name].keys[0], {})
@@ -133,16 +133,16 @@ class FourBit:
         weight = self._weights[name]
         return torch.empty(weight.shape, dtype=self._dtype or weight.old.dtype)
 
-    def quantise(self, target: Target, whole: torch.Tensor) -> None:
+    def quantise(self, target: Target, tensor: torch.Tensor) -> None:
         """Give a target its part of a weight's column, and keep the scales.
 
         Args:
             target: The column, or a part of it.
-            whole: The weight, as ``empty`` gives it memory.
+            tensor: The weight, as ``empty`` gives it memory.
         """
         weight = self._weights[target.name]
         kept = {k: v for k, v in vars(weight.old).items() if k not in ("data", "requires_grad")}
-        made = type(weight.old)(whole.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
+        made = type(weight.old)(tensor.to(target.local.device), requires_grad=False, **kept).to(target.local.device)
         target.fill(made.data)
         weight.state, weight.flat = made.quant_state, target.old is None
 
@@ -158,9 +158,9 @@ class FourBit:
             made = type(weight.old).from_prequantized(target.local, dict(scales), device=device, module=weight.module)
         except Exception as error:
             raise DataError(
-                f"{target.name!r} has scales that its library does not take ({type(error).__name__}: {error})",
-                expected="a checkpoint that was saved in 4 bits by a version of bitsandbytes that is known",
-                hint="quantise it anew from the checkpoint in its own dtype",
+                f"{target.name!r} has scales that its library rejects ({type(error).__name__}: {error})",
+                expected="a 4-bit checkpoint saved by a known version of bitsandbytes",
+                hint="quantise it again from the full-precision checkpoint",
             ) from error
         weight.state, weight.flat = made.quant_state, target.old is None
 
@@ -201,8 +201,8 @@ def scales_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         name = plain_name(f"{prefix}.weight" if prefix else "weight")
         if getattr(state, "packing_format_for_cpu", False):
             raise ConfigError(
-                f"{name!r} was laid out anew for inference on the CPU",
-                expected="a 4-bit weight as it is trained with and saved",
+                f"{name!r} was re-packed for inference on the CPU",
+                expected="a 4-bit weight in its training layout",
                 hint="save the model before it runs in eval mode",
             )
         found: Mapping[str, torch.Tensor] = state.as_dict(packed=True)
@@ -228,12 +228,12 @@ def _check_gathered(model: nn.Module) -> None:
         if module.quant_storage.is_floating_point and gathered not in (None, module.quant_storage):
             raise ConfigError(
                 f"4-bit weights are stored as {module.quant_storage} and gathered as {gathered}",
-                expected="one dtype: the numbers are packed bits, and to convert them is to destroy them",
+                expected="one dtype: a conversion would destroy the packed numbers",
                 hint=f"set bnb_4bit_quant_storage={gathered}, or no param_dtype in the MixedPrecisionPolicy",
             )
 
 
-def _there(name: str) -> ConfigError:
+def _already_quantised(name: str) -> ConfigError:
     return ConfigError(
         f"{name!r} is quantised (Params4bit)",
         expected="a 4-bit weight on meta that has not been quantised yet",

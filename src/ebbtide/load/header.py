@@ -44,7 +44,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class CheckpointEntry:
     """A tensor of a checkpoint: what it is and, in a file, where."""
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, CheckpointEntry]:
     """Return the tensors of a safetensors file.
 
     Args:
@@ -73,7 +73,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             first = file.read(8)
             length_bytes = int.from_bytes(first, "little")
             if len(first) < 8:
-                raise _bad(path, f"has {total_bytes} bytes", "eight bytes that tell the header's length")
+                raise _bad(path, f"has {total_bytes} bytes", "eight bytes with the header's length")
             if length_bytes > min(MAX_HEADER_BYTES, total_bytes - 8):
                 room = format_size(min(MAX_HEADER_BYTES, max(total_bytes - 8, 0)))
                 raise _bad(path, f"claims a header of {format_size(length_bytes)}", f"at most {room}")
@@ -82,7 +82,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         raise DataError(
             f"{str(path)!r} cannot be read ({error.strerror or error})",
             expected="a safetensors file of the checkpoint",
-            hint="see that the checkpoint is complete and readable by this user",
+            hint="check that the checkpoint is complete and readable by this user",
         ) from error
     return _entries(path, _parsed(path, text), 8 + length_bytes, total_bytes)
 
@@ -106,37 +106,41 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes: int) -> dict[str, Entry]:
+def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes: int) -> dict[str, CheckpointEntry]:
     """Check every entry, and that the tensors tile the file's data."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, CheckpointEntry] = {}
     spans: list[tuple[int, int, str]] = []
-    for name, told in header.items():
+    for name, described in header.items():
         if name == METADATA:
             continue
-        entry, begin, end = _entry(path, name, told, data_bytes)
+        entry, begin, end = _entry(path, name, described, data_bytes)
         entries[name] = entry
         spans.append((begin, end, name))
     at, before = 0, ""
     for begin, end, name in sorted(spans):
         if begin != at:
-            what = f"puts {name!r} over {before!r}" if begin < at else f"leaves {begin - at} bytes before {name!r}"
+            what = (
+                f"puts {name!r} over {before!r}"
+                if begin < at
+                else f"leaves a gap of {begin - at} bytes before {name!r}"
+            )
             raise _bad(path, what, "tensors that follow each other without overlap or gap")
         at, before = end, name
     if data_bytes + at != total_bytes:
-        what = "is cut off" if data_bytes + at > total_bytes else "goes on after its last tensor"
+        what = "is cut off" if data_bytes + at > total_bytes else "has bytes after its last tensor"
         raise _bad(path, f"{what}: it has {total_bytes} bytes", f"{data_bytes + at} bytes by its header")
     return entries
 
 
-def _entry(path: Path, name: str, told: object, data_bytes: int) -> tuple[Entry, int, int]:
-    fields: dict[str, Any] = cast("dict[str, Any]", told) if isinstance(told, dict) else {}
+def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[CheckpointEntry, int, int]:
+    fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
-        raise _bad(path, f"tells {name!r} as {told!r:.80}", "dtype, shape and data_offsets of each tensor")
+        raise _bad(path, f"tells {name!r} as {described!r:.80}", "dtype, shape and data_offsets of each tensor")
     if kind not in DTYPES:
         raise _bad(path, f"holds {name!r} as {kind!r:.40}", "one of " + ", ".join(DTYPES))
     begin, end = cast("list[int]", offsets)
-    entry = Entry(
+    entry = CheckpointEntry(
         shape=tuple(cast("list[int]", shape)),
         dtype=DTYPES[kind],
         file=str(path),

@@ -56,8 +56,8 @@ class _Watch(TorchDispatchMode):
             if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
                 name = self._names.get(value.untyped_storage()._cdata)
                 if name is not None:
-                    whole = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
-                    self.writes.setdefault(name, whole)
+                    complete = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
+                    self.writes.setdefault(name, complete)
         return func(*args, **(kwargs or {}))
 
 
@@ -99,7 +99,7 @@ class Initialiser:
             groups.setdefault(self._calls_of(name), []).append(name)
         if unknown := groups.pop((), []):
             raise DataError(
-                f"nothing gives first values to {', '.join(unknown)}",
+                f"no initializer found for {', '.join(unknown)}",
                 expected="a module with reset_parameters, or a model with _init_weights, that sets them",
                 hint="build the model under accelerate.init_empty_weights(), which keeps buffers off meta, or pass "
                 "init=, a function that gives a module its values",
@@ -158,7 +158,7 @@ class Initialiser:
         """Return the calls that matter for a tensor: from the last that writes all of it on."""
         name = self._first_names().get(name, name)
         writing = [(i, call.writes[name]) for i, call in enumerate(self._calls or ()) if name in call.writes]
-        last = max((at for at, (_, whole) in enumerate(writing) if whole), default=0)
+        last = max((at for at, (_, complete) in enumerate(writing) if complete), default=0)
         return tuple(i for i, _ in writing[last:])
 
     def _watched(self) -> list[_Call]:
@@ -172,7 +172,7 @@ class Initialiser:
         calls = list(_calls(self._model, self._init))
         for call in calls:
             watch = _Watch(names, numels)
-            # A function that cannot run on meta is left out; what it alone would have set is told as unknown.
+            # Skip a function that cannot run on meta; values that only it sets are reported as unknown.
             with torch.random.fork_rng([]), torch.no_grad(), watch, contextlib.suppress(Exception):
                 call.act()
             call.writes = watch.writes

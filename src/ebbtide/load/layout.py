@@ -2,8 +2,8 @@
 
 [Note: layouts]
 A parameter is often one tensor of the checkpoint, but libraries also fuse and stack them (experts, q/k/v) while they
-load. Such conversions only move elements. A ``Layout`` stands in for a tensor that is not there: stacked, concatenated,
-split and transposed, by torch's own functions, it keeps account of which box of which tensor goes where. So a library's
+load. Such conversions only move elements. A ``SourceLayout`` is a placeholder tensor: stacked, concatenated, split and
+transposed by torch's own functions, it records which box of which tensor goes where. So a library's
 conversion is run once on layouts, and afterwards any slice of its result is read without making the rest. What a layout
 cannot follow raises ``NotFollowedError``, and the caller converts whole tensors.
 """
@@ -30,7 +30,7 @@ class Box:
     size: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> Box:
         """Return the box that is all of a tensor."""
         return cls(start=(0,) * len(shape), size=tuple(shape))
 
@@ -75,8 +75,8 @@ class _Part:
     axes: tuple[int | None, ...]
 
 
-class Layout:
-    """A tensor told by where its elements come from. See [Note: layouts].
+class SourceLayout:
+    """A tensor described by the sources of its elements. See [Note: layouts].
 
     Args:
         shape: Its shape.
@@ -89,9 +89,9 @@ class Layout:
         self._parts = tuple(parts)
 
     @classmethod
-    def of(cls, key: str, shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    def of(cls, key: str, shape: Sequence[int], dtype: torch.dtype) -> SourceLayout:
         """Return the layout of a tensor of the checkpoint itself."""
-        box = Box.whole(shape)
+        box = Box.full(shape)
         return cls(shape, [_Part(box=box, key=key, start=box.start, axes=tuple(range(len(shape))))], dtype)
 
     @property
@@ -143,17 +143,17 @@ class Layout:
         """Return the number of elements."""
         return math.prod(self.shape)
 
-    def contiguous(self) -> Layout:
+    def contiguous(self) -> SourceLayout:
         """Return itself: there is no memory whose order could matter."""
         return self
 
-    def transpose(self, dim0: int, dim1: int) -> Layout:
+    def transpose(self, dim0: int, dim1: int) -> SourceLayout:
         """Swap two dimensions."""
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self._rearranged(order)
 
-    def unsqueeze(self, dim: int) -> Layout:
+    def unsqueeze(self, dim: int) -> SourceLayout:
         """Add a dimension of size 1."""
         dim = dim % (self.ndim + 1)
         parts = [
@@ -164,14 +164,14 @@ class Layout:
             )
             for p in self._parts
         ]
-        return Layout(_with(tuple(self.shape), dim, 1), parts, self.dtype)
+        return SourceLayout(_with(tuple(self.shape), dim, 1), parts, self.dtype)
 
-    def squeeze(self, dim: int) -> Layout:
+    def squeeze(self, dim: int) -> SourceLayout:
         """Drop a dimension of size 1."""
         dim = dim % self.ndim
         return self if self.shape[dim] != 1 else self._rearranged([d for d in range(self.ndim) if d != dim])
 
-    def narrow(self, dim: int, start: int, length: int) -> Layout:
+    def narrow(self, dim: int, start: int, length: int) -> SourceLayout:
         """Keep ``length`` from ``start`` on in one dimension."""
         dim = dim % self.ndim
         kept = Box(
@@ -187,9 +187,9 @@ class Layout:
                 source[axis] += shared.start[dim] - part.box.start[dim]
             moved = tuple(s - k for s, k in zip(shared.start, kept.start, strict=True))
             parts.append(replace(part, box=Box(start=moved, size=shared.size), start=tuple(source)))
-        return Layout(kept.size, parts, self.dtype)
+        return SourceLayout(kept.size, parts, self.dtype)
 
-    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Layout, ...]:
+    def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[SourceLayout, ...]:
         """Cut along a dimension into parts of these sizes."""
         total = self.shape[dim]
         if isinstance(sizes, int):
@@ -198,11 +198,11 @@ class Layout:
             raise NotFollowedError(f"{total} split into {list(sizes)}")
         return tuple(self.narrow(dim, sum(sizes[:i]), n) for i, n in enumerate(sizes))
 
-    def chunk(self, chunks: int, dim: int = 0) -> tuple[Layout, ...]:
+    def chunk(self, chunks: int, dim: int = 0) -> tuple[SourceLayout, ...]:
         """Cut along a dimension into equal parts; the last may be smaller."""
         return self.split(-(-self.shape[dim] // chunks), dim)
 
-    def _rearranged(self, order: Sequence[int]) -> Layout:
+    def _rearranged(self, order: Sequence[int]) -> SourceLayout:
         parts = [
             replace(
                 p,
@@ -211,7 +211,7 @@ class Layout:
             )
             for p in self._parts
         ]
-        return Layout([self.shape[d] for d in order], parts, self.dtype)
+        return SourceLayout([self.shape[d] for d in order], parts, self.dtype)
 
     @classmethod
     def __torch_function__(
@@ -227,39 +227,39 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
     return (*values[:at], value, *values[at:])
 
 
-def _cat(tensors: Sequence[Layout], dim: int = 0) -> Layout:
+def _cat(tensors: Sequence[SourceLayout], dim: int = 0) -> SourceLayout:
     parts: list[_Part] = []
     first, length = tensors[0], 0
     dim = dim % first.ndim
     for one in tensors:
         sizes = [(a, b) for d, (a, b) in enumerate(zip(first.shape, one.shape, strict=True)) if d != dim]
         if any(a != b for a, b in sizes) or one.dtype != first.dtype:
-            raise NotFollowedError(f"{tuple(first.shape)} beside {tuple(one.shape)}")
+            raise NotFollowedError(f"{tuple(first.shape)} next to {tuple(one.shape)}")
         for p in one._parts:
             start = tuple(s + (length if d == dim else 0) for d, s in enumerate(p.box.start))
             parts.append(replace(p, box=replace(p.box, start=start)))
         length += one.shape[dim]
-    return Layout([length if d == dim else n for d, n in enumerate(first.shape)], parts, first.dtype)
+    return SourceLayout([length if d == dim else n for d, n in enumerate(first.shape)], parts, first.dtype)
 
 
-def _stack(tensors: Sequence[Layout], dim: int = 0) -> Layout:
+def _stack(tensors: Sequence[SourceLayout], dim: int = 0) -> SourceLayout:
     return _cat([one.unsqueeze(dim) for one in tensors], dim)
 
 
 _FOLLOWED: dict[Any, Callable[..., Any]] = {
     torch.cat: _cat,
     torch.stack: _stack,
-    torch.chunk: lambda tensor, chunks, dim=0: cast("Layout", tensor).chunk(chunks, dim),
-    torch.split: lambda tensor, sizes, dim=0: cast("Layout", tensor).split(sizes, dim),
-    torch.transpose: lambda tensor, dim0, dim1: cast("Layout", tensor).transpose(dim0, dim1),
-    torch.squeeze: lambda tensor, dim: cast("Layout", tensor).squeeze(dim),
-    torch.unsqueeze: lambda tensor, dim: cast("Layout", tensor).unsqueeze(dim),
+    torch.chunk: lambda tensor, chunks, dim=0: cast("SourceLayout", tensor).chunk(chunks, dim),
+    torch.split: lambda tensor, sizes, dim=0: cast("SourceLayout", tensor).split(sizes, dim),
+    torch.transpose: lambda tensor, dim0, dim1: cast("SourceLayout", tensor).transpose(dim0, dim1),
+    torch.squeeze: lambda tensor, dim: cast("SourceLayout", tensor).squeeze(dim),
+    torch.unsqueeze: lambda tensor, dim: cast("SourceLayout", tensor).unsqueeze(dim),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A conversion that layouts cannot follow: it makes tensors out of whole ones.
+class Conversion:
+    """A conversion that layouts cannot follow: it needs complete tensors.
 
     Args:
         keys: The tensors of the checkpoint, as the conversion takes them.
@@ -272,4 +272,4 @@ class Whole:
     convert: Any
 
 
-Source = Layout | Whole
+Source = SourceLayout | Conversion

@@ -19,14 +19,14 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_there, open_checkpoint
-from ebbtide.load.filling import Filling, Source, Values, first_values
+from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import Plan, check_plan, make_plan, wanted_of
+from ebbtide.load.names import NameMap, check_plan, make_plan, wanted_of
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, set_dtype
-from ebbtide.load.reader import Reader
+from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, serve, servers_of
 from ebbtide.load.targets import Target, attach, targets_of
 from ebbtide.load.together import Meet, Ranks
@@ -38,7 +38,7 @@ _STEPS = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How weights are loaded; the meaning of each is told by ``ebbtide.load_sharded``."""
+    """How weights are loaded; ``ebbtide.load_sharded`` documents each option."""
 
     source: Literal["auto", "slices", "broadcast", "initialise"] = "auto"
     missing: Literal["error", "initialise"] = "error"
@@ -57,7 +57,7 @@ class Loading:
 
     Args:
         model: On meta.
-        weights: Where they come from, as this rank was told.
+        weights: Their source, as this rank's argument.
         options: How.
         meet: How ranks meet; ``None``: this process is alone.
         init: Gives a module its first values; ``None``: the module's own.
@@ -78,7 +78,7 @@ class Loading:
         self._weights, self._init, self._progress = weights, init, progress
         self.ranks = Ranks(meet)
         self.checkpoint: Checkpoint | None = None
-        self.plan = Plan()
+        self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
 
     def run(
@@ -95,10 +95,14 @@ class Loading:
             EbbtideError: As ``ebbtide.load_sharded``; the same on all ranks.
         """
         started = time.monotonic()
-        sights = self.ranks.tell("look for the weights", lambda: self._look(dtype, optimizer))
+        sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
         self._choose(sights)
-        catalogs = self.ranks.tell("learn what the checkpoint holds", self._catalog) if self._asked else []
-        self.ranks.tell("fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"])))
+        catalogs = (
+            self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._servers else []
+        )
+        self.ranks.run_on_all_ranks(
+            "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
+        )
         BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
@@ -107,14 +111,14 @@ class Loading:
             found.append((sharded, self._read(sharded, device)))
             return {}
 
-        self.ranks.tell("read its weights", lambda: self._serving(act))
+        self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
         (sharded, targets) = found[0]
         attach(sharded, list(targets.values()))
         self._four.finish(sharded)
         self._rebinding.rebind(sharded)
         seconds = time.monotonic() - started
-        told = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
-        logger.info("loaded %s on rank %d by %s in %.1f s", *told)
+        figures = (format_size(self._done_bytes), self.ranks.me, self.path, seconds)
+        logger.info("loaded %s on rank %d by %s in %.1f s", *figures)
         BUS.emit(
             "load", edge="end", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=round(seconds, 3)
         )
@@ -126,19 +130,19 @@ class Loading:
         self._rebinding = Rebinding(self.model, optimizer)
         set_dtype(self.model, dtype)
         self._four = FourBit(self.model, dtype)
-        given, name = self._weights is not None and self.options.source != "initialise", "the given values"
+        present, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if isinstance(self._weights, nn.Module):
             self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None and given:
+        elif self._weights is not None and present:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
             name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
             if self.ranks.count == 1 or all(map(is_there, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = self.checkpoint.digest() if self.checkpoint is not None else ""
         host, seed = os.uname().nodename, torch.initial_seed()
-        return {"sees": sees, "given": given, "name": name, "host": host, "seed": seed}
+        return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
         """Choose the path from what the ranks see; each comes to the same.
@@ -152,45 +156,45 @@ class Loading:
         if len(kinds) > 1:
             raise DataError(
                 f"ranks see {len(kinds)} different checkpoints ({_spelled(sees)})",
-                expected="the same tensors, dtypes and files on each rank that sees any",
-                hint="see that every machine has the same copy",
+                expected="the same tensors, dtypes and files on each rank that sees a checkpoint",
+                hint="check that every machine has the same copy",
             )
         name = next((s["name"] for s in sights if s["given"]), "any weights")
         if not kinds and (source in ("slices", "broadcast") or any(s["given"] for s in sights)):
             raise DataError(
                 f"no rank sees {name}",
-                expected="a checkpoint that one rank at least can read",
-                hint="see the path, and the file systems that are mounted; without a path weights are initialised",
+                expected="a checkpoint that at least one rank can read",
+                hint="check the path and the mounted file systems; without a path, weights are initialised",
             )
         if source == "slices" and blind:
             raise ConfigError(
                 f"source='slices' and ranks {', '.join(map(str, blind))} do not see the checkpoint",
                 expected="a checkpoint that all ranks see",
-                hint="source='auto' sends those ranks what they need",
+                hint="source='auto' sends those ranks their weights",
             )
         hosts = [s["host"] for s in sights]
-        self._asked = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
-        self.path = "initialise" if not kinds else "broadcast" if self._asked else "slices"
+        self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
+        self.path = "initialise" if not kinds else "broadcast" if self._servers else "slices"
         reason = {
             "initialise": "there is no checkpoint",
-            "broadcast": f"{len(self._asked)} of {len(sees)} ranks get them from a rank that reads",
+            "broadcast": f"{len(self._servers)} of {len(sees)} ranks get them from a rank that reads",
             "slices": "every rank sees the checkpoint",
         }
         logger.info("loading by %s: %s", self.path, reason[self.path])
 
     def _catalog(self) -> dict[str, Any]:
         """Tell the others what the checkpoint holds: one rank does, as long as they all see the same."""
-        if self.checkpoint is None or self.ranks.me != min(self._asked.values()):
+        if self.checkpoint is None or self.ranks.me != min(self._servers.values()):
             return {}
         entries = self.checkpoint.entries.items()
         return {"name": self.checkpoint.name, "entries": {k: [e.shape, str(e.dtype)] for k, e in entries}}
 
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
         """Match the checkpoint with the model, and keep what first values need."""
-        if self.ranks.me in self._asked:
-            told = next(c for c in catalogs if c)
-            entries = {k: Entry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in told["entries"].items()}
-            self.checkpoint = Checkpoint(entries=entries, name=told["name"])
+        if self.ranks.me in self._servers:
+            catalog = next(c for c in catalogs if c)
+            entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
+            self.checkpoint = Checkpoint(entries=entries, name=catalog["name"])
         self._initialiser = Initialiser(self.model, self._init, seed=seed)
         if self.checkpoint is not None and self.path != "initialise":
             self.plan = make_plan(self.model, self.checkpoint.entries, self._four)
@@ -201,8 +205,8 @@ class Loading:
                 unexpected=self.options.unexpected,
                 keys=self.checkpoint.entries,
             )
-            told = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
-            for what, names in told.items():
+            catalog = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
+            for what, names in catalog.items():
                 if names and self.ranks.me == 0:
                     shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
@@ -212,20 +216,20 @@ class Loading:
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Act; then, whatever came of it, give those who ask this rank what they need."""
         failure: Exception | None = None
-        told: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         try:
-            told = act()
+            result = act()
         except Exception as error:
             failure = error
-        clients = [client for client, server in self._asked.items() if server == self.ranks.me]
-        if self.ranks.me in self._asked:
+        clients = [client for client, server in self._servers.items() if server == self.ranks.me]
+        if self.ranks.me in self._servers:
             self._client().finish()
         elif clients and self.checkpoint is not None:
             with self._source(set()) as source:
                 serve(clients, source, self.checkpoint.entries)
         if failure is not None:
             raise failure
-        return told
+        return result
 
     def _read(self, sharded: nn.Module, device: torch.device | None) -> dict[str, Target]:
         """Make memory for this rank's part and fill it."""
@@ -233,7 +237,7 @@ class Loading:
         if self.checkpoint is not None and self.path != "initialise":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
-            if self.ranks.me in self._asked:
+            if self.ranks.me in self._servers:
                 filling.fill(self._client(), self._done)
             else:
                 pinned = any(target.local.device.type != "cpu" for target in targets.values())
@@ -243,16 +247,16 @@ class Loading:
         return targets
 
     def _client(self) -> Client:
-        return Client(self._asked[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
+        return Client(self._servers[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
 
     @contextlib.contextmanager
-    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[Source]:
+    def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
         """Open where this rank reads from."""
         checkpoint = self.checkpoint or Checkpoint(entries={})
         if checkpoint.values:
             yield Values(checkpoint.values)
             return
-        with Reader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
+        with SliceReader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
             yield reader
 
     def _done(self, nbytes: int) -> None:

@@ -3,7 +3,7 @@
 [Note: names]
 A model's name and a checkpoint's name for one tensor differ where adapters wrap modules, where a head was put on a base
 model, and where a library converts old layouts while it loads. Everything is settled here, before a byte is read: what
-is missing, unexpected or of another shape is told at once, all of it.
+is missing, unexpected or of another shape is reported in one error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 from ebbtide.base.errors import DataError, nearest
 from ebbtide.load.conversions import converted
 from ebbtide.load.fourbit import FourBit
-from ebbtide.load.header import Entry
-from ebbtide.load.layout import Layout, Source
+from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.layout import Source, SourceLayout
 from ebbtide.load.targets import owners_of, tensor_of
 
 SHOWN = 8
@@ -28,7 +28,7 @@ SHOWN = 8
 
 
 @dataclass(kw_only=True)
-class Plan:
+class NameMap:
     """Where each of the model's names comes from, and what does not fit.
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
@@ -74,7 +74,7 @@ def base_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
-def make_plan(model: nn.Module, entries: Mapping[str, Entry], four: FourBit) -> Plan:
+def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
     """Match a checkpoint's tensors with the model's names.
 
     Args:
@@ -93,26 +93,26 @@ def make_plan(model: nn.Module, entries: Mapping[str, Entry], four: FourBit) -> 
             by_base.setdefault(base_name(name), []).append(name)
     host = _host_model(model)
     # A checkpoint of the adapted model itself has its names.
-    direct = {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in wanted and base_name(k) != k}
-    direct |= {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
+    direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in wanted and base_name(k) != k}
+    direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
     entries = {k: e for k, e in entries.items() if k not in direct}
     if host is not None:
         found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
     else:
-        found: dict[str, Source] = {k: Layout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in by_base}
+        found: dict[str, Source] = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in by_base}
         unexpected = [key for key in entries if key not in by_base]
-    plan = Plan(unexpected=_not_ignored(host, unexpected, wanted))
+    plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     found |= {base_name(k) if k not in adapters else k: v for k, v in direct.items()}
     for name in four:
-        if isinstance(source := found.get(base := base_name(name)), Layout):
+        if isinstance(source := found.get(base := base_name(name)), SourceLayout):
             found[base] = four.oriented(name, source)
     _assign(plan, wanted, by_base, found)
     return plan
 
 
 def _assign(
-    plan: Plan, wanted: Mapping[str, torch.Tensor], by_base: Mapping[str, Sequence[str]], found: Mapping[str, Source]
+    plan: NameMap, wanted: Mapping[str, torch.Tensor], by_base: Mapping[str, Sequence[str]], found: Mapping[str, Source]
 ) -> None:
     names_of: dict[int, list[str]] = {}
     base_of = {name: base for base, names in by_base.items() for name in names}
@@ -126,10 +126,10 @@ def _assign(
                 plan.missing.append(first)
             continue
         source = found[base]
-        shape = source.shape if isinstance(source, Layout) else source.shapes[base]
+        shape = source.shape if isinstance(source, SourceLayout) else source.shapes[base]
         if tuple(shape) != tuple(tensor.shape):
             plan.misshaped.append(f"{first} is {tuple(shape)} there and {tuple(tensor.shape)} here")
-        elif isinstance(source, Layout) and not castable(source.dtype, tensor.dtype):
+        elif isinstance(source, SourceLayout) and not castable(source.dtype, tensor.dtype):
             plan.uncast.append(f"{first} is {_word(source.dtype)} there and {_word(tensor.dtype)} here")
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
@@ -141,7 +141,7 @@ def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
     return found == wanted or (found in plain and wanted in plain)
 
 
-def check_plan(plan: Plan, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
+def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
     """Raise one error for all that does not fit.
 
     Args:
@@ -154,25 +154,25 @@ def check_plan(plan: Plan, name: str, *, missing: str, unexpected: str, keys: It
     Raises:
         DataError: Something does not fit.
     """
-    told = [
+    problems = [
         ("missing", plan.missing if missing == "error" else []),
         ("unexpected", plan.unexpected if unexpected == "error" else []),
         ("of another shape", plan.misshaped),
         ("of a dtype that cannot be converted", plan.uncast),
     ]
-    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in told if names]
+    lines = [f"{len(names)} {kind}: {_listed(names)}" for kind, names in problems if names]
     if not lines:
         return
     hints: list[str] = []
-    if told[0][1]:
+    if problems[0][1]:
         close = nearest(plan.missing[0], keys)
-        hints.append(close or "missing='initialise' makes what is missing as the model itself would")
-    if told[1][1]:
-        hints.append("unexpected='ignore' leaves the rest of the checkpoint alone")
+        hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
+    if problems[1][1]:
+        hints.append("unexpected='ignore' skips the rest of the checkpoint")
     raise DataError(
         f"the checkpoint {name!r} does not fit the model: " + "; ".join(lines),
         expected="each parameter and persistent buffer of the model once, in its shape",
-        hint="; ".join(hints) or "build the model from the configuration that lies beside the checkpoint",
+        hint="; ".join(hints) or "build the model from the configuration in the checkpoint's folder",
     )
 
 

@@ -31,8 +31,8 @@ class Rebinding:
             )
         if optimizer.state:
             raise ConfigError(
-                "the optimizer has state already",
-                expected="an optimizer that has made no step",
+                "the optimizer already has state",
+                expected="an optimizer without steps",
                 hint="load the weights first, then the optimizer's state",
             )
         names = {id(tensor_of(owner)): name for name, owner in reversed(owners_of(model).items())}
@@ -41,7 +41,7 @@ class Rebinding:
                 raise ConfigError(
                     "the optimizer holds a parameter that is not the model's",
                     expected="an optimizer of this model's parameters",
-                    hint="make the optimizer from model.parameters()",
+                    hint="create the optimizer from model.parameters()",
                 )
             self._names.append([names[id(parameter)] for parameter in group["params"]])
 
@@ -60,8 +60,8 @@ class Rebinding:
         for group, names in zip(self._optimizer.param_groups, self._names, strict=True):
             if absent := [name for name in names if name not in now]:
                 raise ConfigError(
-                    f"{absent[0]!r} is a part of a flat parameter",
-                    expected="parameters that are still there by name",
-                    hint="pass use_orig_params=True to FSDP, or make the optimizer after loading",
+                    f"{absent[0]!r} is part of a flat parameter",
+                    expected="named parameters",
+                    hint="pass use_orig_params=True to FSDP, or create the optimizer after loading",
                 )
             group["params"] = [now[name] for name in names]

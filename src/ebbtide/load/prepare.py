@@ -30,11 +30,11 @@ def check_model(model: object) -> None:
             raise ConfigError(
                 f"{name!r} is quantised ({kind})",
                 expected="parameters in their own dtype, or in 4 bits",
-                hint="quantise the base to 4 bits, or load it with its own library and shard it then",
+                hint="quantise the base to 4 bits, or load it with its own library, then shard it",
             )
     if parameters and not any(parameter.is_meta for _, parameter in parameters):
         raise ConfigError(
-            "the model has its parameters already",
+            "the model already has its parameters",
             expected="a model on meta",
             hint="build it under 'with torch.device(\"meta\"):' from its configuration",
         )
@@ -42,7 +42,7 @@ def check_model(model: object) -> None:
         raise ConfigError(
             "the model is wrapped in DDP, on meta",
             expected="the model itself",
-            hint="load it first, then wrap it: DDP needs parameters that are there",
+            hint="load it first, then wrap it: DDP needs materialized parameters",
         )
 
 
@@ -62,7 +62,7 @@ def set_dtype(model: nn.Module, dtype: torch.dtype | None) -> None:
         raise ConfigError(
             f"dtype is {dtype!r:.80}",
             expected="torch.bfloat16, torch.float16, torch.float32 or torch.float64",
-            hint="leave it out to keep the dtype that the model was built with",
+            hint="leave it out to keep the model's dtype",
         )
     patterns = _kept(model, dtype)
     for name, (module, attribute, is_buffer) in owners_of(model).items():

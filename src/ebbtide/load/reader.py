@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import torch
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.header import Entry
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
 
@@ -85,7 +85,7 @@ class CheckpointFile:
             if self.direct and begin + done + count < end:
                 count -= count % ALIGN_BYTES  # what is left must begin aligned
             if count <= 0:
-                raise OSError(errno.EIO, "the file ends before the tensor does")
+                raise OSError(errno.EIO, "the file ends inside the tensor")
             done += count
         return offset_bytes - begin
 
@@ -103,7 +103,7 @@ class CheckpointFile:
             os.close(fd)
 
 
-class Reader:
+class SliceReader:
     """Reads pieces out of a checkpoint's files in a few threads. Used as a context manager.
 
     Args:
@@ -115,7 +115,7 @@ class Reader:
 
     def __init__(
         self,
-        entries: Mapping[str, Entry],
+        entries: Mapping[str, CheckpointEntry],
         *,
         readers: int = READERS,
         shared: Callable[[str], bool] = lambda key: False,
@@ -131,7 +131,7 @@ class Reader:
         self.read_bytes = 0
         """Bytes asked of the files so far, with those between runs."""
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> SliceReader:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -187,8 +187,8 @@ class Reader:
         except OSError as error:
             raise DataError(
                 f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
-                expected="a file that stays as it was when loading began",
-                hint="see the system log and that nobody writes the checkpoint",
+                expected="a file that does not change while it is loaded",
+                hint="check the system log, and that nobody writes the checkpoint",
             ) from error
         data = staging[at : at + span]
         if data.data_ptr() % entry.dtype.itemsize:  # a file may put tensors at odd places
@@ -224,7 +224,7 @@ class Reader:
         self._files.clear()
 
 
-def spans_of(piece: Piece, entry: Entry, *, exact: bool = False) -> Iterator[Piece]:
+def spans_of(piece: Piece, entry: CheckpointEntry, *, exact: bool = False) -> Iterator[Piece]:
     """Halve a piece until each part is worth one read. See [Note: one read of what is needed].
 
     Args:
@@ -254,7 +254,7 @@ def spans_of(piece: Piece, entry: Entry, *, exact: bool = False) -> Iterator[Pie
             waiting.append(Piece(key=one.key, box=box, into=one.into.narrow(dim, start, length)))
 
 
-def place_of(box: Box, entry: Entry) -> int:
+def place_of(box: Box, entry: CheckpointEntry) -> int:
     """Return where in its file the first byte of a box lies."""
     first = sum(s * n for s, n in zip(box.start, _strides(entry.shape), strict=True))
     return entry.offset_bytes + first * entry.dtype.itemsize
@@ -269,7 +269,7 @@ def _span(box: Box, strides: tuple[int, ...]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(box.size, strides, strict=True))
 
 
-def _run(box: Box, entry: Entry) -> int:
+def _run(box: Box, entry: CheckpointEntry) -> int:
     """Bytes of a box that follow each other in the file."""
     run = entry.dtype.itemsize
     for size, full in zip(reversed(box.size), reversed(entry.shape), strict=True):
@@ -280,7 +280,7 @@ def _run(box: Box, entry: Entry) -> int:
 
 
 def _cached_share(fd: int, size_bytes: int) -> float:
-    """Return which part of a file is in the page cache; all of it where that cannot be told."""
+    """Return which part of a file is in the page cache; all of it where that is unknown."""
     if size_bytes == 0:
         return 1.0
     pages = -(-size_bytes // mmap.PAGESIZE)

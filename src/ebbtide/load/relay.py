@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.filling import Source
-from ebbtide.load.header import Entry
+from ebbtide.load.filling import SliceSource
+from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import CHUNK_BYTES, spans_of
 
@@ -37,12 +37,12 @@ def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = 
         one_a_host: Only the first rank of a machine reads.
     """
     seeing = [rank for rank, sight in enumerate(sees) if sight]
-    asked: dict[int, int] = {}
+    servers: dict[int, int] = {}
     for rank, host in enumerate(hosts):
         near = next((r for r in seeing if hosts[r] == host), seeing[0] if seeing else rank)
         if near != rank and (one_a_host or rank not in seeing):
-            asked[rank] = near
-    return asked
+            servers[rank] = near
+    return servers
 
 
 class Client:
@@ -53,7 +53,7 @@ class Client:
         entries: What the checkpoint holds.
     """
 
-    def __init__(self, server: int, entries: Mapping[str, Entry]) -> None:
+    def __init__(self, server: int, entries: Mapping[str, CheckpointEntry]) -> None:
         self._server, self._entries, self._device = server, entries, _device()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -73,7 +73,7 @@ class Client:
                 raise DataError(
                     f"rank {self._server} stopped sending weights",
                     expected="its part of the checkpoint",
-                    hint="see what that rank says",
+                    hint="check the log of that rank",
                 )
             for piece, at in message:
                 piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))
@@ -89,7 +89,7 @@ class Client:
         dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device), dst=self._server)
 
 
-def serve(clients: Sequence[int], source: Source, entries: Mapping[str, Entry]) -> None:
+def serve(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
     """Answer clients, one after the other, until each has said that it wants nothing more.
 
     Args:
@@ -98,7 +98,7 @@ def serve(clients: Sequence[int], source: Source, entries: Mapping[str, Entry]) 
         entries: What the checkpoint holds.
 
     Raises:
-        Exception: What the source raised, after all clients were told.
+        Exception: What the source raised, after all clients were informed.
     """
     device, failure = _device(), None
     for client in clients:
@@ -132,7 +132,9 @@ def _heard(client: int, device: torch.device) -> list[tuple[str, list[int], list
     return json.loads(bytes(text.tolist()))
 
 
-def _messages(pieces: Iterable[Piece], entries: Mapping[str, Entry]) -> Iterator[tuple[list[tuple[Piece, int]], int]]:
+def _messages(
+    pieces: Iterable[Piece], entries: Mapping[str, CheckpointEntry]
+) -> Iterator[tuple[list[tuple[Piece, int]], int]]:
     """Yield pieces with their places in a message, and the message's bytes; alike on both sides."""
     message: list[tuple[Piece, int]] = []
     at = _WORD_BYTES
@@ -147,7 +149,7 @@ def _messages(pieces: Iterable[Piece], entries: Mapping[str, Entry]) -> Iterator
         yield message, at
 
 
-def _view(data: torch.Tensor, at: int, piece: Piece, entry: Entry) -> torch.Tensor:
+def _view(data: torch.Tensor, at: int, piece: Piece, entry: CheckpointEntry) -> torch.Tensor:
     nbytes = piece.box.numel * entry.dtype.itemsize
     return data[at : at + nbytes].view(entry.dtype).view(piece.box.size)
 

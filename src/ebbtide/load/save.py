@@ -25,7 +25,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.units import format_size
 from ebbtide.load.checkpoint import INDEX_SUFFIX
 from ebbtide.load.fourbit import scales_in
-from ebbtide.load.header import DTYPES, METADATA, Entry
+from ebbtide.load.header import DTYPES, METADATA, CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import place_of, spans_of
 from ebbtide.load.targets import Target, held_by
@@ -36,7 +36,7 @@ logger = logging.getLogger("ebbtide.load")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _DRAFT = ".part"
-Files = Mapping[str, Mapping[str, Entry]]
+Files = Mapping[str, Mapping[str, CheckpointEntry]]
 
 
 class Saving:
@@ -64,16 +64,16 @@ class Saving:
             EbbtideError: As ``ebbtide.save_sharded``; the same on all ranks.
         """
         held: dict[str, Target] = {}
-        told = self.ranks.tell("look at what it holds", lambda: self._look(held))
+        answers = self.ranks.run_on_all_ranks("look at what it holds", lambda: self._look(held))
         shapes: dict[str, Any] = {}
         first: dict[str, int] = {}
-        for rank, one in enumerate(told):
+        for rank, one in enumerate(answers):
             for name, what in one.items():
                 shapes.setdefault(name, what)
                 first.setdefault(name, rank)
         files = self._files(shapes)
         lead = self.ranks.me == 0
-        self.ranks.tell("make the files", lambda: self._make(files) if lead else {})
+        self.ranks.run_on_all_ranks("make the files", lambda: self._make(files) if lead else {})
         # A plain tensor is whole on each rank that has it.
         mine = {
             name: target
@@ -81,20 +81,20 @@ class Saving:
             if target.writes
             and (hasattr(target.old, "device_mesh") or target.old is None or first[name] == self.ranks.me)
         }
-        self.ranks.tell("write its slices", lambda: self._write(files, mine))
-        self.ranks.tell("name the files", lambda: self._finish(files) if lead else {})
+        self.ranks.run_on_all_ranks("write its slices", lambda: self._write(files, mine))
+        self.ranks.run_on_all_ranks("name the files", lambda: self._finish(files) if lead else {})
         nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
         logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
 
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
         held.update(held_by(self._model))
         for name, value in scales_in(self._model):
-            boxes = [(Box.whole(value.shape), value)]
+            boxes = [(Box.full(value.shape), value)]
             held[name] = Target(name=name, old=value, local=value, boxes=boxes, shape=value.shape, shared=True)
         for name, target in held.items():
             if target.local.is_meta:
                 raise ConfigError(
-                    f"{name!r} is on meta", expected="parameters that are there", hint="load the model before saving it"
+                    f"{name!r} is on meta", expected="parameters with data", hint="load the model before saving it"
                 )
             if target.local.dtype not in _NAMES:
                 raise ConfigError(
@@ -104,25 +104,25 @@ class Saving:
                 )
         return {name: [list(target.shape), _NAMES[target.local.dtype]] for name, target in held.items()}
 
-    def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, Entry]]:
+    def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, CheckpointEntry]]:
         """Deal tensors out to files, in order; returns each file's name and what lies where in it."""
-        parts: list[dict[str, Entry]] = [{}]
+        parts: list[dict[str, CheckpointEntry]] = [{}]
         filled_bytes = 0
         for name, (shape, kind) in shapes.items():
-            entry = Entry(shape=tuple(shape), dtype=DTYPES[kind])
+            entry = CheckpointEntry(shape=tuple(shape), dtype=DTYPES[kind])
             if parts[-1] and filled_bytes + entry.nbytes > self._max_file_bytes:
                 parts.append({})
                 filled_bytes = 0
             parts[-1][name] = entry
             filled_bytes += entry.nbytes
-        files: dict[str, dict[str, Entry]] = {}
+        files: dict[str, dict[str, CheckpointEntry]] = {}
         for number, part in enumerate(parts, 1):
             numbered = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
             file = f"{self._name}{numbered}.safetensors"
             at = len(_header(part))
             files[file] = {}
             for name, entry in part.items():
-                files[file][name] = Entry(shape=entry.shape, dtype=entry.dtype, file=file, offset_bytes=at)
+                files[file][name] = CheckpointEntry(shape=entry.shape, dtype=entry.dtype, file=file, offset_bytes=at)
                 at += entry.nbytes
         return files
 
@@ -159,7 +159,7 @@ class Saving:
         return {}
 
     def _finish(self, files: Files) -> dict[str, Any]:
-        """Give the drafts their names, write the index, and remove what an earlier save left under this name."""
+        """Rename the drafts, write the index, and remove files of an earlier save of this name."""
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
         try:
             for file in files:
@@ -167,9 +167,9 @@ class Saving:
             if len(files) > 1:
                 weights = {name: file for file, entries in files.items() for name in entries}
                 total = sum(entry.nbytes for entries in files.values() for entry in entries.values())
-                told = {"metadata": {"total_size": total}, "weight_map": weights}
+                listing = {"metadata": {"total_size": total}, "weight_map": weights}
                 draft = self._folder / (index + _DRAFT)
-                draft.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+                draft.write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
                 draft.replace(self._folder / index)
             ours = re.compile(rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
             kept = {*files, *([index] if len(files) > 1 else [])}
@@ -181,26 +181,28 @@ class Saving:
         return {}
 
     def _unwritable(self, error: OSError) -> DataError:
-        gone = error.errno == errno.ENOENT
+        missing = error.errno == errno.ENOENT
         return DataError(
             f"{str(self._folder)!r} cannot be written ({error.strerror or error})",
             expected="a folder on a file system that all ranks share",
-            hint="name a folder that every machine sees" if gone else "make room there, or name another folder",
+            hint="choose a folder that every machine mounts"
+            if missing
+            else "free some space there, or choose another folder",
         )
 
 
-def _header(entries: Mapping[str, Entry]) -> bytes:
+def _header(entries: Mapping[str, CheckpointEntry]) -> bytes:
     """Return the bytes before the first tensor."""
-    told: dict[str, Any] = {METADATA: {"format": "pt"}}
+    header: dict[str, Any] = {METADATA: {"format": "pt"}}
     at = 0
     for name, entry in entries.items():
-        told[name] = {
+        header[name] = {
             "dtype": _NAMES[entry.dtype],
             "shape": list(entry.shape),
             "data_offsets": [at, at + entry.nbytes],
         }
         at += entry.nbytes
-    text = json.dumps(told, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
@@ -213,5 +215,5 @@ def _put(fd: int, values: torch.Tensor, offset_bytes: int) -> None:
     while done < nbytes:
         count = os.pwrite(fd, view[done:], offset_bytes + done)
         if count <= 0:
-            raise OSError(errno.EIO, "the disk takes no more bytes (short write)")
+            raise OSError(errno.EIO, "the disk is full (short write)")
         done += count

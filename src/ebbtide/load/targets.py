@@ -54,10 +54,10 @@ class Target:
         """Bytes of this rank's part."""
         return sum(box.numel for box, _ in self.boxes) * self.local.dtype.itemsize
 
-    def fill(self, whole: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor) -> None:
         """Take this rank's part of a tensor that is there as a whole."""
         for box, view in self.boxes:
-            view.copy_(box.of(whole))
+            view.copy_(box.of(tensor))
 
 
 def plain_name(name: str) -> str:
@@ -81,7 +81,9 @@ def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
     module, name, is_buffer = owner
     found = (module._buffers if is_buffer else module._parameters)[name]
     if found is None:
-        raise ConfigError(f"{name!r} is gone from the model", expected="it as it was", hint="shard must not drop it")
+        raise ConfigError(
+            f"{name!r} is gone from the model", expected="it as it was", hint="the shard function must not remove it"
+        )
     return found
 
 
@@ -131,7 +133,7 @@ def _target(name: str, tensor: torch.Tensor, memory: _Memory, device: torch.devi
     mesh: Any = getattr(tensor, "device_mesh", None)
     if mesh is None:
         local = memory(tensor, device or default_device())
-        boxes = [(Box.whole(tensor.shape), local)]
+        boxes = [(Box.full(tensor.shape), local)]
         return Target(name=name, old=tensor, local=local, boxes=boxes, shape=tensor.shape, shared=True)
     spec: Any = tensor
     placed = _placed(name, tensor.shape, mesh, spec.placements)
@@ -173,7 +175,7 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
         dim: int | None = getattr(placement, "dim", None)
         if dim is None or placement.is_partial():
             raise ConfigError(
-                f"{name!r} is placed as {placement}", expected="shards or replicas", hint="see the shard function"
+                f"{name!r} is placed as {placement}", expected="shards or replicas", hint="check the shard function"
             )
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dealt = type(placement)(0, **more)._split_tensor(indices[dim], count, with_padding=False, contiguous=True)

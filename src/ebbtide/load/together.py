@@ -35,49 +35,49 @@ class Ranks:
         self.count = 1 if alone else dist.get_world_size()
         self._meet = meet
 
-    def tell(self, about: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Act, tell what came of it, and return what each rank told.
+    def run_on_all_ranks(self, about: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run a function on every rank and return each rank's result; raise the same error on all if any fails.
 
         Args:
             about: In words that finish "rank 1 did not ...".
-            act: Returns what to tell, as JSON-able values.
+            act: Returns JSON-able values.
 
         Raises:
             EbbtideError: It failed here or on any other rank: the same error on all.
         """
         failure: BaseException | None = None
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         try:
-            told = {"said": act()}
+            answer = {"result": act()}
         except BaseException as error:
-            failure, told = error, {"error": _told(error)}
+            failure, answer = error, {"error": _described(error)}
         if self._meet is None or self.count == 1:
             if failure is not None:
                 raise failure
-            return [told["said"]]
-        answers = self._meet(range(self.count), about, json.dumps(told))
+            return [answer["result"]]
+        answers = self._meet(range(self.count), about, json.dumps(answer))
         if failure is not None and not isinstance(failure, Exception):
             raise failure
         everybody = [json.loads(answers.get(rank, answers[self.me])) for rank in range(self.count)]
         error = _common({rank: one["error"] for rank, one in enumerate(everybody) if "error" in one}, self.count)
         if error is not None:
             raise error from failure
-        return [one["said"] for one in everybody]
+        return [one["result"] for one in everybody]
 
 
-def _told(error: BaseException) -> dict[str, str]:
+def _described(error: BaseException) -> dict[str, str]:
     if isinstance(error, EbbtideError):
         text = "\n".join([error.found, *error.places])
         return {"kind": type(error).__name__, "found": text, "expected": error.expected, "hint": error.hint}
     found = f"{type(error).__name__}: {error}".rstrip(": ")
-    hint = "see the log of that rank"
+    hint = "check the log of that rank"
     if isinstance(error, MemoryError) or "memory" in str(error):
-        hint = "give that rank more memory, or spread the model over more ranks"
+        hint = "use more memory for that rank, or more ranks"
     return {"kind": "DataError", "found": found, "expected": "weights that are loaded on every rank", "hint": hint}
 
 
 def _common(failed: Mapping[int, dict[str, str]], count: int) -> EbbtideError | None:
-    """Return one error for what several ranks told; the same on each of them."""
+    """Return one error for the errors of several ranks; the same on each of them."""
     if not failed:
         return None
     ranks_of: dict[str, list[int]] = {}

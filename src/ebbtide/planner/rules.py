@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 
 CHECKPOINT_ABOVE = 3.0
@@ -27,6 +29,9 @@ class _PolicyPlan:
 
     def explain(self) -> str:
         return self.text
+
+    def save(self, path: str | Path) -> None:
+        raise unsaved(self.name)
 
     def choose(self, candidate: Candidate) -> Action:
         raise NotImplementedError
@@ -67,6 +72,15 @@ class _MinimalPlan(_PolicyPlan):
     def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
         too_much = input_bytes > 0 and stubborn_bytes > CHECKPOINT_ABOVE * input_bytes
         return Action.CHECKPOINT if too_much else Action.KEEP
+
+
+def unsaved(policy: str) -> ConfigError:
+    """Return the error of saving a plan that follows from its policy alone."""
+    return ConfigError(
+        f"the plan of policy {policy!r} follows from the policy",
+        expected="a plan of Auto, of make_plan, or of a plan file",
+        hint=f"nothing needs to be saved: pass policy={policy!r}",
+    )
 
 
 def plan_for(policy: Policy) -> Plan:

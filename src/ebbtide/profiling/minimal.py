@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from math import sqrt
+from pathlib import Path
 from statistics import median
 
 from ebbtide.base.actions import Action, Candidate, Plan
@@ -24,6 +25,7 @@ from ebbtide.engine import Engine
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import plan_for
+from ebbtide.planner.rules import unsaved
 from ebbtide.profiling.baseline import quartile
 from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.store.meter import meter_for
@@ -88,6 +90,14 @@ class MinimalPlan:
         """Say what is done, and which kinds of blocks are checkpointed by measurement."""
         lines = (f"{kind} blocks are checkpointed: {why}" for kind, why in self._second_run.items())
         return "\n".join([self._by_rule.explain(), *lines])
+
+    def save(self, path: str | Path) -> None:
+        """Refuse: the plan follows from its policy.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise unsaved(self.name)
 
     def saw_step(self, step: TimedStep) -> bool:
         """Take a measured step in; returns whether another is wanted."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, PLOT, RIGHT, WIDTH, Frame, axes, curve, legend, peaks, window
-from ebbtide.report.run import Run, Span
+from ebbtide.report.run import PhaseSpan, Run
 from ebbtide.report.table import size as size_text
 
 _FIELDS = {"rss_bytes": "host memory, resident", "device_bytes": "device memory, allocated"}
@@ -45,7 +45,7 @@ def loading_svg(runs: Sequence[Run]) -> str:
 def _panel(
     top: float,
     kind: str,
-    loads: Sequence[tuple[Run, Span]],
+    loads: Sequence[tuple[Run, PhaseSpan]],
     curves: Sequence[Sequence[tuple[float, int]]],
     colors: Sequence[str],
 ) -> list[str]:

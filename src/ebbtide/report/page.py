@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ebbtide.base.extras import require
-from ebbtide.report import story, style, whole
+from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
 from ebbtide.report.run import Run, common_step
@@ -66,9 +66,9 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str
         "phases": phases_table(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
         "rewards": [words for run in runs if (words := story.rewards(run))],
         "peaks": [story.peak_sentence(run) for run in runs],
-        "holdings": whole.holdings(runs),
-        "whole": whole.phases(runs),
-        "sheets": [sheet for run in runs for sheet in whole.sheets(run)],
+        "holdings": run_memory.holdings(runs),
+        "whole": run_memory.phases(runs),
+        "sheets": [sheet for run in runs for sheet in run_memory.sheets(run)],
         "blocks": pictures,
         "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),
         "plans": [(run.name, story.plans(run), story.happened(run)) for run in engine],
@@ -111,12 +111,12 @@ def _rounds(comparison: Mapping[str, Any] | None) -> str:
 def _memory_words(summary: Mapping[str, Any]) -> str:
     if measured(summary).get("activation_bytes") is None:
         return ""
-    seen = "watched from another process" if summary.get("outside") else "sampled by the run itself"
+    seen = "measured by another process" if summary.get("outside") else "sampled by the run itself"
     on_cpu = summary.get("device") in (None, "cpu")
     kind = f"resident memory, {seen}" if on_cpu else "allocated device memory, sampled by the run itself"
     return (
-        f"Memory is {kind}. Activation memory is memory when the loss is there and backward has not begun, "
-        "less memory as that forward began, in the step whose heap was trimmed or the median over the steps that count."
+        f"Memory is {kind}. Activation memory is the growth during forward and loss, before backward begins: "
+        "in the step with a trimmed heap, or the median over the counted steps."
     )
 
 

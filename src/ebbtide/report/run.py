@@ -14,7 +14,7 @@ from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FILE, Event, re
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class PhaseSpan:
     """A stretch of time, in seconds of the run's clock."""
 
     name: str
@@ -88,16 +88,16 @@ class Run:
         """Return the run's own samples of ``rss_bytes`` or ``device_bytes`` over time."""
         return [(e["t"], e[field]) for e in self.all("memory") if e.get(field) is not None]
 
-    def loading(self) -> Span | None:
+    def loading(self) -> PhaseSpan | None:
         """Return the time from the begin of the first load of weights to the end of the last."""
         loads = self.all("load")
         if not loads:
             return None
-        return Span(name="loading", step=None, begin=loads[0]["t"], end=loads[-1]["t"])
+        return PhaseSpan(name="loading", step=None, begin=loads[0]["t"], end=loads[-1]["t"])
 
-    def phases(self) -> list[Span]:
+    def phases(self) -> list[PhaseSpan]:
         """Return the finished phases."""
-        spans: list[Span] = []
+        spans: list[PhaseSpan] = []
         begun: dict[str, Event] = {}
         for event in self.all("phase"):
             name = event.get("name", "")
@@ -105,16 +105,16 @@ class Run:
                 begun[name] = event
             elif name in begun:
                 begin = begun.pop(name)
-                spans.append(Span(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
+                spans.append(PhaseSpan(name=name, step=begin.get("step"), begin=begin["t"], end=event["t"]))
         return spans
 
-    def step_span(self, step: Any) -> Span | None:
+    def step_span(self, step: Any) -> PhaseSpan | None:
         """Return a step from its first phase's begin to the end of its last; ``None`` without a whole forward."""
         spans = [span for span in self.phases() if span.step == step]
         if not any(span.name == "forward" for span in spans):
             return None
         begin, end = min(span.begin for span in spans), max(span.end for span in spans)
-        return Span(name="step", step=step, begin=begin, end=end)
+        return PhaseSpan(name="step", step=step, begin=begin, end=end)
 
     def blocks(self, step: Any) -> list[Event]:
         """Return the ``block`` events of the last forward of a step, in the order of their execution."""
@@ -139,7 +139,7 @@ class Run:
             block=block,
         )
 
-    def _block_at(self, t: float, span: Span) -> str | None:
+    def _block_at(self, t: float, span: PhaseSpan) -> str | None:
         """Return the block at work: forward events tell a block's end, backward events its begin."""
         if span.name == "backward":
             begun = [event for event in self.all("block_backward") if span.begin <= event["t"] <= t]
@@ -175,7 +175,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(
             f"{path} cannot be read ({error.strerror})",
-            expected="the summary that a run writes when it ends",
+            expected="the summary of a finished run",
             hint=f"`ebbtide report {path.parent}` makes it from {EVENTS_FILE}",
         ) from error
     except ValueError:
@@ -184,7 +184,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
         raise DataError(
             f"{path} is not a summary",
             expected="a JSON object with 'schema'",
-            hint=f"remove it; `ebbtide report {path.parent}` makes it again from {EVENTS_FILE}",
+            hint=f"remove it; `ebbtide report {path.parent}` writes it again from {EVENTS_FILE}",
         )
     return cast("dict[str, Any]", summary)
 

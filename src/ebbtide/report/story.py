@@ -68,37 +68,39 @@ _LOWERED = {
 
 
 def plans(run: Run) -> list[tuple[str, str]]:
-    """Return the plan's texts in the order in which they were told: what was intended, then what it became.
+    """Return the plan's texts in the order of their events: the first plan, then its corrections.
 
     A text that the next one repeats and continues is left out.
     """
-    told = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
-    following = [words for _, words in told[1:]]
-    repeated = [after.startswith(words) for (_, words), after in zip(told, following, strict=False)]
-    return [plan for plan, again in zip(told, [*repeated, False], strict=False) if not again]
+    named = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
+    following = [words for _, words in named[1:]]
+    repeated = [after.startswith(words) for (_, words), after in zip(named, following, strict=False)]
+    return [plan for plan, again in zip(named, [*repeated, False], strict=False) if not again]
 
 
 def happened(run: Run) -> list[str]:
     """Say in sentences what became of the plan."""
     summary = run.summary
     counted: dict[str, Any] = summary.get("activation_bytes") or {}
-    said: list[str] = []
+    sentences: list[str] = []
     if counted.get("unique") is not None:
         parts = [f"{size(counted[key])} {key}" for key in ("kept", "offloaded", "recomputed") if counted.get(key)]
         storages = f"{size(counted['unique'])} of storages saved"
-        said.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
+        sentences.append(f"{storages}: {', '.join(parts)}." if parts else f"{storages}.")
     if (percent := summary.get("memory_saved_percent")) is not None:
         less = size(summary["memory_saved_bytes"])
-        said.append(f"{less} of them ({percent:.1f} %) are not held for backward; what is outside of blocks is.")
+        sentences.append(
+            f"{less} of them ({percent:.1f} %) are not kept until backward; tensors outside the blocks are."
+        )
     if summary.get("stall_seconds") is not None:
         share = _stall_share(run)
-        said.append(
+        sentences.append(
             f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of the steps counted." if share else ".")
         )
     checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
     if checkpointed:
-        said.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
-    return said
+        sentences.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")
+    return sentences
 
 
 def rewards(run: Run) -> str | None:
@@ -136,7 +138,7 @@ def ending(run: Run) -> str | None:
     if status == "ok":
         return None
     words = {
-        "killed": "was killed, or still runs: there is no end in its record",
+        "killed": "was killed or is still running: its record has no end",
         "interrupted": "was interrupted",
         "error": f"failed: {run.error}",
     }
@@ -156,10 +158,10 @@ def loading(run: Run) -> str | None:
         for kind, field in (("host memory", "rss_bytes"), ("device memory", "device_bytes"))
         if (points := window(run.samples(field), span.begin, span.end))
     ]
-    told = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
+    sentence = f"{run.name}: by {by} in {span.end - span.begin:.1f} s" + (f", {size(read)} read" if read else "")
     if not any(event.get("edge") == "end" for event in loads):
-        told += ", not finished"
-    return "; ".join([told, *found]) + "."
+        sentence += ", not finished"
+    return "; ".join([sentence, *found]) + "."
 
 
 def messages(run: Run) -> list[str]:

@@ -132,7 +132,7 @@ def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         known = [value for value in values if value is not None]
         verdict = ABSENT if len(known) < 2 else "equal" if all(v == known[0] for v in known) else "differ"
         rows.append((str(step + 1), *(ABSENT if value is None else str(value) for value in values), verdict))
-    return Table(columns=("step", *names, "bit by bit"), rows=tuple(rows))
+    return Table(columns=("step", *names, "bitwise equal"), rows=tuple(rows))
 
 
 def ratio(summary: Summary, plain: Summary | None) -> str:

@@ -17,7 +17,7 @@ def text(run: Run) -> str:
     about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
     about.append(f"{summary.get('steps')} steps")
     lines = [f"{run.name}: {', '.join(about)}"]
-    lines += [said for said in (story.ending(run),) if said]
+    lines += [ending for ending in (story.ending(run),) if ending]
     lines += ["", *_across(headline([summary], [run.name]))]
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]

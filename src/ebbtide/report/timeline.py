@@ -7,7 +7,7 @@ from html import escape
 
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, RIGHT, WIDTH, Frame, axes, curve, legend, legend_width, peaks, window
-from ebbtide.report.run import Run, Span, common_step
+from ebbtide.report.run import PhaseSpan, Run, common_step
 from ebbtide.report.table import size as size_text
 
 _STRIP, _STRIP_GAP = 18.0, 8.0
@@ -51,7 +51,7 @@ def timeline_svg(runs: Sequence[Run]) -> str:
 
 
 def _legend(
-    windows: Sequence[tuple[Run, Span, Sequence[tuple[float, int]]]], colors: Sequence[str], step: object
+    windows: Sequence[tuple[Run, PhaseSpan, Sequence[tuple[float, int]]]], colors: Sequence[str], step: object
 ) -> list[str]:
     pieces = [style.text(LEFT, 22, f"Memory over step {step}", "strong")]
     kinds = list(dict.fromkeys(run.memory_kind for run, _, _ in windows))
@@ -66,7 +66,7 @@ def _legend(
     return [*pieces, *legend(labels, colors, 44)]
 
 
-def _strip(frame: Frame, run: Run, step: Span, color: str, y: float, phases: Mapping[str, str]) -> list[str]:
+def _strip(frame: Frame, run: Run, step: PhaseSpan, color: str, y: float, phases: Mapping[str, str]) -> list[str]:
     pieces = [style.text(LEFT - 10, y + 13, run.name, "end", color=color)]
     for span in run.phases():
         if span.step != step.step:

@@ -77,7 +77,7 @@ def open_tier(
         host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
         return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
     if accelerated:
-        _LOG.warning("disk target on a machine with an accelerator: only tensors in RAM are moved; see target='host'")
+        _LOG.warning("target='disk' with an accelerator offloads only tensors in RAM; see target='host'")
     if in_flight_bytes is None:
         return DiskTier(disk_path, budget_bytes=disk_budget_bytes)
     return DiskTier(disk_path, budget_bytes=disk_budget_bytes, in_flight_bytes=in_flight_bytes)

@@ -1,6 +1,6 @@
 """A real device with streams: whatever ``torch.accelerator`` names (CUDA and ROCm, XPU, NPU).
 
-What a device can do is tried once: streams, events, pinned memory, and pinning memory that is there already, which
+What a device can do is tried once: streams, events, pinned memory, and pinning memory that already exists, which
 wastes none. Where that is not to be had, torch's own allocator of pinned memory serves; it holds powers of two, so
 these are what it is asked for. Constructed only where an accelerator is.
 """
@@ -35,9 +35,9 @@ class AcceleratorDevice:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
             raise TargetError(
-                "host target on a machine without an accelerator",
-                expected="a device whose memory is scarcer than the host's",
-                hint="leave the target out, or use target='disk': RAM is what is scarce here",
+                "target='host' needs an accelerator, and none was found",
+                expected="target='auto' or 'disk'",
+                hint="without a GPU, RAM is the memory to save, so activations are offloaded to disk",
             )
         self.kind = found.type
         self._used: set[torch.device] = set()
@@ -50,7 +50,7 @@ class AcceleratorDevice:
             asynchronous_copies=asynchronous, pinned_host=pinned, timed_events=self._can_time(found)
         )
         if not asynchronous:
-            _LOG.warning("copies to host memory are synchronous on %s: each one halts compute", self.kind)
+            _LOG.warning("copies to host memory are synchronous on %s: each one stalls compute", self.kind)
 
     def _find_registrar(self, where: torch.device) -> RuntimeRegistrar | None:
         """Return what pins mapped memory, if torch passes such calls on and a trial goes well."""

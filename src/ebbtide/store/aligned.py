@@ -65,14 +65,14 @@ class BackingFile:
         except OSError as error:
             self.close()
             raise DiskError(
-                f"cannot make a file in {str(directory)!r}: {error.strerror}",
+                f"cannot create a file in {str(directory)!r}: {error.strerror}",
                 expected="a directory on a local disk",
-                hint="give another directory with disk_path=...",
+                hint="use another directory: disk_path=...",
             ) from error
         if not self.direct:
             _LOG.warning(
-                "direct I/O is refused in %s: offloaded bytes pass through the page cache, which takes RAM and "
-                "cycles from training; give a disk_path on a local ext4 or xfs disk",
+                "direct I/O is refused in %s: offloaded bytes pass through the page cache, which uses RAM and "
+                "CPU time; use a disk_path on a local ext4 or xfs disk",
                 directory,
             )
 
@@ -121,7 +121,7 @@ class BackingFile:
             if self.direct:  # what is left must begin aligned: the odd bytes of a short write are written again
                 count -= count % self.align_bytes
             if count <= 0:
-                raise OSError(errno.EIO, "the disk takes no more bytes (short write)")
+                raise OSError(errno.EIO, "the disk is full (short write)")
             done += count
         self._forget(offset, nbytes)
 

@@ -272,12 +272,14 @@ class Arena:
             if self._pins and not pinned:
                 self._pins = False
                 # As text: a log record may be kept, and an error holds the frames it came through.
-                _LOG.warning("pinned memory is refused (%s): pageable instead, whose copies halt compute", str(cause))
+                _LOG.warning(
+                    "cannot pin host memory (%s): using pageable memory, whose copies stall compute", str(cause)
+                )
             return
         raise CapError(
-            f"the machine gives no further {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "
+            f"cannot allocate another {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "
             f"use): {cause}",
-            hint="set host_budget below the memory that is there, offload less, or use target='disk'",
+            hint="set host_budget below the free memory, offload less, or use target='disk'",
         ) from cause
 
     def _add_chunks(self, nbytes: int, least_bytes: int, *, pinned: bool) -> None:

@@ -12,7 +12,7 @@ from ebbtide.base.errors import ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
-from ebbtide.store.diskwork import DiskWork, Parcel, State
+from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
 from ebbtide.store.location import check_directory, default_directory
 from ebbtide.store.room import Room
 
@@ -50,7 +50,7 @@ class DiskSlot:
         self._work.check_usable()
         if self._parcel.fault is not None:
             raise self._parcel.fault.error()
-        return self._parcel.state is State.PARKED
+        return self._parcel.state is ParcelState.PARKED
 
     def wait_parked(self) -> None:
         """Wait for the copy-out.
@@ -63,7 +63,7 @@ class DiskSlot:
         self._work.check(self._parcel)
 
     def cancel(self) -> bool:
-        """Withdraw a copy-out that has not begun; True: it was withdrawn, and the slot is dead.
+        """Cancel a copy-out that has not begun; True: it was cancelled, and the slot is dead.
 
         Raises:
             DiskError: The tier cannot be used.
@@ -99,7 +99,7 @@ class DiskSlot:
         tensor = self._work.take(self._parcel)
         if tensor is None:
             self._work.check(self._parcel)
-            raise DiskError("a slot was freed while its bytes were read", hint="keep its ticket alive")
+            raise DiskError("a slot was freed during a read", hint="keep its ticket alive")
         return tensor
 
     def free(self) -> None:
@@ -220,7 +220,7 @@ class DiskTier:
             )
         parcel = Parcel(source, self._align_bytes)
         slot = DiskSlot(self, self._work, parcel)
-        if parcel.state is State.QUEUED:
+        if parcel.state is ParcelState.QUEUED:
             self._work.park(parcel, slot)
         return slot
 

@@ -32,8 +32,9 @@ class Fault:
         full = isinstance(cause, OSError) and cause.errno in FULL_ERRNOS
         made = (DiskFullError if full else DiskError)(
             f"{self._doing} failed: {cause}" if isinstance(cause, OSError) else f"{self._doing} failed: {cause!r}",
-            expected="a disk that takes and returns every byte" if isinstance(cause, OSError) else "",
-            hint=self._hint or f"{'make room there' if full else 'see the system log'}, or give another disk_path=...",
+            expected="a disk that writes and reads every byte" if isinstance(cause, OSError) else "",
+            hint=self._hint
+            or f"{'free some space there' if full else 'check the system log'}, or use another disk_path=...",
         )
         made.__cause__ = self._cause
         return made
@@ -43,6 +44,6 @@ def forked_error(owner: int) -> DiskError:
     """Return the error for a tier that the process ``owner`` opened and a child of it uses."""
     return DiskError(
         f"a disk tier of process {owner} is used in its forked child {os.getpid()}",
-        expected="a tier for each process: threads do not survive a fork",
+        expected="one tier per process: threads do not survive a fork",
         hint="open the tier after the fork, or start workers with the 'spawn' method",
     )

@@ -13,7 +13,7 @@ from ebbtide.base.errors import ConfigError, TargetError
 from ebbtide.store.arena import Arena, ArenaState, Place
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import Device, EventHandle, StreamHandle
-from ebbtide.store.hostslot import CopyIn, HostSlot
+from ebbtide.store.hostslot import HostCopyIn, HostSlot
 
 _MOST_SPANS = 4096
 
@@ -243,7 +243,7 @@ class HostTier:
         end = self.device.record(stream, timed=True)
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
-    def bury(self, slot: HostSlot) -> None:
+    def release(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
 
         A ticket may die through the collector while this very thread holds the lock: so it is not asked for here.
@@ -278,7 +278,7 @@ class HostTier:
             self._settle()
             return self._arena.take(nbytes, spare_bytes=spare_bytes)
 
-    def _copy_in(self, slot: HostSlot) -> CopyIn:
+    def _copy_in(self, slot: HostSlot) -> HostCopyIn:
         """Begin a copy-in. See [Note: an unfinished copy-in]."""
         self._drop_ahead(slot)
         device, place = self.device, self.place_of(slot)
@@ -289,7 +289,7 @@ class HostTier:
         if slot.done is not None:
             device.wait(into, slot.done)
         begin = self._begin(into)
-        ahead = slot.ahead = CopyIn(target, compute, into)
+        ahead = slot.ahead = HostCopyIn(target, compute, into)
         place.guard.claim(into)
         pieces = target.split([part.numel() for part in place.parts])
         for part, piece in zip(place.parts, pieces, strict=True):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class CopyIn:
+class HostCopyIn:
     """A copy-in: its target, the streams that own the target's memory and copy, and its event once it is whole."""
 
     target: torch.Tensor
@@ -46,7 +46,7 @@ class HostSlot:
         self.place: Place | None = place
         self.compute: StreamHandle = None
         self.done: EventHandle | None = None
-        self.ahead: CopyIn | None = None
+        self.ahead: HostCopyIn | None = None
         self.source: torch.Tensor | None = None  # [Note: who holds a source]
         self.freed = False
 
@@ -82,7 +82,7 @@ class HostSlot:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def cancel(self) -> bool:
-        """Return False: what was asked of a stream cannot be withdrawn."""
+        """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
     def prefetch(self) -> None:
@@ -109,5 +109,5 @@ class HostSlot:
     def free(self) -> None:
         """Give the place back; a copy that still uses it is waited for by the next user of its bytes."""
         if not self.freed:
-            self._tier.bury(self)
+            self._tier.release(self)
             self.freed = True

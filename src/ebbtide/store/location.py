@@ -40,7 +40,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
         DiskError: It is missing, not a directory, not writable, or lies in RAM.
     """
     directory = Path(path).expanduser()
-    hint = "give a directory on a local disk with disk_path=..."
+    hint = "use a directory on a local disk: disk_path=..."
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise DiskError(f"disk path {str(directory)!r} {what}", expected="an existing directory", hint=hint)
@@ -49,7 +49,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
     kind = filesystem_of(directory)
     if kind in RAM_FILESYSTEMS:
         raise DiskError(
-            f"disk path {str(directory)!r} lies on {kind}, which is RAM",
+            f"disk path {str(directory)!r} is on {kind}, which is RAM",
             expected="a file system on a disk",
             hint=hint,
         )
@@ -76,5 +76,5 @@ def default_directory() -> Path:
     raise DiskError(
         "no directory for offloaded bytes: " + " · ".join(reasons),
         expected="a writable directory on a disk",
-        hint="give one with disk_path=...",
+        hint="name one with disk_path=...",
     )

@@ -42,7 +42,7 @@ class Meter(Protocol):
         ...
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the most memory in use since the last call, and begin anew; None where that cannot be told.
+        """Return the most memory in use since the last call, and start again; None if unknown.
 
         Args:
             where: The device; None: the current one.
@@ -125,7 +125,7 @@ def meter_for(tier: Tier) -> Meter:
 
 
 def room_bytes(tier: Tier) -> int | None:
-    """Return the memory that a step may still take; None where that cannot be told.
+    """Return the memory that a step may still take; None if unknown.
 
     On a device that is what it has free and what torch's allocator holds and has not handed out; without one it is
     the host memory that is free for this process.

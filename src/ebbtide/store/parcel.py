@@ -16,14 +16,14 @@ from ebbtide.store.extents import PLACE_ALIGN_BYTES
 from ebbtide.store.faults import Fault
 
 
-class State(Enum):
+class ParcelState(Enum):
     """Where a parcel is in its life."""
 
     QUEUED = "waits to be written"
     WRITING = "is being written"
     PARKED = "is on disk"
     FAILED = "could not be written"
-    DEAD = "was freed or withdrawn"
+    DEAD = "was freed or cancelled"
 
 
 class Parcel:
@@ -45,12 +45,12 @@ class Parcel:
         self.tail = ctypes.string_at(self.address + self.nbytes - self.split.tail_bytes, self.split.tail_bytes)
         on_disk = self.split.interior_bytes > 0
         self.source: torch.Tensor | None = source if on_disk else None
-        self.state = State.QUEUED if on_disk else State.PARKED
+        self.state = ParcelState.QUEUED if on_disk else ParcelState.PARKED
         self.fault: Fault | None = None
         self.read: Read | None = None
         self.place = -1
 
-    def bring(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
+    def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
         """Return the bytes in memory of their own. See [Note: aligned interior].
 
         Args:

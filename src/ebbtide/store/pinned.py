@@ -1,4 +1,4 @@
-"""Pageable memory that is pinned after it was mapped, exactly as large as it was asked for.
+"""Pageable memory that is pinned after it was mapped, exactly as large as it was requested for.
 
 The registering thread faults the pages in, so they lie on the memory node on which it runs. A forked child gets none of
 it: a fork would copy every pinned page at once.
@@ -71,7 +71,7 @@ class _Mapping:
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):
                     self.memory.madvise(getattr(mmap, advice))
-        self.asked = False
+        self.requested = False
         self.owner = os.getpid()
 
 
@@ -93,18 +93,18 @@ def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
     address = ctypes.addressof(loan)
     # Before it is registered: an interrupt must not leave memory that is unmapped while it is still pinned.
     weakref.finalize(loan, _let_go, mapping, address, registrar)
-    mapping.asked = True
+    mapping.requested = True
     code = registrar.register(address, len(mapping.memory))
     if code:
-        mapping.asked = False
+        mapping.requested = False
         raise RuntimeError(f"error {code} of the runtime")
     return torch.frombuffer(loan, dtype=torch.uint8, count=nbytes)
 
 
 def _let_go(mapping: _Mapping, address: int, registrar: Registrar) -> None:
     if os.getpid() == mapping.owner:
-        if mapping.asked:
-            mapping.asked = False
+        if mapping.requested:
+            mapping.requested = False
             registrar.unregister(address)
     else:
         # There is nothing at this address here, or something of somebody else's: it must never be unmapped.

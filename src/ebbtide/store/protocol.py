@@ -5,7 +5,7 @@
 ``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the slot
 holds their memory, even one that was freed meanwhile. ``slot.take()`` brings the bytes back, as often as it is called;
 ``prefetch()`` begins that early, ``put_back()`` drops what it brought. ``slot.free()`` gives the place back, at any
-moment: a copy still running is waited for, withdrawn, or finished before the place is used again.
+moment: a copy still running is waited for, cancelled, or finished before the place is used again.
 
 The same protocol is served by the disk tier (threads are the streams) and by the host tier over a ``Device`` (streams
 and events); a tier knows no autograd.
@@ -39,7 +39,7 @@ class Slot(Protocol):
         ...
 
     def cancel(self) -> bool:
-        """Withdraw a copy-out that has not begun. True: it was withdrawn, nothing is parked, the slot is dead."""
+        """Cancel a copy-out that has not begun. True: it was cancelled, nothing is parked, the slot is dead."""
         ...
 
     def prefetch(self) -> None:
@@ -120,7 +120,7 @@ class Tier(Protocol):
         ...
 
     def expect(self, nbytes: int) -> None:
-        """Be told how many further bytes will be parked in this pass, as far as the first block shows."""
+        """Take the number of further bytes of this pass, as predicted by the first block."""
         ...
 
     @property

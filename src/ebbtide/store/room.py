@@ -9,7 +9,7 @@ from ebbtide.base.units import format_size
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.extents import PLACE_ALIGN_BYTES, Extents, round_up
 from ebbtide.store.faults import FULL_ERRNOS, Fault
-from ebbtide.store.parcel import Parcel, State
+from ebbtide.store.parcel import Parcel, ParcelState
 
 _EXTENT_BYTES = 256 << 20
 
@@ -76,12 +76,12 @@ class Room:
             busy: Who may still have one when it is dead.
         """
         owners = list(self._owners.values())
-        return [p for p, slot in owners if (p not in busy if p.state is State.DEAD else slot() is None)]
+        return [p for p, slot in owners if (p not in busy if p.state is ParcelState.DEAD else slot() is None)]
 
     def mend(self) -> int:
         """Take back every place that no parcel has: an interrupt lost it. Returns the bytes that dead ones have."""
         self._extents.keep((parcel.place, parcel.split.interior_bytes) for parcel in self.parcels)
-        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is State.DEAD)
+        return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 
     def close(self) -> None:
         """Forget the parcels and close the file."""
@@ -120,6 +120,6 @@ class Room:
         budget = "" if self._budget_bytes is None else f" (budget {format_size(self._budget_bytes)})"
         return DiskFullError(
             f"{format_size(need_bytes)} needed, {format_size(self.free_bytes)} free in {self._file.directory}{budget}",
-            expected="room in one piece for every offloaded storage",
-            hint="make room there, give a larger disk with disk_path=..., raise the budget, or offload less",
+            expected="enough contiguous space for every offloaded storage",
+            hint="free some space there, use a larger disk (disk_path=...), raise the budget, or offload less",
         )

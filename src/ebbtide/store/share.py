@@ -43,8 +43,8 @@ def ranks_of(environment: Mapping[str, str]) -> int:
     Args:
         environment: The variables.
     """
-    said = environment.get("LOCAL_WORLD_SIZE", "").strip()
-    return max(1, int(said)) if said.isdecimal() else 1
+    text = environment.get("LOCAL_WORLD_SIZE", "").strip()
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:
@@ -94,7 +94,7 @@ def _groups(root: Path) -> list[Memory]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container may see its own group as the top, whatever path it is told: then only the top is there.
+        # A container may see its own group as the top, whatever its path: then only the top exists.
         inner = (top / path.lstrip("/")).resolve()
         for folder in dict.fromkeys((top, inner, *inner.parents)):
             if folder == top or top in folder.parents:

@@ -63,7 +63,7 @@ class SpillSlot:
             stage.wait_parked()
 
     def cancel(self) -> bool:
-        """Return False: what was asked of a stream cannot be withdrawn."""
+        """Return False: a copy queued on a stream cannot be cancelled."""
         return False
 
     def prefetch(self) -> None:
@@ -217,7 +217,7 @@ class SpillTier:
         self.host.expect(nbytes)
 
     def prefetch(self, slot: SpillSlot) -> None:
-        """Begin to bring the bytes of ``slot`` back."""
+        """Begin the copy-in of ``slot``."""
         self._check(slot)
         slot.wanted = True
         with self._lock:
@@ -284,7 +284,7 @@ class SpillTier:
                     self._disk = self._open_disk()
                 except DiskError as error:
                     self._refused = str(error)
-                    _LOG.warning("the host budget is reached and no disk can take the rest: %s", self._refused)
+                    _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
                 else:
                     self._disk.counters.stalls = self.stalls  # one account of whom compute waited for
                     _LOG.warning(
@@ -370,5 +370,5 @@ class SpillTier:
             slot.free()
         elif self._refused is None:
             self._refused = str(error)
-            _LOG.warning("offloaded bytes stay in host memory, the disk takes no more: %s", self._refused)
+            _LOG.warning("the disk is full; further offloaded bytes stay in host memory: %s", self._refused)
         return slot.freed

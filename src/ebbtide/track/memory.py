@@ -16,12 +16,18 @@ def track_memory(
 ) -> Generator[RunFile, None, None]:
     """Record host and device memory, and every event of ebbtide, into a run folder.
 
-    Works without offloading. Mark phases and steps with the object that is given back, and the report shows them::
+    A thread samples memory, and every event of ebbtide is written as one JSON line; ``ebbtide report`` draws them. Use
+    it around any training loop, with or without offloading.
 
-        with ebbtide.track_memory("run/", model="my model") as run:
-            for step, batch in enumerate(batches):
+    Example::
+
+        model = torch.nn.Linear(8, 8)
+        with ebbtide.track_memory("run", model="my model") as run:
+            for step in range(2):
                 with run.phase("forward", step=step):
-                    loss = model(batch)
+                    loss = model(torch.randn(4, 8)).sum()
+
+    Then ``ebbtide report run`` writes ``run/report.html``.
 
     Args:
         folder: Where ``run.jsonl`` and, at the end, ``summary.json`` are written.

@@ -108,7 +108,7 @@ class RunFile:
             raise DataError(
                 f"{self.folder} already holds a run ({EVENTS_FILE})",
                 expected="a folder without one",
-                hint="name another folder, or pass overwrite=True to replace that run",
+                hint="choose another folder, or pass overwrite=True to replace that run",
             )
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class RunFile:
             raise DataError(
                 f"{self.folder} cannot be written ({error.strerror})",
                 expected="a folder for the run's files",
-                hint="name a folder that you may write to",
+                hint="choose a folder that you may write to",
             ) from error
 
     def _close(self) -> None:

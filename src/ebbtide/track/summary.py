@@ -125,8 +125,10 @@ def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     baseline, kept = bytes_["unique"], bytes_["kept"]
     if largest and largest.get("checkpointed"):
         # What a checkpointed block would have saved is not seen: only a pass without such blocks tells.
-        whole = [p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None]
-        baseline = max(whole, default=None)
+        uncheckpointed = [
+            p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None
+        ]
+        baseline = max(uncheckpointed, default=None)
     saved = baseline - kept if baseline is not None and kept is not None else None
     return {
         "activation_bytes": bytes_,

@@ -86,7 +86,7 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
             told = meeting.attend()
             lines = _differences({rank: json.loads(one) for rank, one in told.items()})
             if lines:
-                more = f"; and {len(lines) - SHOWN} differences more" if len(lines) > SHOWN else ""
+                more = f"; and {len(lines) - SHOWN} more differences" if len(lines) > SHOWN else ""
                 raise ConfigError(
                     "; ".join(lines[:SHOWN]) + more,
                     expected=f"the same on {spelled(meeting.ranks)}, which train the same part of the model",

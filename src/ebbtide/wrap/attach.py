@@ -250,7 +250,7 @@ class Attachment:
         if self.enabled and "compiled" not in self._told:
             self._told.add("compiled")
             logger.warning(
-                "nothing is offloaded in the code that is being compiled now: hooks inside it would break its graph; "
+                "nothing is offloaded in code that is being compiled: hooks inside it would break its graph; "
                 "compile the blocks instead: `for block in model.layers: block.compile()`"
             )
 
@@ -269,7 +269,7 @@ class Attachment:
             self._told.add("graphed")
             logger.warning(
                 "nothing is offloaded in compiled blocks that torch replays from device graphs "
-                "(mode='reduce-overhead'): what they save lies in memory that belongs to the graphs; "
+                "(mode='reduce-overhead'): their saved tensors are in the graphs' memory; "
                 "hint: compile the blocks with mode='max-autotune-no-cudagraphs' or the default mode"
             )
         return graphed
@@ -290,7 +290,7 @@ class Attachment:
             raise DiskFullError(
                 f"the disk tier can hold {format_size(free)} more and the first of {len(self._blocks)} blocks "
                 f"offloaded {format_size(seen.offloaded)}",
-                expected=f"room for {format_size(needed)} more, for this batch size and sequence length",
+                expected=f"space for {format_size(needed)} more, for this batch size and sequence length",
                 hint="free some space, name another disk_path, or pass enable_ckpt=True, which offloads far less",
             )
 

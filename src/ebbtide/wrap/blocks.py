@@ -62,7 +62,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
     if not found:
         raise BlocksError(
             f"{type(model).__name__} has no parameters",
-            expected="a model that is trained",
+            expected="a model with parameters",
             hint="use `with ebbtide.offload_saved_tensors():` around the forward",
         )
     return blocks_of(found)
@@ -96,7 +96,7 @@ def _refuse_offloaded(name: str, module: nn.Module) -> None:
             f"block {name!r} is wrapped by torch's offload_wrapper",
             expected="one offloader on a model",
             hint="leave that wrapper out (accelerate: activation_checkpointing_offload=False); "
-            "a checkpoint_wrapper may stay, and what it keeps is offloaded",
+            "a checkpoint_wrapper may stay; the tensors it keeps are offloaded",
         )
 
 

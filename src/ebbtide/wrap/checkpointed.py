@@ -201,10 +201,10 @@ def _has_only_values(tensor: torch.Tensor) -> bool:
 
 def _differs(block: str, size: tuple[int, ...]) -> RestoreError:
     return RestoreError(
-        f"block {block!r} was run again in backward and computed another {list(size)} tensor than in forward",
-        expected="a forward that computes the same when it runs a second time",
+        f"block {block!r} was checkpointed, and its second forward computed another {list(size)} tensor than the first",
+        expected="a forward that computes the same values twice",
         hint="does it draw from a random generator, or change an object, that ebbtide cannot reach? pass "
-        "policy='offload', which runs nothing again",
+        "policy='offload', which checkpoints nothing",
     )
 
 

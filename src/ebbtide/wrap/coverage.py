@@ -99,7 +99,7 @@ class Watch:
         if better is not None:
             self._may_choose = self._done = False  # the next pass is measured as well, and nothing chosen by it
             names = [block.name for _, block in better if block.name not in {b.name for _, b in blocks}]
-            self._added = f"after the first pass, in which {coverage}, these became blocks: {', '.join(names)}"
+            self._added = f"in the first pass {coverage}; these became blocks: {', '.join(names)}"
             logger.info("%s", self._added)
             return better
         self._report(coverage)

@@ -78,7 +78,7 @@ class Meeting:
             raise ConfigError(
                 f"{spelled(absent)} did not {self._about} within {self._limit_seconds:g} s",
                 expected=f"the same calls on {spelled(self.ranks)}, which train the same part of the model",
-                hint="see what became of that rank; the time limit is that of init_process_group",
+                hint="check the log of that rank; the time limit is that of init_process_group",
             )
 
 

@@ -48,11 +48,11 @@ class Inside:
         """
         found = self._found
         if found and not run.tally.packs:
-            _refuse(f"block {block!r} saves everything under other saved-tensor hooks, inside it ({found})")
+            _refuse(f"block {block!r} saves all its tensors under other saved-tensor hooks inside it ({found})")
         if found and not self._told:
             self._told = True
             logger.warning(
-                "block %r saves a part under other saved-tensor hooks (%s): ebbtide does not see that part",
+                "block %r saves a part under other saved-tensor hooks (%s): ebbtide cannot offload that part",
                 block, found,
             )  # fmt: skip
 
@@ -88,7 +88,7 @@ def _refuse(found: str) -> None:
     raise ConflictError(
         found,
         expected="one offloader on a model",
-        hint="leave that context, or unset its flag (TRL and torchtune: activation_offloading, enable_activation_"
+        hint="remove that context, or unset its flag (TRL and torchtune: activation_offloading, enable_activation_"
         "offloading; transformers: gradient_checkpointing_kwargs['offload'])",
     )
 

@@ -118,7 +118,7 @@ class Reruns:
         first = block.name not in self._looked
         self._looked.add(block.name)
         if first and generators_of(module):
-            self._refuse(kind, "have a random generator of their own, from which a second run would draw anew")
+            self._refuse(kind, "have a random generator of their own, which a second forward would advance again")
         # Some kernels move no version of what they change: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.WHOLE if first else Compared.NOT)
         given = _contents(args, kwargs)
@@ -126,11 +126,11 @@ class Reruns:
             yield state
         finally:
             if not all(watched.same for watched in before):
-                self._refuse(kind, "change tensors of their own in place, which a second run would change again")
+                self._refuse(kind, "change their own tensors in place, which a second forward would change again")
             if run.jagged:
-                self._refuse(kind, "make jagged tensors, to whose sizes a second run would give other names")
+                self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
             if _contents(args, kwargs) != given:
-                self._refuse(kind, "change what they are given, which a second run would find changed")
+                self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:
@@ -142,7 +142,7 @@ class Reruns:
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
             given = type(changeable).__name__
-            self._refuse(kind, f"are given a {given}, which a second run would find changed", "use_cache=False")
+            self._refuse(kind, f"are given a {given}, which a second forward would read changed", "use_cache=False")
         if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
             return False  # autograd does not save them
         return kind not in self._refused
@@ -153,7 +153,7 @@ class Reruns:
             hint = f" (for a key-value cache, set {switch})" if switch else ""
             logger.log(
                 logging.WARNING if self._names is None else logging.DEBUG,
-                "%s blocks are not re-run whole: they %s; their tensors are treated one by one%s",
+                "%s blocks are not checkpointed: they %s; their tensors are decided one by one%s",
                 kind,
                 why,
                 hint,

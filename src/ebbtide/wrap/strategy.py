@@ -72,6 +72,20 @@ def weights_move(model: nn.Module) -> bool:
     return bool(wrappers) and any(isinstance(module, wrappers) for module in model.modules())
 
 
+def check_strategy_name(strategy: str) -> None:
+    """Raise if there is no such strategy.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(
+            f"strategy is {strategy!r:.80}",
+            expected="one of " + ", ".join(STRATEGIES),
+            hint=nearest(str(strategy), STRATEGIES) or "'auto' accepts the model as it is wrapped",
+        )
+
+
 def check_strategy(model: nn.Module, strategy: str) -> str:
     """Return the model's strategy; raise if the one asked for is not the model's.
 
@@ -79,12 +93,7 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
         ConfigError: There is no such strategy.
         StrategyError: The model is not wrapped so.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigError(
-            f"strategy is {strategy!r:.80}",
-            expected="one of " + ", ".join(STRATEGIES),
-            hint=nearest(str(strategy), STRATEGIES) or "'auto' takes the model as it is wrapped",
-        )
+    check_strategy_name(strategy)
     _refuse_replicas(model)
     found = found_strategy(model)
     if strategy not in ("auto", found):

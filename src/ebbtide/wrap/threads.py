@@ -48,8 +48,8 @@ class Turns:
         if not self._warned:
             self._warned = True
             logger.warning(
-                "nothing is offloaded in thread %r: it runs the model while another thread does, and a handle follows "
-                "one forward at a time; its gradients are those of plain training",
+                "nothing is offloaded in thread %r: it runs the model at the same time as another thread, and a "
+                "handle follows one forward at a time; its gradients are those of ordinary training",
                 threading.current_thread().name,
             )
         try:

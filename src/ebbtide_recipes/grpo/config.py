@@ -24,10 +24,10 @@ ALIASES: Mapping[str, str] = {
 UNSUPPORTED: Mapping[str, str] = {
     **LANGUAGE_UNSUPPORTED,
     **verl.UNSUPPORTED,
-    "generation_batch_size": "--steps_per_generation: a rollout is that many micro-batches",
+    "generation_batch_size": "--steps_per_generation: micro-batches in a rollout",
     "reward_model_path": "--reward_funcs path.py:function: a function may call a model",
-    "sync_ref_model": "the reference is the model as the run found it",
-    "rlhf_type": "the verb is the type: leave it out",
+    "sync_ref_model": "the reference is the initial model",
+    "rlhf_type": "leave it out: the verb is the type",
     "packing": "--padding_free true leaves the padding out of a batch",
     "max_length": "--max_prompt_length and --max_completion_length",
 }
@@ -44,31 +44,31 @@ class GrpoConfig(LanguageConfig):
     Attributes:
         dataset: Prompts: builtin:arithmetic, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
             the first thousand rows. Several may be given.
-        reward_funcs: What rewards a completion: accuracy, closeness, format, or path.py:function. Several may be given.
-        reward_weights: How much each counts in the sum; one number counts for all.
-        num_generations: Completions of a prompt; they are compared with one another.
+        reward_funcs: Reward functions: accuracy, closeness, format, or path.py:function. Several may be given.
+        reward_weights: Weights of the reward functions; one number for all.
+        num_generations: Completions of a prompt, compared with one another.
         num_generations_eval: Completions of a prompt in an evaluation.
         max_prompt_length: Tokens in a prompt. No prompt is cut: see --filter_overlong_prompts.
         max_completion_length: Tokens in a completion; longer ones end there.
-        filter_overlong_prompts: Leave longer prompts out, and say how many; false: refuse them.
-        temperature: Of sampling.
-        top_p: Sample among the likeliest tokens with this much probability together.
-        top_k: Sample among so many of the likeliest tokens; 0: among all.
-        beta: How much the KL divergence from the reference counts; 0: there is no reference. The reference is the
-            model as the run found it; with adapters, the model without them.
-        use_kl_loss: As verl has it: false leaves the KL divergence out whatever --beta says.
+        filter_overlong_prompts: Leave longer prompts out and log their number; false: refuse them.
+        temperature: Sampling temperature.
+        top_p: Sample from the likeliest tokens with this total probability.
+        top_k: Sample from this many of the likeliest tokens; 0: from all.
+        beta: Weight of the KL divergence from the reference; 0: no reference. The reference is the initial model;
+            with adapters, the model without them.
+        use_kl_loss: verl's flag: false removes the KL divergence, for any --beta.
         num_iterations: Updates from each rollout.
-        steps_per_generation: Micro-batches that one rollout makes; left out, --gradient_accumulation_steps.
-        epsilon: By how much an update may change the probability of a token before it is clipped.
-        epsilon_high: The same upwards; left out, --epsilon.
-        loss_type: How the loss is normalised.
+        steps_per_generation: Micro-batches in a rollout; default: --gradient_accumulation_steps.
+        epsilon: Clipping range of a token's probability ratio in an update.
+        epsilon_high: Upper clipping range; default: --epsilon.
+        loss_type: Normalization of the loss.
         scale_rewards: Divide advantages by the standard deviation of the group, of the batch, or by nothing.
         padding_free: Leave padding out of log-probabilities, forward and backward, as verl's use_remove_padding.
         use_vllm: Generate with vLLM, if it is installed.
         vllm_mode: Generate in the training processes (colocate) or by a server.
-        vllm_gpu_memory_utilization: Share of the device's memory that vLLM takes.
-        strategy: As verl has it: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
-        learning_rate: Peak learning rate; left out, 1e-6 for full training and 1e-5 for adapters.
+        vllm_gpu_memory_utilization: Share of the device's memory for vLLM.
+        strategy: verl's flag: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
+        learning_rate: Peak learning rate; default: 1e-6 for full training, 1e-5 for adapters.
         per_device_train_batch_size: Completions in a micro-batch.
         per_device_eval_batch_size: Completions in a batch of the evaluation.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
@@ -164,7 +164,7 @@ class GrpoConfig(LanguageConfig):
         """Return the flags that were given but do nothing in this mode."""
         vllm = () if self.use_vllm else ("vllm_mode", "vllm_gpu_memory_utilization")
         idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
-        return [*super().without_effect(), *(name for name in idle if self.is_given(name))]
+        return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
 
     def _apply_strategy(self) -> None:
         """Fold verl's ``strategy`` into the flags that say the same, so that everything behind it knows one meaning."""
@@ -174,7 +174,7 @@ class GrpoConfig(LanguageConfig):
         sharded = self.fsdp_strategy in ("none", "full_shard")
         if not sharded or self.fsdp_version not in (2, version):
             raise ConfigError(
-                f"strategy is {self.strategy!r} beside fsdp_strategy {self.fsdp_strategy!r} and fsdp_version "
+                f"strategy is {self.strategy!r} with fsdp_strategy {self.fsdp_strategy!r} and fsdp_version "
                 f"{self.fsdp_version}",
                 expected=f"one meaning: {self.strategy} is fsdp_strategy 'full_shard' with fsdp_version {version}",
                 hint="leave --strategy out, or the other two",

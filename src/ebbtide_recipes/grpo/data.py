@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ebbtide_recipes.grpo.config import GrpoConfig
     from ebbtide_recipes.grpo.rewards import Reward
-    from ebbtide_recipes.language.models import Source
+    from ebbtide_recipes.language.models import ModelSource
 
 LOGGER = logging.getLogger("ebbtide.grpo")
 
@@ -27,7 +27,7 @@ READER = Reader(
 """Reads the data sets that ``grpo`` knows."""
 
 
-def load(names: Sequence[str], config: GrpoConfig, source: Source, rewards: Sequence[Reward]) -> Dataset:
+def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards: Sequence[Reward]) -> Dataset:
     """Read data sets and put their prompts one after the other.
 
     Args:
@@ -50,8 +50,8 @@ def load(names: Sequence[str], config: GrpoConfig, source: Source, rewards: Sequ
             raise ConfigError(
                 f"{name} has the columns {', '.join(sorted(part[0]))}, and the data sets before it "
                 f"{', '.join(sorted(made[0]))}",
-                expected="data sets with the same columns",
-                hint="train on one after the other, or bring their columns into line",
+                expected="data sets with equal columns",
+                hint="train on one after the other, or give them the same columns",
             )
         made += _short(part, name, config, source.tokenizer)
     return as_dataset(made, names)
@@ -67,7 +67,7 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
     if len(dataset) < wanted:
         raise DataError(
             f"{', '.join(config.dataset)} has {len(dataset)} prompts",
-            expected=f"{wanted} or more: so many make one rollout",
+            expected=f"{wanted} or more, for one rollout",
             hint="more rows, a smaller --per_device_train_batch_size, or a larger --num_generations",
         )
 
@@ -84,7 +84,7 @@ def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: An
             hint="a larger --max_prompt_length, or --filter_overlong_prompts true leaves them out",
         )
     if not kept:
-        raise DataError(found, expected="some that are shorter", hint="a larger --max_prompt_length")
+        raise DataError(found, expected="some shorter prompts", hint="a larger --max_prompt_length")
     if long:
         LOGGER.warning("%s: they are left out; no prompt is cut", found)
     return kept

@@ -57,7 +57,7 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
     if taken:
         raise DataError(
             f"data set {name!r} has the column {taken[0]!r}",
-            expected="other names: images, videos and audios are not read here, and the trainer hands over the others",
+            expected="other names: images, videos and audios are not supported, and the trainer uses the others",
             hint=f"rename {taken[0]!r}, or take it out",
         )
     source = next((c for c in ("prompt", "messages", "question") if c in columns), None)
@@ -76,7 +76,7 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
             raise DataError(
                 f"{where} has the columns {', '.join(sorted(map(str, row))) or '(none)'}",
                 expected=f"those of the first row: {', '.join(sorted(columns))}",
-                hint="give every row every column; null is a value",
+                hint="every row needs every column; null is a value",
             )
         made.append(_shaped(row, source, where, chat=chat, system=system))
     _check_one_kind(made, name)
@@ -95,7 +95,7 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
     elif source == "question" and isinstance(value, str):
         value = f"{value}\n"
     if not value or not isinstance(value, str | list):
-        raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="mend or remove the row")
+        raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="fix or remove the row")
     if isinstance(value, list):
         value = _chat(cast("list[Any]", value), where, chat=chat, system=system)
     rest = {str(key): item for key, item in row.items() if key not in (source, "completion")}
@@ -124,7 +124,7 @@ def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) ->
         raise DataError(
             f"{where} ends with the assistant",
             expected="a chat that ends with the user: the model writes the answer",
-            hint="take the last message out; a column `answer` may hold what it should say",
+            hint="remove the last message; a column `answer` may hold the reference answer",
         )
     if system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]

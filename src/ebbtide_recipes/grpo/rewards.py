@@ -47,8 +47,8 @@ def closeness(completions: Sequence[Any], **columns: Any) -> list[float]:
     """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one."""
     rewards: list[float] = []
     for completion, answer in zip(completions, _wanted(columns), strict=True):
-        given, right = number_in(text_of(completion)), number_in(str(answer))
-        rewards.append(0.0 if given is None or right is None else 1 / (1 + abs(given - right)))
+        answered, right = number_in(text_of(completion)), number_in(str(answer))
+        rewards.append(0.0 if answered is None or right is None else 1 / (1 + abs(answered - right)))
     return rewards
 
 
@@ -126,9 +126,9 @@ class Reward:
             chat = "" if isinstance(completions[0], str) else "a completion of a chat is a list of messages; "
             raise TrainingError(
                 f"the reward function {self.name!r} raised {type(error).__name__}: {error}{also}",
-                expected="one number a completion, whatever the completion says",
-                hint=f"{chat}call it by hand with a completion, and with an empty one; "
-                "None is the reward of a completion that it does not judge",
+                expected="one number per completion, for any text",
+                hint=f"{chat}call it by hand with a completion and with an empty one; "
+                "return None for a completion that it does not judge",
             ) from error
         values = self._listed(returned, len(completions))
         return [self._number(value, completion) for value, completion in zip(values, completions, strict=True)]
@@ -156,7 +156,7 @@ class Reward:
         if len(returned) != count:
             raise TrainingError(
                 f"the reward function {self.name!r} returned {len(returned)} rewards",
-                expected=f"{count}, one a completion",
+                expected=f"{count}, one per completion",
                 hint="it is called with all completions of a batch at once; zip(completions, answer) pairs them",
             )
         return list(returned)
@@ -204,7 +204,7 @@ def _load(name: str) -> Reward:
         raise ConfigError(
             f"there is no reward function {name!r}",
             expected=f"some of {', '.join(BUILTIN)}, or path.py:function",
-            hint=nearest(name, BUILTIN) or "a function of a file is named such as rewards.py:reward",
+            hint=nearest(name, BUILTIN) or "for a function of your own: rewards.py:reward",
         )
     path = Path(place).expanduser()
     if not path.is_file():

@@ -116,7 +116,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
                 raise ConfigError(
                     f"padding_free is true, and {type(self.accelerator.unwrap_model(model)).__name__} mixes sequences "
                     "that stand in one row",
-                    expected="a model whose attention keeps them apart by their positions",
+                    expected="a model whose attention separates them by their positions",
                     hint="leave --padding_free out",
                 )
         log_probs: list[torch.Tensor] = []
@@ -278,7 +278,9 @@ def build(
         )
     except ValueError as error:
         raise ConfigError(
-            f"TRL's trainer refuses this run: {error}", expected="a run that it takes", hint="change what it names"
+            f"TRL's trainer refuses this run: {error}",
+            expected="a run that TRL supports",
+            hint="change the settings it names",
         ) from error
     trainer.beta = trainer.args.beta = config.kl_coefficient
     trainer.padding_free = config.padding_free

@@ -53,7 +53,7 @@ _LOG_PROBS = "log-probabilities are computed in batches of --per_device_train_ba
 _OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
 _NO_CRITIC = "GRPO has no critic: leave it out"
-_AS_ACTOR = "the reference is sharded as the trained model is: leave it out"
+_AS_ACTOR = "leave it out: the reference is sharded like the trained model"
 
 UNSUPPORTED: Mapping[str, str] = {
     "data.train_batch_size": _ROLLOUT_SIZE,
@@ -83,7 +83,7 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_REF}.log_prob_micro_batch_size": _LOG_PROBS,
     f"{_REF}.log_prob_micro_batch_size_per_gpu": _LOG_PROBS,
     f"{_REF}.ulysses_sequence_parallel_size": _AS_ACTOR,
-    f"{_REF}.model.path": "the reference is the model as the run found it",
+    f"{_REF}.model.path": "the reference is the initial model",
     f"{_ROLLOUT}.name": "--use_vllm true; without it transformers generates",
     f"{_ROLLOUT}.mode": "generation and training take turns: leave it out",
     f"{_ROLLOUT}.do_sample": "completions are always sampled: --temperature",
@@ -121,7 +121,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "trainer.resume_mode": "--resume_from_checkpoint latest",
     "trainer.resume_from_path": "--resume_from_checkpoint FOLDER",
     "trainer.balance_batch": "leave it out",
-    "ray_kwargs.ray_init.num_cpus": "there is no Ray: torchrun starts the processes",
+    "ray_kwargs.ray_init.num_cpus": "leave it out: torchrun starts the processes, not Ray",
 }
 """verl's keys with no twin, and what to do instead."""
 

@@ -29,7 +29,7 @@ _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _EXAMPLE = '{"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_proj", "v_proj"]}'
 
 
-def said_by(text: str) -> dict[str, Any]:
+def settings_of(text: str) -> dict[str, Any]:
     """Return what ``--adapter_config`` says: a kind's name, or a file in the form of PEFT's ``adapter_config.json``.
 
     Raises:
@@ -56,9 +56,9 @@ def said_by(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict) or not isinstance(cast("dict[str, Any]", content).get("peft_type"), str):
         raise DataError(f"{text} names no peft_type", expected="a JSON object with one", hint=f"such as {_EXAMPLE}")
-    told = cast("dict[str, Any]", content)
-    said = {name: value for name, value in told.items() if value is not None and name not in _OF_A_RUN}
-    return {**said, "peft_type": _kind(told["peft_type"], f"peft_type in {text}")}
+    document = cast("dict[str, Any]", content)
+    settings = {name: value for name, value in document.items() if value is not None and name not in _OF_A_RUN}
+    return {**settings, "peft_type": _kind(document["peft_type"], f"peft_type in {text}")}
 
 
 def _kind(text: str, what: str) -> str:
@@ -67,7 +67,7 @@ def _kind(text: str, what: str) -> str:
         raise ConfigError(
             f"{what} is {text!r}",
             expected=f"one of {', '.join(KINDS)}, or a .json file",
-            hint=nearest(text.lower(), KINDS) or "kinds that need more of a trainer than to train weights are not here",
+            hint=nearest(text.lower(), KINDS) or "kinds that need more than trained weights are not supported",
         )
     return text.upper()
 
@@ -76,16 +76,16 @@ def kind_of(config: LanguageConfig) -> str | None:
     """Return PEFT's name for the kind of adapters that a config trains; ``None``: none.
 
     Raises:
-        EbbtideError: As ``said_by`` and ``said_by_folder``.
+        EbbtideError: As ``settings_of`` and ``settings_in``.
     """
     if not config.trains_adapters:
         return None
     if config.adapters is not None:
-        return said_by_folder(Path(config.adapters).expanduser())["peft_type"]
-    return said_by(config.adapter_config)["peft_type"] if config.adapter_config is not None else "LORA"
+        return settings_in(Path(config.adapters).expanduser())["peft_type"]
+    return settings_of(config.adapter_config)["peft_type"] if config.adapter_config is not None else "LORA"
 
 
-def said_by_folder(folder: Path) -> dict[str, Any]:
+def settings_in(folder: Path) -> dict[str, Any]:
     """Return what a folder of adapters says of them.
 
     Raises:
@@ -97,12 +97,12 @@ def said_by_folder(folder: Path) -> dict[str, Any]:
         raise DataError(
             f"adapters {str(folder)!r} holds no adapters",
             expected=f"a folder with {FILE} and {_WEIGHTS[0]}",
-            hint=nearest(folder.name, near) or "give the folder that a run with adapters wrote",
+            hint=nearest(folder.name, near) or "pass the folder of a run with adapters",
         )
-    return said_by(str(folder / FILE))
+    return settings_of(str(folder / FILE))
 
 
-def config_of(said: Mapping[str, Any], where: str) -> PeftConfig:
+def config_of(settings: Mapping[str, Any], where: str) -> PeftConfig:
     """Make PEFT's config.
 
     Raises:
@@ -110,9 +110,9 @@ def config_of(said: Mapping[str, Any], where: str) -> PeftConfig:
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
-    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[said["peft_type"]]
+    kind: Any = PEFT_TYPE_TO_CONFIG_MAPPING[settings["peft_type"]]
     known = {field.name for field in dataclasses.fields(kind)}
-    for name in said:
+    for name in settings:
         if name not in known:
             raise ConfigError(
                 f"unknown setting {name!r} in {where or kind.__name__}",
@@ -120,7 +120,7 @@ def config_of(said: Mapping[str, Any], where: str) -> PeftConfig:
                 hint=nearest(name, known) or f"such as {_EXAMPLE}",
             )
     try:
-        return kind(**{name: value for name, value in said.items() if name in known and name != "peft_type"})
+        return kind(**{name: value for name, value in settings.items() if name in known and name != "peft_type"})
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"{where or kind.__name__} cannot be used: {str(error).splitlines()[0]}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import require
-from ebbtide_recipes.language.adapter_kinds import FILE, config_of, kind_of, said_by, said_by_folder
+from ebbtide_recipes.language.adapter_kinds import FILE, config_of, kind_of, settings_in, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -72,18 +72,18 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
     """
     if config.adapters is not None:
         folder = Path(config.adapters).expanduser()
-        made = config_of(said_by_folder(folder), FILE)
-        _try(made, model, f"the adapters in {folder}", "the model that they were trained on")
+        made = config_of(settings_in(folder), FILE)
+        _try(made, model, f"the adapters in {folder}", "the model they were trained on")
         return made
-    said: dict[str, Any] = {"peft_type": "LORA", "r": config.lora_rank, "lora_alpha": config.lora_alpha}
-    said["lora_dropout"] = config.lora_dropout
+    settings: dict[str, Any] = {"peft_type": "LORA", "r": config.lora_rank, "lora_alpha": config.lora_alpha}
+    settings["lora_dropout"] = config.lora_dropout
     if config.train_type == "adapter":
-        said = said_by(str(config.adapter_config))
-    if not {"target_modules", "target_parameters"} & said.keys():
-        said["target_modules"] = _targets(config, model)
-    if without and said["peft_type"] != "LN_TUNING":
-        said["exclude_modules"] = rf".*(?:{'|'.join(map(re.escape, without))})\..*"
-    made = config_of({**said, "task_type": "CAUSAL_LM"}, config.adapter_config or "")
+        settings = settings_of(str(config.adapter_config))
+    if not {"target_modules", "target_parameters"} & settings.keys():
+        settings["target_modules"] = _targets(config, model)
+    if without and settings["peft_type"] != "LN_TUNING":
+        settings["exclude_modules"] = rf".*(?:{'|'.join(map(re.escape, without))})\..*"
+    made = config_of({**settings, "task_type": "CAUSAL_LM"}, config.adapter_config or "")
     _try(made, model, *_named(config, model))
     return made
 
@@ -137,7 +137,7 @@ def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
     if "all-linear" in targets and len(targets) > 1:
         raise ConfigError(
             f"target_modules is {' '.join(targets)}",
-            expected="all-linear alone, or names alone",
+            expected="either all-linear or names",
             hint="all-linear takes every linear module but the head",
         )
     return "all-linear" if targets == ["all-linear"] else targets

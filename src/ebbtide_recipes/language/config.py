@@ -41,9 +41,9 @@ class LanguageConfig(RecipeConfig):
             adapters of another kind (adapter): --adapter_config says which.
         adapter_config: For the training type adapter: a kind of PEFT's, such as boft, vera or ia3, or a JSON file in
             the form of PEFT's adapter_config.json.
-        adapters: Folder of adapters that were trained before, to go on with them.
+        adapters: Folder of adapters to continue.
         attn_impl: Attention implementation.
-        freeze_vit: Leave the vision part of a vision-language model as it is.
+        freeze_vit: Freeze the vision part of a vision-language model.
         system: System message put before every chat that has none.
     """
 
@@ -78,33 +78,33 @@ class LanguageConfig(RecipeConfig):
         idle = super().without_effect()
         if self.trains_adapters and self.adapters is not None:
             made = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
-            idle += [name for name in made if name not in idle and self.is_given(name)]
+            idle += [name for name in made if name not in idle and self.is_set(name)]
         return idle
 
     def _check_adapters(self) -> None:
         """Refuse adapters that are asked for in two ways, or where there are none; and empty models that cannot be."""
         if self.train_type == "adapter" and self.adapter_config is None and self.adapters is None:
             raise ConfigError(
-                "train_type is 'adapter', and nothing says of which kind",
-                expected="--adapter_config with a kind or a file, or --adapters with a folder to go on with",
+                "train_type is 'adapter' without a kind",
+                expected="--adapter_config with a kind or a file, or --adapters with a folder to continue",
                 hint="--adapter_config boft, vera or ia3; --train_type lora is the usual kind",
             )
         if self.adapter_config is not None and (self.train_type != "adapter" or self.adapters is not None):
-            beside = "adapters" if self.adapters is not None else f"train_type {self.train_type}"
+            other = "adapters" if self.adapters is not None else f"train_type {self.train_type}"
             raise ConfigError(
-                f"adapter_config is given beside {beside}",
-                expected="it beside train_type adapter alone",
+                f"adapter_config is set with {other}",
+                expected="it only with train_type adapter",
                 hint="leave --adapter_config out" if self.adapters is not None else "--train_type adapter",
             )
         if self.adapters is not None and not self.trains_adapters:
             raise ConfigError(
-                "adapters is given beside train_type full",
+                "adapters is set with train_type full",
                 expected="a train_type that trains adapters",
-                hint="--train_type lora, qlora or adapter goes on with them",
+                hint="--train_type lora, qlora or adapter continues them",
             )
         if self.memory_efficient_init and self.train_type == "qlora" and self.fsdp_strategy != "none":
             raise ConfigError(
-                "memory_efficient_init is true beside train_type qlora and FSDP",
-                expected="weights that are cut as they are read: 4-bit weights are made of whole tensors",
+                "memory_efficient_init is true with train_type qlora and FSDP",
+                expected="weights that can be sharded while reading: 4-bit weights need complete tensors",
                 hint="leave --memory_efficient_init out, or --fsdp_strategy none, or --train_type lora",
             )

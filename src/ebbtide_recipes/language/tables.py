@@ -30,8 +30,8 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
     except (pyarrow.ArrowException, TypeError) as error:
         raise DataError(
             f"the rows of {', '.join(names)} do not make one table: {error}",
-            expected="rows whose columns hold the same kind of value throughout",
-            hint="look for a message or value that is text in one row and something else in another",
+            expected="rows with the same type of value in each column",
+            hint="find a value that is text in one row and another type elsewhere",
         ) from error
 
 

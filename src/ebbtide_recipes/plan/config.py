@@ -1,4 +1,4 @@
-"""What ``ebbtide plan`` can be told. No torch here: the command line reads this module for ``--help``."""
+"""Flags of ``ebbtide plan``. No torch here: the command line reads this module for ``--help``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ebbtide_recipes.skeleton.config import RecipeConfig
 from ebbtide_recipes.video.config import VideoConfig
 
 UNSUPPORTED: Mapping[str, str] = {
-    "dataset": "no data is read: every sequence is taken to be --max_length tokens long",
+    "dataset": "leave it out: every sequence has --max_length tokens",
     "packing": "every sequence is taken to be --max_length tokens long, as packing makes them",
     "activation_cpu_offload": "leave it out: the table has a row with it and rows without",
     "gradient_checkpointing": "leave it out: the table has a row with it and rows without",
@@ -38,33 +38,33 @@ class PlanConfig:
     machine is this one, measured now.
 
     Attributes:
-        recipe: What would train it: sft for a language model, video for a video transformer.
+        recipe: Recipe: sft for a language model, video for a video transformer.
         model: Model to plan for: a folder with config.json, such a file, a hub name, or a built-in name; for video a
             pipeline's folder, a transformer's config.json, or the folder of one. Left out, builtin:smollm2 or
             builtin:small-wan.
         gpu: Device to plan for: h200, h100, a100, gh200, 4090, or a JSON file that describes a machine.
         gpus: Devices to train on; with more than one, FSDP shards weights, gradients and optimizer state over all.
-        host_memory: Host memory of a node, such as 2TiB; left out, what the machine is known to have.
+        host_memory: Host memory of a node, such as 2TiB; default: from the table of machines.
         train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora).
         lora_rank: Rank of the adapters.
-        target_modules: Module names that get adapters; all-linear takes every linear module but the head.
-        freeze_vit: Leave the vision part of a vision-language model as it is.
+        target_modules: Modules that get adapters; all-linear is every linear module but the head.
+        freeze_vit: Freeze the vision part of a vision-language model.
         per_device_train_batch_size: Sequences or clips in a micro-batch.
-        gradient_accumulation_steps: Micro-batches in a step; above 1 the gradients of earlier ones take memory too.
+        gradient_accumulation_steps: Micro-batches in a step; above 1, earlier gradients use memory too.
         optim: Optimizer whose state is counted: adamw has two numbers for each trained weight, adamw_8bit two of 8
             bits, sgd_momentum one, sgd none, adafactor one for each row and column of a matrix.
         max_length: Tokens in a sequence.
-        num_frames: For video: frames of a clip; left out, the family's own. So are the next three.
+        num_frames: For video: frames of a clip; default, as for the next three: the family's.
         height: For video: pixels.
         width: For video: pixels.
         text_length: For video: tokens of a caption.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU or with --bf16, else bfloat16.
         bf16: Compute in bfloat16 where it is safe, on float32 weights (mixed precision).
         attn_impl: Attention implementation.
-        memory_budget: The peak to stay below, such as 40GiB; left out, nine tenths of the device's memory.
-        max_slowdown: How much slower a step of ebbtide-auto may be; 0.05 is 5 %.
-        out: File to save the plan in that is to be taken; policy="plan.json" then starts with it.
-        svg: File to draw slowdown over peak memory in, of all options and of ebbtide-auto at several budgets.
+        memory_budget: Largest peak, such as 40GiB; default: nine tenths of the device's memory.
+        max_slowdown: Largest slowdown of a step of ebbtide-auto; 0.05 is 5 %.
+        out: File for the recommended plan; policy="plan.json" then starts with it.
+        svg: File for a picture of slowdown over peak memory, of all options and of ebbtide-auto at several budgets.
         json: Print the result as JSON, with the points of that picture.
     """
 
@@ -115,15 +115,15 @@ class PlanConfig:
 
     def _check_together(self) -> None:
         if self.train_type == "qlora" and (self.gpus > 1 or self.recipe == "video" or self.bf16):
-            beside = "recipe video" if self.recipe == "video" else "bf16 true" if self.bf16 else f"gpus {self.gpus}"
+            other = "recipe video" if self.recipe == "video" else "bf16 true" if self.bf16 else f"gpus {self.gpus}"
             raise ConfigError(
-                f"train_type is 'qlora' beside {beside}",
+                f"train_type is 'qlora' with {other}",
                 expected="a language model in bfloat16 on one device: other 4-bit weights cannot be planned yet",
                 hint="--train_type lora plans for the same adapters on weights of 16 bits, which take more memory",
             )
         if self.bf16 and self.torch_dtype == "bfloat16":
             raise ConfigError(
-                "bf16 is true beside torch_dtype bfloat16",
+                "bf16 is true with torch_dtype bfloat16",
                 expected="float32 weights for mixed precision",
                 hint="leave --torch_dtype out for mixed precision, or --bf16 for weights in bfloat16 too",
             )

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from ebbtide_recipes.plan.result import Result
 
 
-def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> Result:
+def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) -> Result:
     """Simulate the model's step, once, and hold the options of training it side by side.
 
     Args:
         config: What to train, and on what.
-        say: Told flags that do nothing, and what takes seconds.
+        report: Told flags that do nothing, and what takes seconds.
 
     Raises:
         EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be simulated.
     """
     for name in config.without_effect():
-        say(f"--{name} has no effect here: recipe is {config.recipe}, train_type {config.train_type}")
+        report(f"--{name} has no effect here: recipe is {config.recipe}, train_type {config.train_type}")
     packages = ("diffusers", "peft") if config.recipe == "video" else ("transformers", "peft")
     for package in packages:
         check_installed(package, extra="video" if config.recipe == "video" else "recipes", use="the plan recipe")
@@ -45,9 +45,9 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     for name in ("out", "svg"):
         if getattr(config, name) is not None:
             model.check_file(getattr(config, name), name)
-    subject = video.Subject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
+    subject = video.VideoSubject(config.as_video()) if config.recipe == "video" else model.Subject(config.as_sft())
     if config.gpu is None:
-        say("measuring this machine, which takes seconds; --gpu names another")
+        report("measuring this machine, which takes seconds; --gpu names another")
     machine = machine_here() if config.gpu is None else machine_named(config.gpu)
     _check_machine(config, machine)
     outline = subject.outline(_dtype(config, machine))
@@ -59,11 +59,11 @@ def main(config: PlanConfig, say: Callable[[str], None] = lambda line: None) -> 
     except EbbtideError:
         raise
     except Exception as error:
-        said = (str(error).strip() or repr(error)).splitlines()[0]
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {said:.200})",
-            expected="a model that takes text alone, or latents and text, and decides nothing by values",
-            hint=f"`ebbtide compare {config.recipe}` with a few real steps measures what this would have predicted",
+            f"a step of {config.name} cannot be simulated ({type(error).__name__}: {reason:.200})",
+            expected="a model of text, or of latents and text, whose code does not read values",
+            hint=f"`ebbtide compare {config.recipe}` measures it with a few real steps",
         ) from error
     finally:
         end()
@@ -140,7 +140,7 @@ def draw(result: Result, path: str) -> str:
     except OSError as error:
         raise DataError(
             f"svg {path!r} cannot be written ({error.strerror})",
-            expected="a place for a picture",
+            expected="a writable file",
             hint="name a file in a folder that you may write to",
         ) from error
     return f"drawn    {path}: slowdown over peak memory"
@@ -162,22 +162,22 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
     if is_cpu(machine) and config.host_memory is not None:
         raise ConfigError(
             "host_memory is given on a machine without an accelerator",
-            expected="a device whose memory is scarcer than the host's",
-            hint="leave --host_memory out: offloaded bytes go to disk here, or name the device with --gpu",
+            expected="an accelerator",
+            hint="leave --host_memory out (offloaded bytes go to disk here), or name the device with --gpu",
         )
     if config.gpus > machine.devices and config.gpus % machine.devices:
         raise ConfigError(
-            f"gpus is {config.gpus}, and a node of {machine.name} has {machine.devices}",
-            expected=f"at most {machine.devices}, or whole nodes",
+            f"--gpus {config.gpus} is not a whole number of {machine.devices}-GPU {machine.name} nodes",
+            expected=f"at most {machine.devices}, or a multiple of {machine.devices}",
             hint=f"such as --gpus {machine.devices * math.ceil(config.gpus / machine.devices)}",
         )
     if config.memory_budget is not None:
-        asked = parse_size(config.memory_budget, name="memory_budget")
-        if asked > machine.memory_bytes:
+        budget_bytes = parse_size(config.memory_budget, name="memory_budget")
+        if budget_bytes > machine.memory_bytes:
             raise ConfigError(
                 f"memory_budget is {config.memory_budget}, and the device has {format_size(machine.memory_bytes)}",
                 expected="a part of the device's memory",
-                hint="leave it out: nine tenths of the device are then the aim",
+                hint="leave it out to use nine tenths of the device",
             )
 
 

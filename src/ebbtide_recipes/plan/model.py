@@ -90,7 +90,7 @@ def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
         DataError: The config describes no model.
         ConfigError: The attention implementation is not there; adapters that do not fit.
     """
-    with _told():
+    with _explained():
         model: nn.Module = models.outline_of(config, found, dtype)
     sees = models.is_vision_language(found)
     frozen = models.vision_parts(model, found) if sees and config.freeze_vit else []
@@ -136,9 +136,9 @@ def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
     seen: list[int] = []
 
     def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-        learned = {id(x): x.numel() * x.itemsize for x in given if x.requires_grad}
-        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in given), default=0))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        learned = {id(x): x.numel() * x.itemsize for x in tensors if x.requires_grad}
+        seen.append(sum(learned.values()) or max((x.numel() * x.itemsize for x in tensors), default=0))
 
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block, _ in find_blocks(model, None)]
 
@@ -160,7 +160,7 @@ def read(config: SftConfig) -> PreTrainedConfig:
         ConfigError: Sequences are longer than the model allows; the weights are quantised.
     """
     path = Path(config.model).expanduser()
-    with _told():
+    with _explained():
         if not path.is_file():
             models.check(config.model)
         found = _checked(config, _found(config, path))
@@ -170,7 +170,7 @@ def read(config: SftConfig) -> PreTrainedConfig:
 
 
 @contextmanager
-def _told() -> Generator[None]:
+def _explained() -> Generator[None]:
     """Say of a model that cannot be made what is needed here, which is less than for training."""
     try:
         yield
@@ -186,7 +186,7 @@ def _told() -> Generator[None]:
 def _found(config: SftConfig, path: Path) -> PreTrainedConfig:
     from transformers import AutoConfig
 
-    with models.told(config):
+    with models.explained(config):
         if config.model in models.BUILTIN:
             return AutoConfig.for_model(**smollm2.SHAPE)
         return AutoConfig.from_pretrained(str(path) if path.exists() else config.model, trust_remote_code=False)
@@ -196,9 +196,9 @@ def _checked(config: SftConfig, found: PreTrainedConfig) -> PreTrainedConfig:
     models.check_length(config, found)
     if getattr(found, "quantization_config", None) is not None:
         raise ConfigError(
-            f"the weights of {config.model} are quantised already",
+            f"the weights of {config.model} are already quantised",
             expected="a model with weights in a floating-point type",
-            hint="plan for the model they were made of, which takes more memory",
+            hint="plan for the full-precision model, which takes more memory",
         )
     return found
 

@@ -21,7 +21,7 @@ from ebbtide.store.share import share_of
 ROOM = 0.9
 """Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
 
-RERUN = "ebbtide-minimal, blocks re-run"
+RERUN = "ebbtide-minimal, checkpointed"
 """Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
 
 ALIKE = 0.005
@@ -148,7 +148,7 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Optio
     try:
         solution = solution_for(policy, profile)
     except BudgetError as error:
-        return Option(name=name, policy=policy, problem=f"there is no such plan: {error.expected}\nhint: {error.hint}")
+        return Option(name=name, policy=policy, problem=f"no plan fits: {error.expected}\nhint: {error.hint}")
     predicted = solution.predicted
     return Option(
         name=name,
@@ -175,14 +175,14 @@ def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
 def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
     """Whether ebbtide-minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
     plan = plan_for(Minimal())
-    for place, (block, given) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
+    for place, (block, nbytes) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
         stubborn = sum(
             unit.nbytes
             for unit in block.units
             # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
             if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
-        if plan.block_action(block.kind, place, input_bytes=given, stubborn_bytes=stubborn) is Action.CHECKPOINT:
+        if plan.block_action(block.kind, place, input_bytes=nbytes, stubborn_bytes=stubborn) is Action.CHECKPOINT:
             return True
     return False
 

@@ -27,7 +27,7 @@ _ALWAYS = ("model", "max_length", "torch_dtype")
 
 LEFT_OUT = (
     "fragmentation of device memory",
-    "what libraries hold of it",
+    "device memory of libraries",
     "communication between ranks",
     "kernels below their best rates",
     "waiting for data",
@@ -162,12 +162,12 @@ def _mode_flags(option: Option) -> list[tuple[str, str]]:
 def _in_python(policy: Policy) -> str:
     match policy:
         case Auto(memory_budget=None, max_slowdown=slowdown):
-            said = f"ebbtide.Auto(max_slowdown={slowdown:g})"
+            code = f"ebbtide.Auto(max_slowdown={slowdown:g})"
         case Auto(memory_budget=budget):
-            said = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
+            code = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
         case _:
-            said = f"ebbtide.{type(policy).__name__}()"
-    return f"ebbtide.enable_activation_offloading(model, policy={said})"
+            code = f"ebbtide.{type(policy).__name__}()"
+    return f"ebbtide.enable_activation_offloading(model, policy={code})"
 
 
 def _size(size: str | int | None) -> str:
@@ -223,16 +223,16 @@ def _take(result: Result) -> list[str]:
     option = result.recommended
     if option is None:
         least = min((w for w in result.options if w.peak_bytes is not None), key=lambda w: w.peak_bytes or 0)
-        line = f"recommended  nothing, for none of these fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
-        told = any(w.problem for w in result.options)
+        line = f"recommended  nothing, because no option fits; the lowest peak is {format_size(least.peak_bytes or 0)}"
+        problems = any(w.problem for w in result.options)
         shorter = "fewer frames" if result.config.recipe == "video" else "shorter sequences"
         what = f"{shorter}, a smaller batch, --train_type lora or more --gpus take less memory"
-        return [f"{line} ({least.name})"] if told else [f"{line} ({least.name})", f"hint: {what}"]
+        return [f"{line} ({least.name})"] if problems else [f"{line} ({least.name})", f"hint: {what}"]
     lines = [f"recommended  {option.name}"]
     if option.fits == "barely":
-        lines[0] += f", which barely fits: above {ROOM:.0%} of the device's memory, and not all of it is predicted"
+        lines[0] += f", which barely fits: above {ROOM:.0%} of the device's memory, and the prediction is incomplete"
     if isinstance(option.policy, Keep):
-        lines[0] += ": everything that is saved fits, and nothing needs to be offloaded"
+        lines[0] += ": all saved tensors fit, and nothing needs to be offloaded"
     lines.append(f"             {command(result, option)} --dataset YOURS")
     if option.policy is not None and not isinstance(option.policy, Keep):
         lines.append(f"             {_in_python(option.policy)}")
@@ -243,19 +243,17 @@ def _notes(result: Result) -> list[str]:
     """Say what of this model and machine is simplified."""
     lines: list[str] = []
     if result.outline.sees:
-        lines.append("The batch is text alone: what images take, in the vision part and as tokens, comes on top.")
+        lines.append("The batch is text only: images, in the vision part and as tokens, need more.")
     if result.outline.experts:
-        lines.append("Experts are taken to get equally many tokens; where one gets more, its part takes longer.")
+        lines.append("Experts are assumed to get equally many tokens; an expert that gets more takes longer.")
     if result.config.optim != "adamw":
-        lines.append(f"The recipes train with AdamW: --optim {result.config.optim} is for a loop of your own.")
+        lines.append(f"The recipes train with AdamW: --optim {result.config.optim} is for your own loop.")
     if result.config.gradient_accumulation_steps > 1:
-        lines.append("A step stands for one micro-batch with its share of the optimizer's time.")
+        lines.append("A step is one micro-batch with its share of the optimizer's time.")
     if result.room.host_bytes is None:
-        lines.append("What Python and the libraries take, up to a GiB, comes on top.")
+        lines.append("Python and its libraries need up to a GiB more.")
     elif result.config.gpu is not None and not result.config.gpu.endswith(".json"):
-        lines.append(
-            "Rates of the device are the best that others measured: a real step is longer, ratios hold better."
-        )
+        lines.append("Rates of the device are published best cases: a real step is longer; ratios are more reliable.")
     return lines
 
 

@@ -116,19 +116,19 @@ def svg(found: Pareto, title: str) -> str:
         pieces.append(style.text(place, bottom + 19, format_size(size), "soft", "num", "mid"))
     pieces += [_line([(x(p), y(p)) for p in found.bound if y(p) >= TOP], "soft", dashed=True)]
     pieces += [_line([(x(p), y(p)) for p in found.auto], "ebbtide")]
-    pieces += [_dot(x(p), y(p), "ebbtide", _said(p)) for p in found.auto]
+    pieces += [_dot(x(p), y(p), "ebbtide", _label(p)) for p in found.auto]
     colors = style.run_classes([p.name.split("-")[0] for p in found.options])
     for row, (point, color) in enumerate(zip(found.options, colors, strict=True)):
-        pieces.append(_dot(x(point), y(point), color, _said(point), radius=6))
-        pieces.append(_dot(LEFT + 6, bottom + 46 + 18 * row, color, _said(point), radius=6))
-        pieces.append(style.text(LEFT + 20, bottom + 50 + 18 * row, _said(point), "num"))
+        pieces.append(_dot(x(point), y(point), color, _label(point), radius=6))
+        pieces.append(_dot(LEFT + 6, bottom + 46 + 18 * row, color, _label(point), radius=6))
+        pieces.append(style.text(LEFT + 20, bottom + 50 + 18 * row, _label(point), "num"))
     below = bottom + 50 + 18 * len(found.options)
     words = "line: ebbtide-auto within a budget; dashed: no schedule of any kind is faster; simulated, not measured"
     pieces.append(style.text(LEFT, below, words, "soft"))
     return style.svg(WIDTH, below + 18, pieces, label=f"Slowdown over peak memory: {title}")
 
 
-def _said(point: Point) -> str:
+def _label(point: Point) -> str:
     return f"{point.name}: {format_size(point.peak_bytes)}, +{100 * (point.step_ratio - 1):.1f} %"
 
 

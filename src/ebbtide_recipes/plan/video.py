@@ -33,7 +33,7 @@ _TEXT: Mapping[str, Mapping[str, str]] = {
 _POOLED, _MASK = "pooled_prompt_embeds", "prompt_attention_mask"
 
 
-class Subject:
+class VideoSubject:
     """A video transformer to plan for.
 
     Args:
@@ -161,7 +161,7 @@ def _on_meta(source: Source, dtype: torch.dtype) -> nn.Module:
         raise DataError(
             f"{source.name} describes no transformer: {error}",
             expected=f"a config of {settings['_class_name']}",
-            hint="take the config.json that came with the weights",
+            hint="use the config.json of the weights",
         ) from error
     for parameter in made.parameters():
         parameter.data = parameter.data.to(dtype)

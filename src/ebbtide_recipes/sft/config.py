@@ -1,4 +1,4 @@
-"""What ``ebbtide sft`` can be told. No torch here: the command line reads this module for ``--help``."""
+"""Flags of ``ebbtide sft``. No torch here: the command line reads this module for ``--help``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SftConfig(LanguageConfig):
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
         completion_only_loss: Learn answers alone: completions, or a chat's last answer. Left out: completions alone
             where rows have them, all of a chat or text.
-        dataset_num_proc: Processes that tokenise rows.
+        dataset_num_proc: Processes that tokenize rows.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
     """
 

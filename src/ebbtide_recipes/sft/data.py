@@ -72,8 +72,8 @@ def load(names: Sequence[str], reading: Reading) -> Dataset:
         described = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
         raise ConfigError(
             f"the data sets differ in shape ({described})",
-            expected="data sets of one shape",
-            hint="train on one after the other, or bring their columns into line",
+            expected="data sets of the same shape",
+            hint="train on one after the other, or give them the same columns",
         )
     made = as_dataset(shaped, names)
     return images.as_images(made) if "images" in made.column_names else made
@@ -87,7 +87,7 @@ def _shaped(rows: Sequence[Row], name: str, reading: Reading) -> list[Row]:
         raise DataError(
             f"data set {name!r} has images, and the model takes none",
             expected="rows of text, or a vision-language model",
-            hint="give a vision-language model with --model, or take the column out of the data set",
+            hint="choose a vision-language model with --model, or remove the column from the data set",
         )
     folder = Path(split_name(name)[0]).expanduser().parent
     part: list[Row] = []

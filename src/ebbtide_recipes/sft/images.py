@@ -32,16 +32,16 @@ def attach(row: Row, shaped: Row, folder: Path, where: str) -> Row:
     Raises:
         DataError: An image is not there, or the row has more or fewer of them than ``<image>`` tags.
     """
-    given = next((row[name] for name in COLUMNS if row.get(name)), [])
-    listed: list[Any] = given if isinstance(given, list) else [given]
+    named = next((row[name] for name in COLUMNS if row.get(name)), [])
+    listed: list[Any] = named if isinstance(named, list) else [named]
     images = [_path(image, folder, where) for image in listed]
     column = "messages" if "messages" in shaped else "prompt"
     messages = shaped.get(column)
     if not isinstance(messages, list):
         raise DataError(
-            f"{where} has images beside plain text",
+            f"{where} has images with plain text",
             expected="messages, or question and answer, and a model with a chat template",
-            hint="the chat template says where an image stands in the text",
+            hint="the chat template places images in the text",
         )
     return {**shaped, **_structured(shaped, column, len(images), where), "images": images}
 
@@ -63,7 +63,7 @@ def _path(image: Any, folder: Path, where: str) -> str:
         raise DataError(
             f"{where} names the image {name!r}, which is not there",
             expected="a file",
-            hint=f"looked for {path}; relative paths begin where the data set's file lies",
+            hint=f"looked for {path}; relative paths start at the folder of the data set's file",
         )
     return str(path)
 
@@ -75,7 +75,7 @@ def _structured(shaped: Row, column: str, count: int, where: str) -> Row:
         raise DataError(
             f"{where} has {count} images and {tags} {TAG} tags",
             expected="one tag an image, or none",
-            hint="without tags the images stand before the first of the user's words",
+            hint="without tags the images come before the user's first words",
         )
     left = 0 if tags else count
     written: dict[str, list[Row]] = {}

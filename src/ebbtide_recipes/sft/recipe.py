@@ -13,7 +13,7 @@ from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
     from ebbtide.integrations.pretrained import Found
-    from ebbtide_recipes.language.models import Source
+    from ebbtide_recipes.language.models import ModelSource
     from ebbtide_recipes.sft.trainer import SftTrainer
 
 LOGGER = logging.getLogger("ebbtide.sft")
@@ -103,7 +103,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
     )
 
 
-def _reading(config: SftConfig, source: Source) -> Any:
+def _reading(config: SftConfig, source: ModelSource) -> Any:
     """Return how rows are to be read for this model."""
     from ebbtide_recipes.sft.data import Reading
 

@@ -90,7 +90,7 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
             raise DataError(
                 f"{where} has {value!r:.60} as {column}",
                 expected="text, or a list of messages",
-                hint="mend the row, or leave it out of the file",
+                hint="fix the row, or remove it from the file",
             )
         for message in value if isinstance(value, list) else []:
             _check_message(message, where, column)
@@ -100,10 +100,10 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
 def with_system(row: Row, text: str) -> Row:
     """Put a system message before a chat that has none; plain text stays as it is."""
     column = "messages" if "messages" in row else "prompt"
-    said = row.get(column)
-    if not isinstance(said, list) or (said and said[0].get("role") == "system"):
+    messages = row.get(column)
+    if not isinstance(messages, list) or (messages and messages[0].get("role") == "system"):
         return row
-    return {**row, column: [_message("system", text), *said]}
+    return {**row, column: [_message("system", text), *messages]}
 
 
 def answer_apart(row: Row, where: str) -> Row:
@@ -114,14 +114,14 @@ def answer_apart(row: Row, where: str) -> Row:
     """
     if "completion" in row:
         return row
-    said = row.get("messages")
-    if not isinstance(said, list) or len(said) < 2 or said[-1].get("role") != "assistant":
+    messages = row.get("messages")
+    if not isinstance(messages, list) or len(messages) < 2 or messages[-1].get("role") != "assistant":
         raise DataError(
-            f"{where} has no answer to learn alone",
+            f"{where} has no answer to learn from",
             expected="a chat that ends with the assistant, or `prompt`+`completion`",
-            hint="leave --completion_only_loss out to learn whole texts",
+            hint="leave --completion_only_loss out to learn from all text",
         )
-    return {"prompt": said[:-1], "completion": said[-1:]}
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def one_kind(rows: Sequence[Row], name: str) -> str:
@@ -138,7 +138,7 @@ def one_kind(rows: Sequence[Row], name: str) -> str:
                     f"row {number} of data set {name!r} has a {type(value).__name__} as {column}, the first row a "
                     f"{type(first[column]).__name__}",
                     expected="text in every row, or messages in every row",
-                    hint="split the file in two, and bring one half into the shape of the other",
+                    hint="split the file in two, or convert one half to the shape of the other",
                 )
     return "+".join(
         f"{column} (messages)" if isinstance(value, list) and column != "messages" else column

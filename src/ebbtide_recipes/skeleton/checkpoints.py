@@ -45,7 +45,7 @@ class Sealed:
         world_size: Processes that wrote it.
         sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: how its weights lie in its files.
         train_type: What was trained.
-        adapters: The kind of adapters, as PEFT names it; ``None``: none, or not told.
+        adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
     """
 
     folder: Path
@@ -74,15 +74,15 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int) -> N
 def read_seal(folder: Path) -> tuple[Sealed | None, str]:
     """Return what a checkpoint says of itself, or ``None`` and what is wrong with it."""
     try:
-        said: Any = json.loads((folder / SEAL).read_text())
-        files: Mapping[str, int] = said["files"]
+        seal: Any = json.loads((folder / SEAL).read_text())
+        files: Mapping[str, int] = seal["files"]
         sealed = Sealed(
             folder=folder,
-            step=int(said["step"]),
-            world_size=int(said["world_size"]),
-            sharding=str(said["sharding"]),
-            train_type=str(said["train_type"]),
-            adapters=said.get("adapters"),
+            step=int(seal["step"]),
+            world_size=int(seal["world_size"]),
+            sharding=str(seal["sharding"]),
+            train_type=str(seal["train_type"]),
+            adapters=seal.get("adapters"),
         )
     except FileNotFoundError:
         return None, f"has no {SEAL}, which is written last"
@@ -113,21 +113,21 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
         DataError: There is no such checkpoint, or it is half-written.
         ConfigError: It was written by another kind of run.
     """
-    asked = config.resume_from_checkpoint
-    if asked is None or asked.lower() in ("none", "false"):
+    name = config.resume_from_checkpoint
+    if name is None or name.lower() in ("none", "false"):
         return None
     output = Path(config.output_dir).expanduser()
-    if asked.lower() in LATEST:
+    if name.lower() in LATEST:
         sealed = next(reversed(whole(output)), None)
         if sealed is None:
-            LOGGER.warning("%s holds no whole checkpoint: the run begins at the first step", output)
+            LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
     else:
-        sealed = _asked_for(Path(asked).expanduser())
+        sealed = _named(Path(name).expanduser())
     _check_kind(sealed, config)
     if world_size is not None and world_size != sealed.world_size:
         LOGGER.warning(
-            "%s was written by %d processes and is resumed by %d: rows are shared out anew from here on",
+            "%s was written by %d processes and is resumed by %d: the order of rows changes from here on",
             *(sealed.folder, sealed.world_size, world_size),
         )
     return sealed.folder
@@ -162,7 +162,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     if not full:
         return error
     last = next(reversed(whole(output)), None)
-    there = f"go on from {last.folder}" if last is not None else "no checkpoint was written before"
+    there = f"resume from {last.folder}" if last is not None else "no checkpoint was written before"
     return DiskFullError(
         f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
         expected="room for it on the disk",
@@ -172,20 +172,20 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     )
 
 
-def _asked_for(folder: Path) -> Sealed:
+def _named(folder: Path) -> Sealed:
     """Return the checkpoint in a folder that was named."""
     if not folder.is_dir():
         near = nearest(folder.name, [path.name for path in _folders(folder.parent)])
         raise DataError(
             f"there is no checkpoint {str(folder)!r}",
             expected="a folder that a run wrote with --save_steps, or latest",
-            hint=near or "latest takes the newest whole one in the output folder",
+            hint=near or "latest is the newest complete one in the output folder",
         )
     sealed, wrong = read_seal(folder)
     if sealed is None:
         others = whole(folder.parent)
-        hint = f"the last whole one is {others[-1].folder}" if others else f"{folder.parent} holds no whole one"
-        raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="one that was written to its end", hint=hint)
+        hint = f"the last complete one is {others[-1].folder}" if others else f"{folder.parent} holds no complete one"
+        raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="a complete checkpoint", hint=hint)
     return sealed
 
 
@@ -200,7 +200,7 @@ def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
             raise ConfigError(
                 f"{sealed.folder} was written with {name} {theirs!r}, and this run has {ours!r}",
                 expected="a run of the same kind",
-                hint=f"{hint} goes on from it",
+                hint=f"{hint} resumes it",
             )
 
 

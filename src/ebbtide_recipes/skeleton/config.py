@@ -16,11 +16,11 @@ Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "nativ
 
 UNSUPPORTED: Mapping[str, str] = {
     "activation_offloading": "the flag is --activation_cpu_offload here",
-    "device_map": "a recipe trains one whole model, or one FSDP shard, a device: leave the flag out",
+    "device_map": "leave it out: a recipe trains one whole model, or one FSDP shard, a device",
     "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
-    "external_plugins": "nothing is to be plugged in: --activation_cpu_offload true",
+    "external_plugins": "leave it out: ebbtide needs no plugin; --activation_cpu_offload true",
 }
 """Flags that users of other trainers know, and that no recipe of this release takes."""
 
@@ -40,61 +40,60 @@ class RecipeConfig:
 
     Attributes:
         model: Model to train: a local path or a hub name.
-        use_hf: Look names up on Hugging Face; false: on ModelScope, if its package is installed.
-        dataset: Data sets to train on; NAME#1000 takes the first thousand rows. Several may be given.
-        eval_dataset: Data set to evaluate on, named as --dataset is.
-        split_dataset_ratio: Share of the rows that is kept back for evaluation; 0.01 is 1 %.
-        train_type: What is trained: all weights (full), or adapters beside them.
+        use_hf: Look names up on Hugging Face; false: on ModelScope (needs its package).
+        dataset: Data sets to train on; NAME#1000 uses the first thousand rows. Several may be given.
+        eval_dataset: Data set for evaluation; values as for --dataset.
+        split_dataset_ratio: Share of the rows held out for evaluation; 0.01 is 1 %.
+        train_type: Train all weights (full) or adapters.
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
         gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
-        policy: What ebbtide does with saved tensors; left out, the two flags above decide.
-        max_slowdown: For the policy auto: how much slower a step may be; 0.05 is 5 %.
-        memory_budget: For the policy auto: the peak to stay below, such as 40GiB.
-        offload_target: Where offloaded bytes wait; auto is host memory with an accelerator, disk without.
-        disk_path: Directory for offloaded bytes on disk; left out, the system's temporary directory.
+        policy: Policy for saved tensors; default: set by the two flags above.
+        max_slowdown: For the policy auto: largest slowdown of a step; 0.05 is 5 %.
+        memory_budget: For the policy auto: largest peak, such as 40GiB.
+        offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
+        disk_path: Directory for offloaded bytes on disk; default: the system's temporary directory.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
-        fsdp_strategy: What FSDP shards over the processes: nothing (then several processes are DDP), weights,
-            gradients and optimizer (full_shard), all but the weights between forward and backward (shard_grad_op), or
-            full_shard within a node and copies across nodes (hybrid_shard); native_fsdp and accelerate, as twinkle
-            says, are full_shard.
+        fsdp_strategy: What FSDP shards over the processes: nothing (none: DDP), weights, gradients and optimizer
+            (full_shard), the same with weights gathered between forward and backward (shard_grad_op), or full_shard
+            within a node and copies across nodes (hybrid_shard). twinkle's native_fsdp and accelerate are full_shard.
         fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
-        fsdp_config: JSON file with FSDP's settings, as transformers and ms-swift write it.
-        fsdp: As ms-swift and transformers write it: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
-        memory_efficient_init: Build the model empty and read each process's part of the weights straight into place;
-            no process holds the whole model unless it trains the whole model.
-        nproc_per_node: Processes to start on this node; left out, NPROC_PER_NODE, or one a visible device.
-        deepspeed: Taken, and said to have no effect, beside FSDP; refused alone.
+        fsdp_config: JSON file with FSDP settings in the form of transformers and ms-swift.
+        fsdp: ms-swift's and transformers' form: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
+        memory_efficient_init: Build the model empty and read each process's part of the weights straight into place,
+            without a full copy in any process.
+        nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
+        deepspeed: Accepted with FSDP, without effect (a warning is logged); refused alone.
         per_device_train_batch_size: Sequences in a micro-batch.
         per_device_eval_batch_size: Sequences in a batch of the evaluation.
         gradient_accumulation_steps: Micro-batches in a step.
         num_train_epochs: Passes over the data, unless --max_steps is given.
         max_steps: Steps to train; -1 leaves it to --num_train_epochs.
-        learning_rate: Peak learning rate; left out, 1e-5 for full training and 1e-4 for adapters.
-        lr_scheduler_type: How the learning rate falls.
+        learning_rate: Peak learning rate; default: 1e-5 for full training, 1e-4 for adapters.
+        lr_scheduler_type: Decay of the learning rate.
         warmup_ratio: Share of the steps in which the learning rate rises; 0.05 is 5 %.
         weight_decay: Weight decay of AdamW.
-        max_grad_norm: Gradients are scaled down to this norm; 0 leaves them.
-        nan_loss: What a loss that is no finite number does: stop the run, or skip the step.
+        max_grad_norm: Gradient clipping norm; 0 is off.
+        nan_loss: If the loss is not finite: stop the run, or skip the step.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
         bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
         fp16: The same in float16, with loss scaling; needs an accelerator.
         lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters.
         lora_dropout: Dropout before the adapters.
-        target_modules: Module names that get adapters; all-linear takes every linear module but the head.
+        target_modules: Modules that get adapters; all-linear is every linear module but the head.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
         overwrite_output_dir: Replace an earlier run in the output folder.
         save: Save the trained model into the output folder.
-        save_steps: Steps between two checkpoints; left out, none are written.
-        save_total_limit: Checkpoints to keep; older ones are removed once a newer one is whole.
-        resume_from_checkpoint: A checkpoint folder to go on from, or latest: the newest whole one in the output folder.
-        eval_steps: Steps between two evaluations; left out, one at the end where there are rows to evaluate on.
+        save_steps: Steps between two checkpoints; default: no checkpoints.
+        save_total_limit: Checkpoints to keep; older ones are removed once a newer one is complete.
+        resume_from_checkpoint: Checkpoint folder to resume from, or latest: the newest complete one in output_dir.
+        eval_steps: Steps between two evaluations; default: one at the end.
         logging_steps: Steps between two log lines.
         log_level: debug shows the engine's lines, and tracebacks.
-        report_to: Trackers to report to, as transformers names them; none for no tracker.
+        report_to: Trackers, named as in transformers; none: no tracker.
         run_name: Name of the run for trackers.
-        dataloader_num_workers: Processes that prepare batches; 0: the training process does.
+        dataloader_num_workers: Processes that prepare batches; 0: the training process.
         seed: Seed of data order and of new weights.
     """
 
@@ -217,9 +216,9 @@ class RecipeConfig:
             idle = (*idle, "eval_steps", "per_device_eval_batch_size")
         if self.save_steps is None:
             idle = (*idle, "save_total_limit")
-        return [name for name in idle if self.is_given(name)]
+        return [name for name in idle if self.is_set(name)]
 
-    def is_given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether a flag has another value than its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return getattr(self, name) != defaults[name]

@@ -50,9 +50,9 @@ def _fetched(function: str, name: str, what: str) -> str:
     try:
         return str(getattr(modelscope, function)(name))
     except Exception as error:  # its hub errors have no common root
-        said = (str(error) or repr(error)).splitlines()[0]
+        reason = (str(error) or repr(error)).splitlines()[0]
         raise DataError(
-            f"{what} {name!r} cannot be fetched from ModelScope: {said}",
+            f"{what} {name!r} cannot be fetched from ModelScope: {reason}",
             expected=f"a {what} of ModelScope",
-            hint="look at the name; --use_hf true takes names of Hugging Face, and a local path needs no network",
+            hint="check the name; --use_hf true means Hugging Face, and a local path needs no network",
         ) from error

@@ -85,7 +85,7 @@ def check_device(config: RecipeConfig) -> None:
             return
     raise ConfigError(
         f"fsdp_strategy is {config.fsdp_strategy!r} on a machine without an accelerator",
-        expected="an accelerator a process: on CPUs accelerate runs DDP in place of FSDP",
+        expected="an accelerator per process: on CPUs accelerate runs DDP instead of FSDP",
         hint="--fsdp_strategy none, with --nproc_per_node for DDP on CPUs",
     )
 

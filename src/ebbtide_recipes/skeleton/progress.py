@@ -65,8 +65,8 @@ class StepBar:
         if self._progress is None:
             return
         saved = f"  saved {saved_bytes / GIB:.2f} GiB" if saved_bytes is not None else ""
-        said = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
+        text = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
         if self._task is None:
-            self._task = self._progress.add_task("", total=steps, said=said)
+            self._task = self._progress.add_task("", total=steps, said=text)
         # Refreshed here alone: a thread that redraws would take time from the training it shows.
-        self._progress.update(self._task, completed=step, total=steps, said=said, refresh=True)
+        self._progress.update(self._task, completed=step, total=steps, said=text, refresh=True)

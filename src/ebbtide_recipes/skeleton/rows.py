@@ -48,7 +48,7 @@ class Reader:
                     raise DataError(
                         f"there is no data set {place!r}",
                         expected=f"one of {', '.join(self.builtin)}",
-                        hint=nearest(place, tuple(self.builtin)) or "a file or a hub name will do too",
+                        hint=nearest(place, tuple(self.builtin)) or "or a file, or a hub name",
                     )
             elif _is_file(Path(place).expanduser(), place):
                 _reader(Path(place).expanduser())
@@ -75,9 +75,7 @@ class Reader:
         else:
             rows = self._read_hub(place if use_hf else hubs.modelscope_data(place), limit)
         if limit is not None and len(rows) < limit:
-            LOGGER.warning(
-                "data set %r has %d rows, fewer than the %d asked for: all are taken", place, len(rows), limit
-            )
+            LOGGER.warning("data set %r has %d rows, fewer than %d: all are used", place, len(rows), limit)
         if not rows:
             raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
         return rows
@@ -92,7 +90,7 @@ class Reader:
             raise DataError(
                 f"data set {name!r} is no local file and could not be loaded by that name: {error}",
                 expected=self._places,
-                hint=self._near(name) or "without a network give a local file, or a data set that was fetched before",
+                hint=self._near(name) or "without a network use a local file, or a data set fetched before",
             ) from error
         return list(islice(dataset, limit))
 
@@ -124,7 +122,7 @@ def split_name(name: str, *, of: str = "rows") -> tuple[str, int | None]:
     raise ConfigError(
         f"data set {name!r} ends in #{count}",
         expected=f"a name, and a number of {of} above zero",
-        hint=f"NAME#1000 takes the first thousand {of}; NAME alone takes all",
+        hint=f"NAME#1000 is the first thousand {of}; NAME is all of them",
     )
 
 
@@ -162,7 +160,9 @@ def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
         )
     if path.stat().st_size == 0:
         raise DataError(
-            f"data set file {str(path)!r} is empty", expected="at least one row", hint="look at what was to write it"
+            f"data set file {str(path)!r} is empty",
+            expected="at least one row",
+            hint="check the program that writes it",
         )
     return reader
 
@@ -176,7 +176,7 @@ def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
         raise DataError(
             f"{path} is not UTF-8: {error.reason} at byte {error.start}",
             expected="text in UTF-8",
-            hint="convert it, or look whether it is compressed",
+            hint="convert it, or check whether it is compressed",
         ) from error
     except OSError as error:
         raise DataError(
@@ -233,5 +233,5 @@ def _parquet(path: Path, example: str) -> Iterable[Any]:
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(
-            f"{path} cannot be read: {error}", expected="a parquet file", hint="look whether it was written to its end"
+            f"{path} cannot be read: {error}", expected="a parquet file", hint="check whether it is complete"
         ) from error

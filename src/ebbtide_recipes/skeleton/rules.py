@@ -62,12 +62,12 @@ def check_numbers(config: RecipeConfig) -> None:
     """
     for name, hint in COUNTS.items():
         at_least(name, getattr(config, name), 1, hint)
-    at_least("dataloader_num_workers", config.dataloader_num_workers, 0, "0: the training process prepares batches")
+    at_least("dataloader_num_workers", config.dataloader_num_workers, 0, "0 prepares batches in the training process")
     if config.max_steps != -1 and config.max_steps < 1:
         raise ConfigError(
             f"max_steps is {config.max_steps}",
             expected="1 or more, or -1",
-            hint="-1, or leaving it out, leaves the length to --num_train_epochs",
+            hint="-1, the default, means --num_train_epochs",
         )
     for name, hint in _POSITIVE.items():
         if getattr(config, name) is not None and not 0 < getattr(config, name) < float("inf"):
@@ -83,9 +83,7 @@ def check_numbers(config: RecipeConfig) -> None:
     if config.fsdp_version not in (1, 2):
         raise ConfigError(f"fsdp_version is {config.fsdp_version}", expected="1 or 2", hint="2 is the default")
     if not 0 <= config.seed < 2**32:
-        raise ConfigError(
-            f"seed is {config.seed}", expected="0 to 4294967295", hint="42 is the default; any such number will do"
-        )
+        raise ConfigError(f"seed is {config.seed}", expected="0 to 4294967295", hint="42 is the default")
 
 
 def check_together(config: RecipeConfig) -> None:
@@ -96,33 +94,33 @@ def check_together(config: RecipeConfig) -> None:
     """
     if config.gradient_checkpointing and config.activation_cpu_offload and config.policy not in (None, "minimal"):
         raise ConfigError(
-            f"policy is {config.policy!r} beside gradient_checkpointing true",
+            f"policy is {config.policy!r} with gradient_checkpointing true",
             expected="no policy, or 'minimal': the two flags together mean checkpointing's memory",
             hint="leave --gradient_checkpointing out to use another policy",
         )
     if config.policy not in (None, "auto") and (config.max_slowdown is not None or config.memory_budget is not None):
         raise ConfigError(
-            f"max_slowdown or memory_budget is given beside policy {config.policy!r}",
-            expected="the policy auto, which alone weighs memory against time",
+            f"max_slowdown or memory_budget is set with policy {config.policy!r}",
+            expected="policy auto",
             hint="leave --policy out, or --max_slowdown and --memory_budget",
         )
     if config.bf16 and config.fp16:
         raise ConfigError("bf16 and fp16 are both true", expected="one of the two", hint="bf16 needs no loss scaling")
     if config.fp16 and config.torch_dtype == "bfloat16":
         raise ConfigError(
-            "fp16 is true beside torch_dtype bfloat16",
+            "fp16 is true with torch_dtype bfloat16",
             expected="float32 weights for float16 arithmetic",
             hint="--torch_dtype float32, or --bf16 true in place of --fp16",
         )
     if config.eval_dataset is not None and config.split_dataset_ratio > 0:
         raise ConfigError(
-            "eval_dataset and split_dataset_ratio are both given",
+            "eval_dataset and split_dataset_ratio are both set",
             expected="one of the two",
             hint="leave --split_dataset_ratio out",
         )
     if config.fsdp is not None and config.fsdp_config is not None:
         raise ConfigError(
-            "fsdp and fsdp_config are both given",
+            "fsdp and fsdp_config are both set",
             expected="one of the two: both name FSDP's settings",
             hint="leave --fsdp out; --fsdp_strategy says what is sharded",
         )

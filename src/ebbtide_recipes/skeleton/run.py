@@ -51,7 +51,7 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
                 "--%s has no effect here: the mode is %s, train_type %s", name, config.mode, config.train_type
             )
         if config.deepspeed is not None and config.fsdp_strategy != "none":
-            LOGGER.warning("--deepspeed %s has no effect here: FSDP is what shards", config.deepspeed)
+            LOGGER.warning("--deepspeed %s has no effect here: FSDP shards", config.deepspeed)
         carry_out(recipe, config, folder)
 
 
@@ -130,8 +130,8 @@ def _check_store(config: RecipeConfig) -> None:
     if config.offload_target == "host" and not torch.accelerator.is_available():
         raise TargetError(
             "offload_target is 'host' on a machine without an accelerator",
-            expected="a device whose memory is scarcer than the host's",
-            hint="leave --offload_target out, or give disk: RAM is what is scarce here",
+            expected="an accelerator",
+            hint="leave --offload_target out, or use disk: without an accelerator, RAM is the memory to save",
         )
     if config.disk_path is not None:
         directory = check_directory(config.disk_path)
@@ -140,9 +140,9 @@ def _check_store(config: RecipeConfig) -> None:
                 pass
         except OSError as error:
             raise DiskError(
-                f"disk path {str(directory)!r} takes no file ({error.strerror})",
+                f"disk path {str(directory)!r} is not writable ({error.strerror})",
                 expected="a writable directory",
-                hint="give a directory on a local disk with --disk_path",
+                hint="choose a directory on a local disk with --disk_path",
             ) from error
 
 
@@ -154,8 +154,8 @@ def _check_output(config: RecipeConfig) -> None:
         raise DataError(
             f"{folder} holds an earlier run ({EVENTS_FILE})",
             expected="a folder without one",
-            hint="name another --output_dir, go on with it (--resume_from_checkpoint latest), "
-            "or give --overwrite_output_dir true",
+            hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
+            "or pass --overwrite_output_dir true",
         )
 
 
@@ -171,7 +171,7 @@ def claim(config: RecipeConfig) -> Path:
         raise DataError(
             f"output_dir {str(folder)!r} cannot be written: {error.strerror}",
             expected="a folder for the run's files",
-            hint="name a folder that you may write to",
+            hint="choose a folder that you may write to",
         ) from error
     return folder
 
@@ -226,12 +226,12 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 )
             )
             if found is not None:
-                LOGGER.info("going on from %s", found)
+                LOGGER.info("resuming from %s", found)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
             if config.evaluates and config.eval_steps is None:
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:
-            LOGGER.debug("what became of the plan: %s", offload.handle.explain())
+            LOGGER.debug("the plan: %s", offload.handle.explain())
     finally:
         if offload is not None:
             offload.close()

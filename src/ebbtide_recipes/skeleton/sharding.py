@@ -82,22 +82,22 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
         ConfigError: The file says something that cannot be had; ``deepspeed`` without FSDP.
         DataError: The file cannot be read.
     """
-    said = read(config)
+    settings = read(config)
     changes: dict[str, Any] = {"fsdp_strategy": "full_shard"} if config.fsdp_strategy in _FULL_SHARD else {}
-    if said is not None:
+    if settings is not None:
         if config.fsdp_strategy == "none":
-            changes["fsdp_strategy"] = said.strategy or "full_shard"
-        if config.fsdp_version == 2 and said.version is not None:
-            changes["fsdp_version"] = said.version
-        if said.activation_cpu_offload:
+            changes["fsdp_strategy"] = settings.strategy or "full_shard"
+        if config.fsdp_version == 2 and settings.version is not None:
+            changes["fsdp_version"] = settings.version
+        if settings.activation_cpu_offload:
             changes["activation_cpu_offload"] = True
-        if said.activation_checkpointing:
+        if settings.activation_checkpointing:
             changes["gradient_checkpointing"] = True
-        if said.memory_efficient_init and config.train_type == "qlora":
+        if settings.memory_efficient_init and config.train_type == "qlora":
             LOGGER.warning(
-                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights are made whole"
+                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights need complete tensors"
             )
-        elif said.memory_efficient_init:
+        elif settings.memory_efficient_init:
             changes["memory_efficient_init"] = True
     config = dataclasses.replace(config, **changes) if changes else config
     _check_deepspeed(config)
@@ -115,9 +115,9 @@ def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
     """
     if config.fsdp_strategy == "none":
         return {}
-    said = read(config)
+    sharding = read(config)
     settings: dict[str, Any] = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "state_dict_type": "SHARDED_STATE_DICT"}
-    settings |= dict(said.settings) if said is not None else {}
+    settings |= dict(sharding.settings) if sharding is not None else {}
     if config.fsdp_version == 2:
         for name in set(_OF_VERSION_1) & set(settings):
             if settings.pop(name) not in (None, False, "false", "NO_PREFETCH"):
@@ -171,15 +171,15 @@ def _read_file(path: Path, flag: str) -> Sharding:
     words, inner = outer.pop("fsdp", None), outer.pop("fsdp_config", {})
     if not isinstance(inner, dict):
         raise ConfigError(f"fsdp_config in {path} is {inner!r:.60}", expected="an object of settings", hint=_GUIDE)
-    said = _from_settings({**outer, **cast("dict[str, Any]", inner)}, path)
+    settings = _from_settings({**outer, **cast("dict[str, Any]", inner)}, path)
     if words in (None, "", True):
-        return said
+        return settings
     named = _from_words(" ".join(words) if isinstance(words, list) else str(words), f"fsdp in {path} is {words!r:.60}")
     return dataclasses.replace(
-        said,
-        strategy=named.strategy or said.strategy,
-        version=said.version or named.version,
-        settings={**named.settings, **said.settings},
+        settings,
+        strategy=named.strategy or settings.strategy,
+        version=settings.version or named.version,
+        settings={**named.settings, **settings.settings},
     )
 
 
@@ -200,11 +200,11 @@ def _from_words(text: str, found: str) -> Sharding:
     )
 
 
-def _from_settings(given: Mapping[str, Any], path: Path) -> Sharding:
+def _from_settings(settings: Mapping[str, Any], path: Path) -> Sharding:
     """Read settings, with the prefix ``fsdp_`` or without."""
     values: dict[str, Any] = {}
     known = {*_PASSED_ON, *_OURS, *_RENAMED}
-    for key, value in given.items():
+    for key, value in settings.items():
         if key.startswith("_"):
             continue
         name = key.removeprefix("fsdp_")
@@ -260,6 +260,6 @@ def _check_deepspeed(config: RecipeConfig) -> None:
             return
         raise ConfigError(
             f"deepspeed is {config.deepspeed!r} without FSDP",
-            expected="FSDP, which is what shards here",
+            expected="FSDP",
             hint="--fsdp_strategy shard_grad_op is like ZeRO-2, full_shard like ZeRO-3; leave --deepspeed out",
         )

@@ -128,7 +128,7 @@ class StepRecorder(TrainerCallback):
             token_accuracy=accuracy,
             **noted,
         )
-        saved_bytes, stall_seconds = self._tell_stats(state.global_step)
+        saved_bytes, stall_seconds = self._report_stats(state.global_step)
         self._seconds.append(seconds)
         self.shown = {
             **noted,
@@ -163,14 +163,14 @@ class StepRecorder(TrainerCallback):
                 f"the loss of step {step} is {self._loss}",
                 expected="a finite number",
                 hint="a lower --learning_rate, more warmup or --torch_dtype float32 may help; "
-                "--nan_loss skip goes on without such steps",
+                "--nan_loss skip skips such steps",
             )
         LOGGER.warning("the loss of step %d is %s: the step is skipped, the weights stay", step, self._loss)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # what has no gradient is not stepped, and does not decay
 
-    def _tell_stats(self, step: int) -> tuple[int | None, float | None]:
+    def _report_stats(self, step: int) -> tuple[int | None, float | None]:
         """Emit the handle's figures; return the bytes saved and the seconds stalled since the step before."""
         handle = None if self._offload is None else self._offload.handle
         if handle is None:
@@ -191,7 +191,7 @@ class StepRecorder(TrainerCallback):
     ) -> None:
         """Write a step's line; the trainer decides which steps have one."""
         if logs and "eval_loss" in logs:
-            self._tell_evaluation(state, logs)
+            self._report_evaluation(state, logs)
         if not logs or "loss" not in logs:
             return
         line = {"loss": logs["loss"], **self.shown, "learning_rate": self._learning_rate}
@@ -199,7 +199,7 @@ class StepRecorder(TrainerCallback):
         LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded))
         self._seconds = []
 
-    def _tell_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
+    def _report_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Emit and log what an evaluation found."""
         loss, accuracy = logs["eval_loss"], logs.get("eval_mean_token_accuracy")
         reward = {"reward": logs["eval_reward"]} if "eval_reward" in logs else {}

@@ -168,7 +168,7 @@ class RecordedTrainer(Trainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         """Run an epoch, unless the checkpoint it goes on from had done all steps: transformers would do one more."""
         if self.state.global_step >= self.state.max_steps:
-            LOGGER.info("all %d steps were done before: nothing is left to train", self.state.max_steps)
+            LOGGER.info("all %d steps are already done: nothing is left to train", self.state.max_steps)
             self.control.should_training_stop = True
             return None
         return super()._run_epoch(*args, **kwargs)

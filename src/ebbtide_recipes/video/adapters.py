@@ -28,7 +28,7 @@ def put_on(transformer: Any, config: VideoConfig) -> None:
     if not hasattr(transformer, "add_adapter"):
         raise DataError(
             f"diffusers adds no adapters to a {type(transformer).__name__}",
-            expected="a transformer that takes adapters",
+            expected="a transformer with adapter support",
             hint="--train_type full",
         )
     targets = _targets(transformer, config.target_modules)
@@ -65,7 +65,7 @@ def _targets(transformer: Any, names: tuple[str, ...]) -> list[str]:
         if not part:
             endings = sorted({name.rpartition(".")[2] for name in linear})
             raise ConfigError(
-                f"target_modules names {wanted!r}, and no linear module is called so",
+                f"target_modules names {wanted!r}, and no linear module has that name",
                 expected=f"some of {', '.join(endings)}, or all-linear",
                 hint=nearest(wanted, endings) or "all-linear takes every linear module of the blocks",
             )

@@ -49,7 +49,7 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
     raise DataError(
         f"{path} has {len(film)} frames{at}",
         expected=f"{frames} or more",
-        hint=f"--num_frames {max(1, len(film))} or fewer, --bucketing true, or take the clip out of the data",
+        hint=f"--num_frames {max(1, len(film))} or fewer, --bucketing true, or remove the clip from the data",
     )
 
 
@@ -65,7 +65,7 @@ def shape_of(path: Path, *, most: int, rate: float | None) -> Shape:
         if count == most:
             break
     if not count:
-        raise DataError(f"{path} has no frame", expected="one or more", hint="take it out of the data")
+        raise DataError(f"{path} has no frame", expected="one or more", hint="remove it from the data")
     return Shape(frames=count, height=height, width=width)
 
 
@@ -180,7 +180,7 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
                 raise DataError(
                     f"{path} has no video: it holds {', '.join(kinds)}",
                     expected="frames",
-                    hint="take it out of the data",
+                    hint="remove it from the data",
                 )
             stream = container.streams.video[0]
             taken = 0
@@ -200,7 +200,7 @@ def _broken(path: Path, found: str) -> DataError:
     return DataError(
         f"video {path} cannot be decoded: {found}",
         expected="a whole .mp4, .webm or other video that FFmpeg reads",
-        hint="play it to see where it ends; take it out of the data or fetch it anew",
+        hint="play it to see where it ends; remove it from the data or fetch it again",
     )
 
 

@@ -1,4 +1,4 @@
-"""What ``ebbtide video`` can be told. No torch here: the command line reads this module for ``--help``."""
+"""Flags of ``ebbtide video``. No torch here: the command line reads this module for ``--help``."""
 
 from __future__ import annotations
 
@@ -23,39 +23,38 @@ class VideoConfig(RecipeConfig):
             HunyuanVideo, LTX, CogVideoX and Cosmos 2.5, from text to video.
         dataset: Clips with captions: builtin:moving-shapes, a folder, or a .jsonl, .json or .csv file with video and
             caption; NAME#100 takes the first hundred. Several may be given.
-        num_frames: Frames of a clip, with bucketing the most; left out, the family's own.
-        height: Pixels; left out, the family's own.
-        width: Pixels; left out, the family's own.
-        frame_rate: Frames a second that are read; left out, every frame that is recorded.
+        num_frames: Frames of a clip (with bucketing, the maximum); default: the family's.
+        height: Pixels; default: the family's.
+        width: Pixels; default: the family's.
+        frame_rate: Frames to read per second; default: every recorded frame.
         bucketing: Let clips keep their proportions and lengths; a batch is of one bucket.
-        text_length: Tokens of a caption; left out, the family's own.
-        latents_dir: Folder of latents and embeddings: read where they are made already, made there where not. Left out,
-            the output folder's latents/.
+        text_length: Tokens of a caption; default: the family's.
+        latents_dir: Folder of latents and embeddings, made there if missing; default: the output folder's latents/.
         preprocess_only: Make latents and embeddings, and stop.
         train_type: Train all weights of the transformer (full) or low-rank adapters (lora).
         caption_dropout: Share of the clips trained with the empty caption, for guidance; 0.1 is one in ten.
-        timestep_sampling: Density of the noise levels that are trained.
+        timestep_sampling: Density of the trained noise levels.
         logit_mean: Mean of the density logit_normal.
         logit_std: Standard deviation of the density logit_normal.
         mode_scale: Scale of the density mode.
-        flow_shift: Moves noise levels up; left out, as the pipeline's scheduler does.
+        flow_shift: Shift of the noise levels; default: the pipeline scheduler's.
         embedded_guidance: Guidance scale given to transformers that embed it (HunyuanVideo).
-        ema_decay: Keep a moving average of the trained weights: the share of it that a step keeps, such as 0.999.
+        ema_decay: Decay of a moving average of the trained weights, such as 0.999.
         samples: Clips to sample before training, every --sample_steps and at the end; 0: none.
-        sample_steps: Steps between two samplings; left out, before training and at the end alone.
-        sample_prompts: Captions to sample; left out, those of the first clips.
+        sample_steps: Steps between two samplings; default: only before training and at the end.
+        sample_prompts: Captions to sample; default: those of the first clips.
         sampler_steps: Steps of the sampler.
         guidance_scale: Classifier-free guidance of the samples; 1 is none.
         distill: Train a student of few steps from a teacher, with a critic; --model is the student.
-        teacher: Pipeline of the frozen teacher; left out, --model.
-        critic: Pipeline that the critic begins as; left out, the teacher's.
+        teacher: Pipeline of the frozen teacher; default: --model.
+        critic: Initial pipeline of the critic; default: the teacher's.
         student_timesteps: Timesteps, from 1000 down, at which the student is called.
-        student_interval: The student learns in every such step, the critic in all.
-        critic_learning_rate: Learning rate of the critic; left out, --learning_rate.
+        student_interval: The student learns in every n-th step, the critic in all.
+        critic_learning_rate: Learning rate of the critic; default: --learning_rate.
         backwards: 1: one backward of the sum of both losses; 2: one for each.
-        hsdp_shard_dim: As FastVideo says: processes that share one copy of the weights; more than 1 is FSDP.
-        hsdp_replicate_dim: As FastVideo says: copies of the weights; more than 1 beside shards is hybrid_shard.
-        enable_gradient_checkpointing_type: As FastVideo says: full is --gradient_checkpointing true.
+        hsdp_shard_dim: FastVideo's flag: processes that share one copy of the weights; more than 1 is FSDP.
+        hsdp_replicate_dim: FastVideo's flag: copies of the weights; more than 1 with shards is hybrid_shard.
+        enable_gradient_checkpointing_type: FastVideo's flag: full is --gradient_checkpointing true.
         per_device_train_batch_size: Clips in a micro-batch.
         output_dir: Folder for the run file, training.log, samples, checkpoints and the trained transformer.
     """
@@ -125,4 +124,4 @@ class VideoConfig(RecipeConfig):
             idle += ("mode_scale",)
         if not self.samples:
             idle += ("sample_steps", "sample_prompts", "sampler_steps", "guidance_scale")
-        return [*super().without_effect(), *(name for name in idle if self.is_given(name))]
+        return [*super().without_effect(), *(name for name in idle if self.is_set(name))]

@@ -79,7 +79,7 @@ def load(names: Sequence[str], *, seed: int) -> list[Clip]:
             raise DataError(
                 f"data set {name!r} has no clip",
                 expected=f"videos ({', '.join(VIDEOS)}) or images, each with its caption",
-                hint="a caption stands in a .txt of the same name, or in metadata.jsonl with video and caption",
+                hint="put a caption into a .txt of the same name, or into metadata.jsonl with video and caption",
             )
         found += part
     return found
@@ -105,7 +105,7 @@ def checked(name: str) -> Path:
         raise DataError(f"data set {place!r} is not there", expected=PLACES, hint=hint)
     if path.is_file() and path.suffix.lower() not in LISTINGS:
         one = path.suffix.lower() in (*VIDEOS, *IMAGES)
-        hint = "give the folder it lies in, with its caption in a .txt of the same name" if one else f"give {PLACES}"
+        hint = "pass its folder, with its caption in a .txt of the same name" if one else f"give {PLACES}"
         raise DataError(f"data set {place!r} ends in {path.suffix!r}", expected=PLACES, hint=hint)
     return path
 
@@ -119,10 +119,10 @@ def _folder(folder: Path) -> list[Clip]:
     paths = [path for path in entries if path.suffix.lower() in VIDEOS and path.is_file()]
     paths += [path for path in entries if path.is_dir() and any(p.suffix.lower() in IMAGES for p in path.iterdir())]
     paths += [path for path in entries if path.suffix.lower() in IMAGES and path.is_file()]
-    return [Clip(origin=path, caption=_caption_beside(path)) for path in paths]
+    return [Clip(origin=path, caption=_caption_file(path)) for path in paths]
 
 
-def _caption_beside(path: Path) -> str:
+def _caption_file(path: Path) -> str:
     """Return what stands in the .txt beside a clip, or in ``caption.txt`` inside a folder of frames."""
     beside = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
     places = [beside, path / "caption.txt"] if path.is_dir() else [beside]
@@ -133,8 +133,8 @@ def _caption_beside(path: Path) -> str:
                 return caption
     raise DataError(
         f"{path} has no caption",
-        expected=f"{beside.name} beside it, or a metadata.jsonl with video and caption in its folder",
-        hint="one sentence that says what is seen",
+        expected=f"{beside.name} in its folder, or a metadata.jsonl with video and caption in its folder",
+        hint="one sentence that describes the clip",
     )
 
 
@@ -144,7 +144,7 @@ def _listing(path: Path) -> list[Clip]:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path} is not UTF-8", expected="text in UTF-8", hint="look whether it is compressed"
+            f"{path} is not UTF-8", expected="text in UTF-8", hint="check whether it is compressed"
         ) from error
     rows: Any
     try:
@@ -178,12 +178,12 @@ def _row(row: Any, where: str, folder: Path) -> Clip:
     if isinstance(caption, list) and caption:  # FastVideo's videos2caption.json lists several
         caption = caption[0]
     if not isinstance(caption, str) or not caption.strip():
-        raise DataError(f"{where} has no caption", expected="caption: what is seen in the clip", hint=_EXAMPLE)
+        raise DataError(f"{where} has no caption", expected="caption: a description of the clip", hint=_EXAMPLE)
     path = folder / Path(name).expanduser()
     if not path.exists():
         raise DataError(
             f"{where} names {name!r}, which is not there",
             expected="a video, an image or a folder of frames",
-            hint=f"looked for {path}; relative paths begin where the listing lies",
+            hint=f"looked for {path}; relative paths start at the folder of the listing",
         )
     return Clip(origin=path, caption=caption.strip())

@@ -92,7 +92,7 @@ class Average(TrainerCallback):
         except (OSError, SafetensorError, KeyError, RuntimeError) as error:
             raise DataError(
                 f"{path} holds no average of these weights: {str(error)[:200]}",
-                expected="what a run with --ema_decay, as many processes and the same training type wrote",
+                expected="the average of a run with --ema_decay, as many processes and the same training type",
                 hint="leave --ema_decay out, or resume with as many processes as wrote the checkpoint",
             ) from error
 

@@ -121,7 +121,7 @@ class Wan(Family):
             raise DataError(
                 f"the pipeline has two transformers (boundary_ratio {index['boundary_ratio']})",
                 expected="a pipeline with one transformer",
-                hint="Wan 2.1 and Wan 2.2 TI2V-5B have one; Wan 2.2 A14B has two, which this release does not train",
+                hint="Wan 2.1 and Wan 2.2 TI2V-5B have one; Wan 2.2 A14B has two, which this release does not support",
             )
 
 
@@ -303,7 +303,7 @@ def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
         raise DataError(
             f"the pipeline is a {pipeline_class}",
             expected=f"{' or '.join(family.pipelines)}: text to video",
-            hint="pipelines that start from images, or that scale noise in another way, are not trained here",
+            hint="pipelines that start from images, or that scale noise in another way, are not supported",
         )
     return family
 

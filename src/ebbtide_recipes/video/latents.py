@@ -117,9 +117,9 @@ def check(folder: Path, source: Source) -> None:
     ):
         if now is not None and made[key] != now:
             raise DataError(
-                f"{folder} holds latents that other {what} made ({made['model']}: {str(made[key])[:12]})",
+                f"{folder} holds latents of other {what} ({made['model']}: {str(made[key])[:12]})",
                 expected=f"{what} of {source.name}: {now[:12]}",
-                hint="name another --latents_dir, and the data to make them from, or the pipeline that made these",
+                hint="name another --latents_dir, and the data to make them from, or use their pipeline",
             )
     if made["family"] != source.family.name or manifest["channels"] != source.channels:
         raise DataError(
@@ -239,7 +239,7 @@ def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
         raise DataError(
             f"{clip.name} has {shape.frames} frames",
             expected=f"{(source.patch[0] - 1) * source.ratios[0] + 1} or more: one token",
-            hint="take the clip out of the data",
+            hint="remove the clip from the data",
         )
     return bucket
 
@@ -261,16 +261,16 @@ def _request(source: Source, making: Making) -> dict[str, Any]:
 
 
 def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out where the pipeline lay: its parts are told apart by their identities."""
+    """Leave the path of the pipeline out: identities distinguish its parts."""
     return {key: value for key, value in request.items() if key != "model"}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-        if said["items"] and said["request"]["family"]:
-            return said
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["items"] and manifest["request"]["family"]:
+            return manifest
         found = "names no clip"
     except FileNotFoundError:
         found = "is not there"
@@ -278,7 +278,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         found = "cannot be read"
     raise DataError(
         f"{path} {found}",
-        expected=f"{MANIFEST}, which is written when all latents of a folder are",
+        expected=f"{MANIFEST}, which is written last",
         hint="make them with --preprocess_only true, --data and this --latents_dir",
     )
 
@@ -303,8 +303,8 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> Non
         free = shutil.disk_usage(path.parent).free
         raise DiskFullError(
             f"{path} could not be written: {str(error)[:200]}",
-            expected=f"room for latents in {path.parent} ({free / 2**20:.0f} MiB are free)",
-            hint="free some space, name another --latents_dir, or use fewer or smaller clips; what was made is kept",
+            expected=f"space for latents in {path.parent} ({free / 2**20:.0f} MiB are free)",
+            hint="free some space, name another --latents_dir, or use fewer clips; finished latents are kept",
         ) from error
 
 
@@ -317,8 +317,8 @@ def _read(path: Path) -> Text:
     except (OSError, SafetensorError) as error:
         raise DataError(
             f"{path} cannot be read: {str(error)[:200]}",
-            expected=f"a file that {MANIFEST} beside it names",
-            hint=f"remove {MANIFEST} and make the latents anew from --data",
+            expected=f"a file named by {MANIFEST} in its folder",
+            hint=f"remove {MANIFEST} and make the latents again from --data",
         ) from error
 
 

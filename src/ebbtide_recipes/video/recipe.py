@@ -98,8 +98,8 @@ def _dtype(config: VideoConfig) -> torch.dtype:
 
 
 def _latents_folder(config: VideoConfig) -> Path:
-    given = config.latents_dir
-    return Path(given).expanduser() if given is not None else Path(config.output_dir).expanduser() / "latents"
+    folder = config.latents_dir
+    return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
 
 
 def _making(config: VideoConfig, source: Source) -> Making:
@@ -135,7 +135,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     if latents.is_made(folder) and config.latents_dir is not None:
         latents.check(folder, source)
         if not same:
-            LOGGER.warning("%s was made with other flags: its clips and sizes are what is trained on", folder)
+            LOGGER.warning("%s was made with other flags: its clips and sizes are used", folder)
         same = True
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
@@ -190,8 +190,8 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
         return _uniform(FineTuning(transformer, **shared), config, dtype)
     teacher = _other(config, config.teacher or config.model, source, "teacher")
     critic = _other(config, config.critic or config.teacher or config.model, source, "critic")
-    whole = Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
-    return _uniform(whole, config, dtype)
+    module = Distillation(transformer, teacher, critic.train(), student_steps=config.student_steps, **shared)
+    return _uniform(module, config, dtype)
 
 
 def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:

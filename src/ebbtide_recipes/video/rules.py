@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 _COUNTS: Mapping[str, str] = {
     "num_frames": "1 trains on single images",
-    "height": "leave it out for the family's own",
-    "width": "leave it out for the family's own",
-    "text_length": "leave it out for the family's own",
-    "sample_steps": "leave it out to sample before training and at the end alone",
+    "height": "leave it out for the family's default",
+    "width": "leave it out for the family's default",
+    "text_length": "leave it out for the family's default",
+    "sample_steps": "leave it out to sample only before training and at the end",
     "sampler_steps": "20 is the default",
     "student_interval": "1: the student learns in every step",
     "hsdp_shard_dim": "leave it out, or 1 for whole weights on each device",
@@ -24,7 +24,7 @@ _COUNTS: Mapping[str, str] = {
 }
 _POSITIVE = ("frame_rate", "logit_std", "flow_shift", "critic_learning_rate", "embedded_guidance")
 _FIXED: Mapping[str, str] = {
-    "eval_dataset": "samples show what was learned: --samples, --sample_steps, --sample_prompts",
+    "eval_dataset": "use samples instead: --samples, --sample_steps, --sample_prompts",
     "memory_efficient_init": "each process loads the transformer whole before it is sharded",
     "fp16": "--bf16 true needs no loss scaling",
 }
@@ -81,8 +81,8 @@ def check(config: VideoConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)!r}", expected="it left out in this recipe", hint=hint)
     if config.ema_decay is not None and config.fsdp_strategy != "none" and config.fsdp_version == 1:
         raise ConfigError(
-            "ema_decay is given with fsdp_version 1",
-            expected="FSDP2, whose shards are averaged where they lie",
+            "ema_decay is set with fsdp_version 1",
+            expected="FSDP2",
             hint="leave --fsdp_version out",
         )
     _check_distillation(config)
@@ -101,13 +101,13 @@ def _check_distillation(config: VideoConfig) -> None:
         raise ConfigError(f"backwards is {config.backwards}", expected="1 or 2", hint="both give the same gradients")
     if not config.distill and (config.teacher is not None or config.critic is not None):
         raise ConfigError(
-            "teacher or critic is given without distill",
-            expected="--distill true beside them",
+            "teacher or critic is set without distill",
+            expected="--distill true with them",
             hint="leave them out to fine-tune",
         )
     if config.distill and config.train_type == "lora":
         raise ConfigError(
             "train_type is 'lora' with distill",
-            expected="full: student and critic are whole transformers",
+            expected="full: student and critic are complete transformers",
             hint="leave --train_type out",
         )

@@ -60,7 +60,7 @@ class Source:
         try:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path} is not JSON: {error}", expected="a config", hint="fetch it anew") from error
+            raise DataError(f"{path} is not JSON: {error}", expected="a config", hint="fetch it again") from error
 
     @property
     def ratios(self) -> tuple[int, int]:
@@ -95,8 +95,8 @@ class Source:
         if self.vae_config is None:
             raise DataError(
                 f"{self.name} has no VAE (vae/config.json)",
-                expected="the VAE that makes latents of frames",
-                hint="fetch the whole pipeline, or give latents that were made before: --latents_dir",
+                expected="the VAE",
+                hint="fetch the complete pipeline, or use existing latents: --latents_dir",
             )
         return self._load("vae", dtype).requires_grad_(False).eval()
 
@@ -110,7 +110,7 @@ class Source:
                 raise DataError(
                     f"{self.name} has no scheduler",
                     expected="scheduler/scheduler_config.json: the noise levels that the transformer was trained with",
-                    hint="fetch the whole pipeline",
+                    hint="fetch the complete pipeline",
                 )
             return diffusers.FlowMatchEulerDiscreteScheduler()
         name = json.loads(path.read_text(encoding="utf-8")).get("_class_name", "")
@@ -162,7 +162,7 @@ class Source:
                 raise DataError(
                     f"{self.name} has no {name}/",
                     expected="the text encoder and the tokenizer that embed captions",
-                    hint="fetch the whole pipeline, or give what was made before: --latents_dir",
+                    hint="fetch the complete pipeline, or use existing latents: --latents_dir",
                 )
         kind = getattr(diffusers, self.family.pipelines[0])
         absent: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}
@@ -194,7 +194,7 @@ class Source:
             raise DataError(
                 f"{self.folder / part} cannot be loaded: {str(error)[:300]}",
                 expected="config.json and its weights",
-                hint="fetch it anew",
+                hint="fetch it again",
             ) from error
 
     def _check_channels(self) -> None:
@@ -206,7 +206,7 @@ class Source:
             raise DataError(
                 f"the transformer takes {self.channels} channels, and the VAE makes {made}",
                 expected="a text-to-video transformer and its own VAE",
-                hint="image-to-video transformers take the image in further channels; they are not trained here",
+                hint="image-to-video transformers take the image in further channels; they are not supported",
             )
 
 
@@ -272,7 +272,7 @@ def _fetched(name: str) -> Path:
         raise DataError(
             f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",
             expected="a pipeline folder in diffusers' layout, or a hub name",
-            hint="without a network give the folder of a pipeline that was fetched before",
+            hint="without a network use the folder of a pipeline fetched before",
         ) from error
 
 
@@ -283,14 +283,14 @@ def _index(folder: Path) -> Mapping[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}", expected="a pipeline's index", hint="fetch it anew") from error
+        raise DataError(f"{path} is not JSON: {error}", expected="a pipeline's index", hint="fetch it again") from error
 
 
 def _layout_hint(folder: Path) -> str:
     if (folder / "config.json").is_file():
-        return "this is one model's folder: give the folder above it"
+        return "this is one model's folder: pass the folder above it"
     inner = [path.parent.parent.name for path in folder.glob("*/transformer/config.json")]
-    return f"{folder / inner[0]} has one" if inner else "give the folder that holds model_index.json"
+    return f"{folder / inner[0]} has one" if inner else "pass the folder that holds model_index.json"
 
 
 def _identity(folders: Sequence[Path]) -> str:

@@ -54,7 +54,7 @@ def test_what_is_older_is_refused_each_time(installed: Callable[..., None], foun
             extras.check_version("torch")
         assert str(caught.value) == (
             f"torch {found} is installed; expected 2.11 or newer\n"
-            "hint: pip install --upgrade 'torch>=2.11'; docs/reference/versions.md says what was tested"
+            "hint: pip install --upgrade 'torch>=2.11'; docs/reference/versions.md lists the tested versions"
         )
 
 
@@ -170,7 +170,5 @@ def test_what_is_there_and_broken_is_not_said_to_be_absent(
     with pytest.raises(EbbtideError) as caught:
         extras.require("broken_package", extra="recipes", use="a test")
     text = str(caught.value)
-    assert text.startswith(f"broken_package is installed and cannot be imported ({reason}")
-    assert text.endswith(
-        "; expected broken_package for a test\nhint: `pip check` names packages that do not fit together"
-    )
+    assert text.startswith(f"broken_package is installed but cannot be imported ({reason}")
+    assert text.endswith("; expected broken_package for a test\nhint: `pip check` names incompatible packages")

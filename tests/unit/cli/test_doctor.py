@@ -42,7 +42,7 @@ def test_the_table_and_no_findings(machine: Any, capsys: pytest.CaptureFixture[s
     assert lines[0].split() == ["what", "value", "meaning"]
     at = lines[0].index("meaning")
     assert all(line[at - 2 : at] == "  " and line[at] != " " for line in lines[:-2]), "columns are aligned"
-    assert lines[-2:] == ["", "nothing found that stands in the way"]
+    assert lines[-2:] == ["", "no problems found"]
     assert asked == [("auto", None)]
 
 
@@ -52,8 +52,8 @@ def test_findings_come_after_the_table_and_a_problem_is_code_1(
     asked = machine(changed(SMALL, disk__filesystem="tmpfs", host__open_files=256))
     assert cli.main(["doctor", "--disk-path", "/x", "--target", "disk"]) == 1
     assert capsys.readouterr().out.endswith(
-        "\n\nEBB010 problem: /var/tmp lies on tmpfs, which is RAM: what is offloaded there frees nothing\n"
-        "hint: give a directory on a local disk with --disk_path\n"
+        "\n\nEBB010 problem: /var/tmp is on tmpfs, which is RAM: offloading there frees nothing\n"
+        "hint: choose a directory on a local disk with --disk_path\n"
         "\nEBB026 note: a process may have 256 files open\n"
         "hint: `ulimit -n 1024` or more: checkpoints in many files and data loaders need them\n"
     )
@@ -94,7 +94,7 @@ def test_what_was_not_measured_is_not_written(machine: Any, capsys: pytest.Captu
     machine(changed(SMALL, machine=None, unmeasured="no room"))
     path = tmp_path / "machine.json"
     assert cli.main(["doctor", "--out", str(path)]) == 1
-    assert capsys.readouterr().out.endswith(f"{path} was not written: nothing was measured\n")
+    assert capsys.readouterr().out.endswith(f"{path} was not written: there are no measurements\n")
     assert not path.exists()
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from ebbtide.cli.merge import latest_whole_round, loss_equal, medians, merge, step_ratio
+from ebbtide.cli.merge import latest_complete_round, loss_equal, medians, merge, step_ratio
 
 MIB = 1024**2
 
@@ -73,9 +73,9 @@ def test_a_mode_that_never_ended_well_is_listed_with_its_failures():
 
 
 def test_pictures_show_the_last_round_that_is_whole_else_the_last_of_each():
-    assert latest_whole_round({1: {"a": 1, "b": 2}, 2: {"a": 3}}, ["a", "b"]) == [1, 2]
-    assert latest_whole_round({1: {"b": 2}, 2: {"a": 3}, 3: {"a": 4}}, ["a", "b", "c"]) == [4, 2]
-    assert latest_whole_round({}, ["a"]) == []
+    assert latest_complete_round({1: {"a": 1, "b": 2}, 2: {"a": 3}}, ["a", "b"]) == [1, 2]
+    assert latest_complete_round({1: {"b": 2}, 2: {"a": 3}, 3: {"a": 4}}, ["a", "b", "c"]) == [4, 2]
+    assert latest_complete_round({}, ["a"]) == []
 
 
 @pytest.mark.parametrize(

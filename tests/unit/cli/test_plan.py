@@ -48,7 +48,7 @@ def test_what_is_printed_for_people_names_each_option(model: str, capsys: pytest
     ("flags", "said"),
     [
         (["--gpu", "h20"], "machine is 'h20'; expected one of h200, h100"),
-        (["--dataset", "x"], "hint: no data is read"),
+        (["--dataset", "x"], "--max_length"),
         (["--gups", "8"], "did you mean 'gpus'"),
         (["--gpus", "many"], "--gpus is 'many'; expected an integer"),
         (["--train_type", "qlora", "--gpus", "8"], "expected a language model in bfloat16 on one device"),

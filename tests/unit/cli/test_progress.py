@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.progress import Progress, duration
+from ebbtide.cli.progress import RunProgress, duration
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Followed:
     def __init__(self, folder, *, steps=4, terminal=False):
         self.clock, self.folder, self.file = Clock(), folder, io.StringIO()
         console = Console(file=self.file, width=200, force_terminal=terminal)
-        self.progress = Progress(console, runs=2, steps=steps, output="output.txt", clock=self.clock)
+        self.progress = RunProgress(console, runs=2, steps=steps, output="output.txt", clock=self.clock)
 
     def at(self, seconds, *events):
         self.clock.now = seconds

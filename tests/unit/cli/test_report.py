@@ -50,7 +50,7 @@ def test_an_output_is_replaced_only_by_force(tmp_path):
     write_run(tmp_path)
     target = tmp_path / "there.txt"
     target.write_text("mine")
-    with pytest.raises(DataError, match="(?s)is there already.*--force"):
+    with pytest.raises(DataError, match="(?s)already exists.*--force"):
         report(tmp_path, output=target)
     assert target.read_text() == "mine"
     assert report(tmp_path, output=target, force=True) == target
@@ -97,10 +97,10 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         (["RUN", "--output"], "expected one argument; expected arguments of `ebbtide report`"),
         ([], "arguments are required: run_folder; .*\nhint: `ebbtide report --help`"),
         (["rnu"], "run folder 'rnu' is not there; .*\nhint: did you mean 'run'"),
-        (["file"], "run folder 'file' is a file; expected a folder that a run or `ebbtide compare` wrote\nhint: "),
+        (["file"], "run folder 'file' is a file; expected the folder of a run or of `ebbtide compare`\nhint: "),
         (["RUN", "--output", "."], "is a folder; expected a file in an existing folder\nhint: name one with --output"),
         (["RUN", "--output", "no/such/file"], "cannot be written: there is no folder 'no/such'"),
-        (["RUN", "--output", "file"], "file is there already; expected a new file\nhint: pass --force"),
+        (["RUN", "--output", "file"], "file already exists; expected a new file\nhint: pass --force"),
     ],
 )
 def test_bad_arguments_are_errors_of_this_command_line(tmp_path, monkeypatch, argv, words):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.doctor.facts import Bus, Device, Disk, Facts, Host
+from ebbtide.doctor.facts import DeviceFacts, Disk, Facts, Host, PcieLink
 from ebbtide.planner.machines import MACHINES, Machine
 
 GIB = 1024**3
@@ -14,11 +14,11 @@ SERVER = Facts(
     torch="2.13.0+cu130",
     torch_oldest="2.11",
     target="host",
-    device=Device(
+    device=DeviceFacts(
         kind="cuda", name="NVIDIA H200", count=8, memory_bytes=139 * GIB, free_bytes=138 * GIB, bfloat16=True,
         pinned=True, asynchronous=True, address="0000:17:00.0",
     ),
-    bus=Bus(width=16, most_width=16, speed=32.0, most_speed=32.0, node=0),
+    bus=PcieLink(width=16, most_width=16, speed=32.0, most_speed=32.0, node=0),
     disk=Disk(path="/var/tmp", given=False, filesystem="ext4", free_bytes=900 * GIB, direct=True, refused=None),
     host=Host(
         memory_bytes=2048 * GIB, limit_bytes=2048 * GIB, available_bytes=2000 * GIB, share_bytes=1900 * GIB,
@@ -36,7 +36,7 @@ SMALL = replace(
     SERVER,
     torch="2.13.0+cpu",
     target="disk",
-    device=Device(
+    device=DeviceFacts(
         kind="cpu", name="cpu", count=1, memory_bytes=23 * GIB, free_bytes=20 * GIB, bfloat16=True, pinned=None,
         asynchronous=None, address=None,
     ),

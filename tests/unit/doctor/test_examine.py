@@ -56,8 +56,8 @@ def test_a_path_that_cannot_serve_is_a_finding_and_not_measured(
 def test_a_target_that_is_not_there_is_a_finding() -> None:
     found = the_function("host")
     (problem,) = (finding for finding in found.findings if finding.severity == "problem")
-    assert problem.code == "EBB002" and "host target on a machine without an accelerator" in problem.what
-    assert problem.hint == "leave the target out, or use target='disk': RAM is what is scarce here"
+    assert problem.code == "EBB002" and "target='host' needs an accelerator, and none was found" in problem.what
+    assert problem.hint == "without a GPU, RAM is the memory to save, so activations are offloaded to disk"
 
 
 @pytest.mark.parametrize("error", [DiskFullError("no room", hint="make some"), TargetError("no memory", hint="x")])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.doctor import facts
-from ebbtide.doctor.facts import Bus, look_at_bus, look_at_disk, look_at_environment, look_at_host
+from ebbtide.doctor.facts import PcieLink, look_at_bus, look_at_disk, look_at_environment, look_at_host
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.share import ranks_of
 from tests.unit.store.test_share import machine, write
@@ -77,11 +77,13 @@ def test_a_link(tmp_path: Path) -> None:
             f"{folder}/numa_node": "1\n",
         },
     )
-    assert look_at_bus("0000:17:00.0", root=root) == Bus(width=8, most_width=16, speed=16.0, most_speed=32.0, node=1)
-    assert look_at_bus("0000:18:00.0", root=root) == look_at_bus(None, root=root) == Bus()
+    assert look_at_bus("0000:17:00.0", root=root) == PcieLink(
+        width=8, most_width=16, speed=16.0, most_speed=32.0, node=1
+    )
+    assert look_at_bus("0000:18:00.0", root=root) == look_at_bus(None, root=root) == PcieLink()
     write(root, {f"{folder}/numa_node": "-1\n", f"{folder}/current_link_width": "255\n"})
     write(root, {f"{folder}/current_link_speed": "Unknown\n"})
-    assert look_at_bus("0000:17:00.0", root=root) == Bus(most_width=16, most_speed=32.0)
+    assert look_at_bus("0000:17:00.0", root=root) == PcieLink(most_width=16, most_speed=32.0)
 
 
 def test_a_disk_that_serves(tmp_path: Path) -> None:

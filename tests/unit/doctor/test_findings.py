@@ -24,7 +24,7 @@ CASES: dict[str, Case] = {
         {"machine": None, "unmeasured": "x", "disk__refused": "x"},
         "could not be measured: no device",
     ),
-    "EBB003": (SERVER, {"device__bfloat16": False}, {"device__bfloat16": True}, "NVIDIA H200 does not compute"),
+    "EBB003": (SERVER, {"device__bfloat16": False}, {"device__bfloat16": True}, "NVIDIA H200 has no native bfloat16"),
     "EBB004": (
         SERVER,
         {"device__free_bytes": 100 * GIB},
@@ -34,7 +34,7 @@ CASES: dict[str, Case] = {
     "EBB005": (SERVER, {"target": "disk"}, {"target": "host"}, "tensors in RAM only"),
     "EBB006": (SERVER, {"ranks": 9}, {"ranks": 8}, "9 ranks and 8 devices"),
     "EBB007": (SMALL, {"host__load": 1.9}, {"host__load": 0.9}, "1.9 threads ran or waited on 2 CPUs"),
-    "EBB010": (SMALL, {"disk__filesystem": "tmpfs"}, {"disk__filesystem": "xfs"}, "/var/tmp lies on tmpfs, which is"),
+    "EBB010": (SMALL, {"disk__filesystem": "tmpfs"}, {"disk__filesystem": "xfs"}, "/var/tmp is on tmpfs, which is"),
     "EBB011": (
         SMALL,
         {"disk__refused": "disk path '/x' is not writable"},
@@ -45,11 +45,11 @@ CASES: dict[str, Case] = {
         SERVER,
         {"disk__refused": "none serves"},
         {"disk__refused": "none serves", "disk__given": True},
-        "no disk stands behind host memory (none serves)",
+        "there is no disk behind host memory (none serves)",
     ),
     "EBB013": (SMALL, {"disk__free_bytes": 900 * MIB}, {"disk__free_bytes": GIB}, "900.0 MiB are free in /var/tmp"),
     "EBB014": (SMALL, {"disk__free_bytes": 22 * GIB}, {"disk__free_bytes": 23 * GIB}, "less than the 23.0 GiB of"),
-    "EBB015": (SMALL, {"disk__filesystem": "nfs4"}, {"disk__filesystem": "btrfs"}, "lies on nfs4"),
+    "EBB015": (SMALL, {"disk__filesystem": "nfs4"}, {"disk__filesystem": "btrfs"}, "on nfs4"),
     "EBB016": (SMALL, {"disk__filesystem": "overlay"}, {"disk__filesystem": ""}, "a container's own layer"),
     "EBB017": (SMALL, {"disk__direct": False}, {"disk__direct": None}, "direct I/O is refused in /var/tmp"),
     "EBB018": (
@@ -64,7 +64,7 @@ CASES: dict[str, Case] = {
         {"host__limit_bytes": 2048 * GIB},
         "a control group allows 32.0 GiB of the machine's 2.0 TiB",
     ),
-    "EBB021": (SERVER, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of host memory are left"),
+    "EBB021": (SERVER, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of host memory are free"),
     "EBB022": (SMALL, {"host__share_bytes": 5 * MIB}, {"host__share_bytes": GIB}, "5.0 MiB of memory are free"),
     "EBB023": (
         SMALL,
@@ -76,7 +76,7 @@ CASES: dict[str, Case] = {
         SERVER,
         {"device__pinned": False},
         {"device__pinned": True},
-        "cannot be pinned (a process may lock 8.0 MiB): each copy halts compute",
+        "cannot be pinned (a process may lock 8.0 MiB): each copy",
     ),
     "EBB025": (
         SERVER,
@@ -99,7 +99,7 @@ CASES: dict[str, Case] = {
         SERVER,
         {"host__cpus": frozenset(range(96))},
         {"host__cpus": frozenset(range(3))},
-        "hangs on memory node 0",
+        "memory node 0",
     ),
     "EBB035": (
         SERVER,

@@ -20,22 +20,22 @@ def rows(facts: Any) -> dict[str, tuple[str, str]]:
 def test_a_small_machine() -> None:
     assert json.loads(json.dumps(table(SMALL).rows)) == [
         ["torch", "2.13.0+cpu", "tested from 2.11 on"],
-        ["device", "cpu", "RAM is what is scarce"],
+        ["device", "cpu", "RAM is the memory to save"],
         ["memory", "23.0 GiB", "20.0 GiB free, less a margin"],
         ["matrix products", "0.80 TFLOP/s", "half precision; 0.20 TFLOP/s float32"],
         ["attention", "0.25 TFLOP/s", "fused and causal, if the device has it"],
-        ["copies of memory", "22 GB/s", "what element-wise recomputing runs at"],
+        ["copies of memory", "22 GB/s", "the rate of element-wise recomputes"],
         ["copy-out", "1.25 GB/s", "1 GiB of activations leaves in 859 ms"],
         ["copy-in", "1.25 GB/s", "and is back in 859 ms"],
-        ["a byte out and in", "1,280 FLOP", "what costs less is quicker recomputed than waited for"],
-        ["both ways at once", "x0.50", "copies out and in share what there is"],
+        ["a byte out and in", "1,280 FLOP", "cheaper tensors are recomputed faster than copied"],
+        ["both ways at once", "x0.50", "copies out and in share the rate"],
         ["offloaded bytes wait", "on disk", "target disk"],
         ["disk", "/var/tmp", "ext4, direct I/O"],
-        ["room on disk", "900.0 GiB", "what offloaded bytes can take there"],
+        ["space on disk", "900.0 GiB", "for offloaded bytes"],
         ["host memory", "23.0 GiB", "21.0 GiB not in use"],
         ["control group", "no limit", "all of the machine's memory may be used"],
         ["a rank's share", "20.0 GiB", "what one rank could have, less a margin"],
-        ["swap", "none", "what does not fit is killed, not slowed"],
+        ["swap", "none", "a process that does not fit is killed"],
         ["locked memory", "8.0 MiB", "not needed on a CPU"],
         ["open files", "65536", "of a process"],
         ["memory nodes", "1", "all memory is equally near"],
@@ -46,12 +46,12 @@ def test_a_small_machine() -> None:
 
 def test_a_server() -> None:
     found = rows(SERVER)
-    assert found["device"] == ("8 x NVIDIA H200", "its memory is what is scarce; ranks have one each")
-    assert found["PCIe link"] == ("x16, 32 GT/s", "all that the device can")
-    assert found["offloaded bytes wait"] == ("in host memory", "the disk stands behind")
-    assert found["pinned memory"] == ("yes", "copies run beside compute")
-    assert found["memory nodes"] == ("2", "the device hangs on node 0")
-    assert found["copies of host memory"] == ("921 GB/s", "what all links of the node share")
+    assert found["device"] == ("8 x NVIDIA H200", "its memory is the memory to save; one device per rank")
+    assert found["PCIe link"] == ("x16, 32 GT/s", "the device's best")
+    assert found["offloaded bytes wait"] == ("in host memory", "with disk behind it")
+    assert found["pinned memory"] == ("yes", "copies overlap compute")
+    assert found["memory nodes"] == ("2", "the device is attached to node 0")
+    assert found["copies of host memory"] == ("921 GB/s", "shared by all links of the node")
     assert found["both ways at once"][1] == "copies out and in do not slow each other"
     assert "freed memory" not in found
 
@@ -59,7 +59,7 @@ def test_a_server() -> None:
 def test_what_is_not_known_is_a_dash() -> None:
     found = rows(changed(SMALL, machine=None, disk__path=None, host__available_bytes=None))
     assert found["rates"] == ("–", "not measured: see the findings")
-    assert found["disk"] == ("–", "none of the usual directories serves")
+    assert found["disk"] == ("–", "none of the usual directories is usable")
     assert found["host memory"][1] == "–"
     assert "copy-out" not in found
 
@@ -68,7 +68,7 @@ def test_what_is_not_known_is_a_dash() -> None:
     ("changes", "row", "value"),
     [
         ({"bus__width": 8}, "PCIe link", ("x8, 32 GT/s", "the device can more")),
-        ({"host__limit_bytes": 8 * GIB}, "control group", ("8.0 GiB", "what runs over it is killed")),
+        ({"host__limit_bytes": 8 * GIB}, "control group", ("8.0 GiB", "a process above it is killed")),
         ({"host__swap_bytes": GIB}, "swap", ("1.0 GiB", "0 B in use")),
         ({"host__locked_bytes": None}, "locked memory", ("no limit", "CUDA's pinned memory is not counted")),
         ({"device__kind": "xpu"}, "locked memory", ("8.0 MiB", "a driver may count pinned memory")),
@@ -77,7 +77,7 @@ def test_what_is_not_known_is_a_dash() -> None:
             "a rank's share",
             ("1.9 TiB", "what each of 4 ranks may hold of offloaded bytes, less a margin"),
         ),
-        ({"bus__node": None}, "memory nodes", ("2", "where the device hangs is not known")),
+        ({"bus__node": None}, "memory nodes", ("2", "the device's node is unknown")),
         ({"machine__attention_flop_per_second": 9.5e10}, "attention", ("95.0 GFLOP/s", FUSED)),
         ({"machine__attention_flop_per_second": 616e12}, "attention", ("616 TFLOP/s", FUSED)),
         ({"both_ways": 0.8}, "both ways at once", ("x0.80", "copies out and in slow each other somewhat")),

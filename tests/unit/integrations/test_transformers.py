@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,12 +110,28 @@ def test_a_trainer_that_offloads_itself_is_refused_and_the_flag_named(changes: d
     values = {"fsdp_config": None, "fsdp_plugin_args": None, "gradient_checkpointing_kwargs": None}
     refuse_other_offloaders(SimpleNamespace(**values))
     with pytest.raises(
-        ConflictError, match=rf"the trainer's own .*{named}.* is on beside ebbtide.*\nhint: unset .*{named}"
+        ConflictError, match=rf"the trainer's own .*{named}.* is on together with ebbtide.*\nhint: unset .*{named}"
     ):
         refuse_other_offloaders(SimpleNamespace(**{**values, **changes}))
 
 
-def test_the_callback_takes_what_the_public_function_takes(tmp_path: Path) -> None:
-    trainer = Trainer(args=arguments(tmp_path), callbacks=[OffloadCallback(policy="minmal")], **parts())
-    with pytest.raises(ebbtide.EbbtideError, match="did you mean 'minimal'"):
-        trainer.train()
+def test_the_callback_has_the_parameters_of_the_public_function() -> None:
+    public = inspect.signature(ebbtide.enable_activation_offloading).parameters
+    own = inspect.signature(OffloadCallback).parameters
+    assert {name: p.default for name, p in own.items()} == {n: p.default for n, p in public.items() if n != "model"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("policy", "minmal"),
+        ("strategy", "fsdp3"),
+        ("target", "hots"),
+        ("window", 0),
+        ("blocks", []),
+        ("keep_filter", 3),
+    ],
+)
+def test_a_bad_value_fails_where_the_callback_is_made(option: str, value: object) -> None:
+    with pytest.raises(ebbtide.ConfigError, match=option):
+        OffloadCallback(**{option: value})

@@ -73,7 +73,7 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, file: str) -> 
     write(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(DataError, match="expected names of files beside it"):
+    with pytest.raises(DataError, match="expected names of files in the same folder"):
         open_checkpoint(tmp_path)
 
 
@@ -95,14 +95,14 @@ def test_a_tensor_that_is_in_two_files_is_refused(tmp_path: Path) -> None:
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
-    with pytest.raises(DataError, match="no index that is named after a model"):
+    with pytest.raises(DataError, match="no index of a model"):
         open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("make", [lambda p: None, lambda p: p.mkdir()], ids=["nothing", "an empty folder"])
 def test_where_there_is_no_checkpoint_that_is_said(tmp_path: Path, make: object) -> None:
     make(tmp_path / "here")  # type: ignore[operator]
-    with pytest.raises(DataError, match="hint: see that this rank sees the file system"):
+    with pytest.raises(DataError, match="hint: .*file system"):
         open_checkpoint(tmp_path / "here")
 
 
@@ -132,7 +132,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no values for 'a': it is on meta")],
+    [({"a": 3}, "holds 'a', a int"), ({"a": torch.ones(1, device="meta")}, "has no data for 'a': it is on meta")],
 )
 def test_values_that_are_none_are_refused(values: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):

@@ -108,7 +108,7 @@ def test_a_weight_that_no_checkpoint_has_is_refused(values: dict[str, torch.Tens
 def test_scales_that_are_damaged_are_told(values: dict[str, torch.Tensor]) -> None:
     saved = dict(ebbtide.load_sharded(meta(), values).state_dict())
     saved["0.weight.quant_state.bitsandbytes__nf4"] = torch.zeros(5, dtype=torch.uint8)
-    with pytest.raises(DataError, match="'0.weight' has scales that its library does not take"):
+    with pytest.raises(DataError, match="'0.weight' has scales that its library rejects"):
         ebbtide.load_sharded(meta(), saved)
 
 

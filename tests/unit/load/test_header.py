@@ -60,8 +60,8 @@ LIES: dict[str, tuple[Any, bytes, int | None, str]] = {
     "an unknown dtype": ({"a": told([1], 0, 4, "F33")}, bytes(4), None, "holds 'a' as 'F33'"),
     "too few bytes": ({"a": told([2], 0, 4)}, bytes(4), None, "gives 'a' 4 bytes"),
     "an overlap": ({"a": told([2], 0, 8), "b": told([1], 4, 8)}, bytes(8), None, "puts 'b' over 'a'"),
-    "a gap": ({"a": told([1], 0, 4), "b": told([1], 8, 12)}, bytes(12), None, "leaves 4 bytes before 'b'"),
-    "bytes behind the end": ({"a": told([1], 0, 4)}, bytes(5), None, "goes on after its last tensor"),
+    "a gap": ({"a": told([1], 0, 4), "b": told([1], 8, 12)}, bytes(12), None, "4 bytes before 'b'"),
+    "bytes behind the end": ({"a": told([1], 0, 4)}, bytes(5), None, "has bytes after its last tensor"),
     "a name that stands twice": (b'{"a": {}, "a": {}}', b"", None, "names 'a' twice"),
 }
 

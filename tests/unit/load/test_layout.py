@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ebbtide.load.layout import Box, Layout, NotFollowedError, Piece
+from ebbtide.load.layout import Box, NotFollowedError, Piece, SourceLayout
 from ebbtide.load.targets import boxes_of_range
 
 
@@ -52,8 +52,8 @@ def test_any_box_of_a_converted_tensor_is_read_from_its_sources(name: str) -> No
     shapes = {"g0": (3, 4), "g1": (3, 4), "u0": (3, 4), "u1": (3, 4), "qkv": (6, 4), "scalar": ()}
     tensors = {k: torch.randn(s) for k, s in shapes.items()}
     expected = convert(tensors)
-    layout = convert({k: Layout.of(k, s, torch.float32) for k, s in shapes.items()})
-    assert isinstance(layout, Layout)
+    layout = convert({k: SourceLayout.of(k, s, torch.float32) for k, s in shapes.items()})
+    assert isinstance(layout, SourceLayout)
     assert tuple(layout.shape) == tuple(expected.shape)
     assert set(layout.keys) <= set(keys)
     for box in boxes(tuple(expected.shape)):
@@ -73,7 +73,7 @@ def test_any_box_of_a_converted_tensor_is_read_from_its_sources(name: str) -> No
 )
 def test_what_is_not_a_movement_of_boxes_is_not_followed(convert: object) -> None:
     with pytest.raises((NotFollowedError, AttributeError)):
-        convert(Layout.of("x", (3, 4), torch.float32))  # type: ignore[operator]
+        convert(SourceLayout.of("x", (3, 4), torch.float32))  # type: ignore[operator]
 
 
 @settings(max_examples=200, deadline=None)

@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from ebbtide.base.errors import DataError
 from ebbtide.load import reader as reader_module
-from ebbtide.load.header import Entry, read_header
+from ebbtide.load.header import CheckpointEntry, read_header
 from ebbtide.load.layout import Box, Piece
-from ebbtide.load.reader import CHUNK_BYTES, CheckpointFile, Reader, place_of, spans_of
+from ebbtide.load.reader import CHUNK_BYTES, CheckpointFile, SliceReader, place_of, spans_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.int64]
 
 
-def written(path: Path, **tensors: torch.Tensor) -> dict[str, Entry]:
+def written(path: Path, **tensors: torch.Tensor) -> dict[str, CheckpointEntry]:
     save_file(tensors, path)
     return read_header(path)
 
@@ -39,9 +39,9 @@ def test_boxes_are_what_the_file_holds(
                         ((300, 36, 4), (1, 1, 1))]:  # fmt: skip
         found.append((Box(start=start, size=size), torch.zeros(size, dtype=dtype)))
     turned = torch.zeros(5, 301, 37, dtype=dtype).permute(1, 2, 0)
-    found.append((Box.whole(whole.shape), turned))
+    found.append((Box.full(whole.shape), turned))
     counted: list[int] = []
-    with Reader(entries, readers=2) as reader:
+    with SliceReader(entries, readers=2) as reader:
         reader.read([Piece(key="x", box=box, into=into) for box, into in found], counted.append)
         assert reader.read_bytes >= sum(counted)
     assert sum(counted) == sum(box.numel for box, _ in found) * dtype.itemsize
@@ -52,13 +52,13 @@ def test_values_are_converted_on_the_way(tmp_path: Path) -> None:
     whole = torch.randn(100, 30, dtype=torch.bfloat16)
     entries = written(tmp_path / "x.safetensors", x=whole)
     into = torch.empty(100, 30, dtype=torch.float32)
-    with Reader(entries) as reader:
-        reader.read([Piece(key="x", box=Box.whole(whole.shape), into=into)])
+    with SliceReader(entries) as reader:
+        reader.read([Piece(key="x", box=Box.full(whole.shape), into=into)])
     assert torch.equal(into, whole.float())
 
 
 def test_a_half_of_the_rows_costs_half_of_the_bytes() -> None:
-    entry = Entry(shape=(4096, 4096), dtype=torch.bfloat16)
+    entry = CheckpointEntry(shape=(4096, 4096), dtype=torch.bfloat16)
     box = Box(start=(2048, 0), size=(2048, 4096))
     spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
     assert sum(s.box.numel for s in spans) == box.numel
@@ -67,7 +67,7 @@ def test_a_half_of_the_rows_costs_half_of_the_bytes() -> None:
 
 
 def test_long_runs_are_read_without_what_lies_between() -> None:
-    entry = Entry(shape=(8, 1 << 20), dtype=torch.bfloat16)
+    entry = CheckpointEntry(shape=(8, 1 << 20), dtype=torch.bfloat16)
     box = Box(start=(0, 1 << 19), size=(8, 1 << 19))
     spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
     assert [s.box.size for s in spans] == [(1, 1 << 19)] * 8
@@ -75,7 +75,7 @@ def test_long_runs_are_read_without_what_lies_between() -> None:
 
 
 def test_short_runs_are_read_together() -> None:
-    entry = Entry(shape=(1024, 64), dtype=torch.bfloat16)
+    entry = CheckpointEntry(shape=(1024, 64), dtype=torch.bfloat16)
     box = Box(start=(0, 0), size=(1024, 32))
     spans = list(spans_of(Piece(key="x", box=box, into=torch.empty(box.size, device="meta")), entry))
     assert [s.box for s in spans] == [box]
@@ -87,7 +87,7 @@ def test_exact_spans_are_runs_that_tile_the_box(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), max_size=3)))
     start = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
     box = Box(start=start, size=tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, start, strict=True)))
-    entry = Entry(shape=shape, dtype=torch.uint8, offset_bytes=8)
+    entry = CheckpointEntry(shape=shape, dtype=torch.uint8, offset_bytes=8)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.uint8).view(shape)
     memory = torch.zeros(8 + whole.numel(), dtype=torch.uint8)
     for run in spans_of(Piece(key="x", box=box, into=box.of(whole)), entry, exact=True):
@@ -129,8 +129,8 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_and_no_thread_is_left(
     entries = written(tmp_path / "x.safetensors", x=torch.ones(100_000), y=torch.ones(100_000))
     os.truncate(tmp_path / "x.safetensors", 601_000)
     into = torch.zeros(100_000)
-    with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends before"), Reader(entries) as r:
-        r.read([Piece(key=k, box=Box.whole((100_000,)), into=into) for k in ("y", "x")])
+    with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends"), SliceReader(entries) as r:
+        r.read([Piece(key=k, box=Box.full((100_000,)), into=into) for k in ("y", "x")])
     assert not [t for t in threading.enumerate() if t.name.startswith("ebbtide-load")]
 
 
@@ -142,6 +142,6 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for share in (0.0, 1.0):
         monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size, share=share: share)
         into = torch.zeros(50_000)
-        with Reader(entries) as reader:
-            reader.read([Piece(key="x", box=Box.whole((50_000,)), into=into)])
+        with SliceReader(entries) as reader:
+            reader.read([Piece(key="x", box=Box.full((50_000,)), into=into)])
         assert torch.equal(into, whole)

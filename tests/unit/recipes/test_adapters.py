@@ -74,7 +74,7 @@ def test_what_peft_writes_is_read(tmp_path: Path) -> None:
     [
         ("bft", ConfigError, "adapter_config is 'bft'; expected one of beft, .*\nhint: did you mean 'boft'"),
         ("prefix_tuning", ConfigError, "adapter_config is 'prefix_tuning'; expected one of"),
-        ("zzzzz", ConfigError, "\nhint: kinds that need more of a trainer"),
+        ("zzzzz", ConfigError, "\nhint: kinds"),
         ("nosuch/a.json", DataError, "adapter_config file 'nosuch/a.json' cannot be read"),
         ({"boft_block_size": 8}, DataError, "names no peft_type; expected a JSON object with one\nhint: such as"),
         ([1], DataError, "names no peft_type"),
@@ -129,7 +129,7 @@ def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").touch()
     config = SftConfig(train_type="lora", adapters=str(tmp_path))
     adapters.check(config)
-    with pytest.raises(ConfigError, match="the adapters in .*; expected the model that they were trained on\nhint: "):
+    with pytest.raises(ConfigError, match="the adapters in .*; expected the model they were trained on\nhint: "):
         adapters.chosen(config, llama())
 
 

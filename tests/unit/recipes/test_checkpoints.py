@@ -30,7 +30,7 @@ def find(output: Path, asked: object = "latest", **changes: object) -> Path | No
 def test_latest_is_the_newest_whole_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         assert find(tmp_path) is None
-    assert "holds no whole checkpoint: the run begins at the first step" in caplog.text
+    assert "holds no complete checkpoint" in caplog.text
     make(tmp_path, 2)
     nine = make(tmp_path, 9)
     make(tmp_path, 10, sealed=False)
@@ -54,7 +54,7 @@ def test_a_half_written_one_is_refused_and_the_last_whole_one_named(
 ) -> None:
     four, six = make(tmp_path, 4), make(tmp_path, 6)
     break_it(six)
-    with pytest.raises(DataError, match=f"{said}; expected .*\nhint: the last whole one is {four}"):
+    with pytest.raises(DataError, match=f"{said}; expected .*\nhint: the last complete one is {four}"):
         find(tmp_path, six)
     assert find(tmp_path) == four
 
@@ -119,7 +119,7 @@ def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error
     first = checkpoints.not_saved(error, new, tmp_path)
     assert isinstance(first, DiskFullError) and "no checkpoint was written before" in first.hint
     old = make(tmp_path, 2)
-    assert f"go on from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
+    assert f"resume from {old}" in str(checkpoints.not_saved(error, new, tmp_path))
 
 
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_opened_is_an_error(tmp_path: Path, monkeypatch: p
 
 def test_rows_that_make_no_table_are_an_error(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": content}]} for content in ("text", [{"type": "text"}])]
-    with pytest.raises(DataError, match="do not make one table: .*\nhint: look for a message"):
+    with pytest.raises(DataError, match="do not make one table: .*\nhint: "):
         load(write(tmp_path / "a.jsonl", rows))
 
 
@@ -181,7 +181,7 @@ def test_fewer_rows_than_asked_for_are_told(tmp_path: Path, caplog: pytest.LogCa
     load(f"{name}#3")
     assert caplog.messages == []
     assert len(load(f"{name}#999")) == 3
-    assert caplog.messages == [f"data set {name!r} has 3 rows, fewer than the 999 asked for: all are taken"]
+    assert caplog.messages == [f"data set {name!r} has 3 rows, fewer than 999: all are used"]
 
 
 @pytest.mark.parametrize("name", ["#5", " #5"])

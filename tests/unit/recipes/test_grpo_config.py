@@ -125,8 +125,8 @@ def test_names_and_values_belong_to_something() -> None:
     ("flags", "said"),
     [
         (("--strategy", "megatron"), "--strategy is 'megatron'; expected .*fsdp.*fsdp2"),
-        (("--strategy", "fsdp", "--fsdp_strategy", "shard_grad_op"), "strategy is 'fsdp' beside fsdp_strategy"),
-        (("--strategy", "fsdp2", "--fsdp_version", "1"), "strategy is 'fsdp2' beside .* fsdp_version 1"),
+        (("--strategy", "fsdp", "--fsdp_strategy", "shard_grad_op"), "strategy is 'fsdp' with fsdp_strategy"),
+        (("--strategy", "fsdp2", "--fsdp_version", "1"), "strategy is 'fsdp2' .*fsdp_version 1"),
         (("--num_generations", "1"), "num_generations is 1; expected 2 or more"),
         (("--max_completion_length", "0"), "max_completion_length is 0; expected 1 or more"),
         (("--temperature", "0"), "temperature is 0.0; expected a number above 0"),

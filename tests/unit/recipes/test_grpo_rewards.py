@@ -120,9 +120,9 @@ def raises(completions: list[str]) -> list[float]:
     [
         (
             raises,
-            "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected one number a completion",
+            "'mine' raised IndexError: .* \\(1 of the 2 completions are empty\\); expected ",
         ),
-        (lambda completions: [1.0], "'mine' returned 1 rewards; expected 2, one a completion"),
+        (lambda completions: [1.0], "'mine' returned 1 rewards; expected 2"),
         (lambda completions: None, "'mine' returned None; expected a list of 2 numbers"),
         (lambda completions: 1.0, "'mine' returned 1.0; expected a list of 2 numbers"),
         (lambda completions: torch.tensor(1.0), "'mine' returned 1.0; expected a list of 2 numbers"),

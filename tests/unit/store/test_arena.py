@@ -128,7 +128,7 @@ def test_pageable_memory_where_no_more_is_pinned_and_one_warning(caplog: pytest.
         for _ in range(2):
             park_all(device, tier, [MIB] * 30)
     assert [record.message for record in caplog.records] == [
-        "pinned memory is refused (fake host: no more can be pinned): pageable instead, whose copies halt compute"
+        "cannot pin host memory (fake host: no more can be pinned): using pageable memory, whose copies stall compute"
     ]
     state = tier.arena
     assert state.pageable_bytes + 3 * MIB == state.held_bytes == device.host_bytes and device.violations == []
@@ -141,7 +141,7 @@ def test_less_is_asked_for_where_more_is_refused() -> None:
     slot = tier.park(source)
     slot.wait_parked()
     assert torch.equal(slot.take(), source) and device.host_bytes == 8192
-    with pytest.raises(CapError, match="the machine gives no further 201 B .*7.8 KiB in use.*out of memory"):
+    with pytest.raises(CapError, match="cannot allocate another 201 B .*7.8 KiB in use.*out of memory"):
         tier.park(produce(device, 201))
 
 

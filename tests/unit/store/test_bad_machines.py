@@ -74,7 +74,7 @@ def test_memory_that_cannot_be_pinned_is_pageable(policy: str, caplog: pytest.Lo
         store = handle.stats().store
         assert store["host_pinned_bytes"] == 0 < store["host_held_bytes"]
         assert " of host memory, 0 B of it pinned, in " in handle.explain()
-    assert len(said(caplog)) == 1 and "pinned memory is refused (fake host: no more can be pinned)" in said(caplog)[0]
+    assert len(said(caplog)) == 1 and "cannot pin host memory (fake host: no more can be pinned)" in said(caplog)[0]
     tier.close()
 
 

@@ -79,7 +79,7 @@ def test_cancel_withdraws_only_what_has_not_begun(tier: DiskTier, write_gate: Ga
     waiting.prefetch()
     assert waiting.cancel()
     assert not waiting.cancel()
-    with pytest.raises(DiskError, match="freed or withdrawn"):
+    with pytest.raises(DiskError, match="freed or cancelled"):
         waiting.take()
     write_gate.open()
     begun.wait_parked()

@@ -87,7 +87,7 @@ def test_cap_waits_for_copies_before_it_fails() -> None:
 
 def test_a_machine_without_host_memory_is_a_cap_error() -> None:
     device = FakeDevice(100, 100, host_limit_bytes=64)
-    with pytest.raises(CapError, match="the machine gives no further"):
+    with pytest.raises(CapError, match="cannot allocate another"):
         HostTier(device).park(produce(device, 101))
 
 

@@ -256,5 +256,5 @@ def test_a_machine_that_gives_no_more_host_memory(caplog: pytest.LogCaptureFixtu
             assert differences(plain, tiny.step()) == []
         assert handle.stats().total_refused_bytes > 0 and hooks_are_closed()
     (said,) = warnings_of(caplog)
-    assert "stays on the device: the machine gives no further" in said and "\nhint: set host_budget below" in said
+    assert "stays on the device: cannot allocate another" in said and "\nhint: set host_budget below" in said
     tier.close()

@@ -37,7 +37,7 @@ def test_the_last_mount_on_a_point_counts(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(filesystem_of("/dev/shm") != "tmpfs", reason="there is no /dev/shm")
 def test_ram_is_refused() -> None:
-    with pytest.raises(DiskError, match="lies on tmpfs, which is RAM") as caught:
+    with pytest.raises(DiskError, match="is on tmpfs, which is RAM") as caught:
         DiskTier("/dev/shm")
     assert "hint: " in str(caught.value)
 

@@ -171,7 +171,7 @@ def test_a_model_without_parameters_says_so(model: nn.Module) -> None:
     with pytest.raises(BlocksError) as raised:
         find_blocks(model)
     assert str(raised.value) == (
-        f"{type(model).__name__} has no parameters; expected a model that is trained\n"
+        f"{type(model).__name__} has no parameters; expected a model with parameters\n"
         "hint: use `with ebbtide.offload_saved_tensors():` around the forward"
     )
 

@@ -302,7 +302,7 @@ def test_blocks_in_an_offload_wrapper_are_refused(wrapper: Callable[[nn.Module],
     assert str(raised.value) == (
         "block 'layers.0' is wrapped by torch's offload_wrapper; expected one offloader on a model\n"
         "hint: leave that wrapper out (accelerate: activation_checkpointing_offload=False); "
-        "a checkpoint_wrapper may stay, and what it keeps is offloaded"
+        "a checkpoint_wrapper may stay; the tensors it keeps are offloaded"
     )
 
 

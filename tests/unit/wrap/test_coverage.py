@@ -156,7 +156,7 @@ def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCap
             assert all(map(same_bits, grads(model, x), expected))
         assert handle._attachment.block_names == ["layers.0", "layers.1", "stem"]
         assert handle.stats().coverage_percent == 100.0
-        added = [line for line in handle.explain().splitlines() if line.startswith("after the first pass")]
+        added = [line for line in handle.explain().splitlines() if line.startswith("in the first pass")]
         assert len(added) == 1 and added[0].endswith("these became blocks: stem")
         assert_nothing_left(handle._engine)
     assert caplog.messages.count("blocks hold 100 % of what autograd saves") == 1

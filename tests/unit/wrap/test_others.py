@@ -62,7 +62,7 @@ def train(model: nn.Module) -> list[Tensor]:
 
 
 HINT = (
-    "; expected one offloader on a model\nhint: leave that context, or unset its flag (TRL and torchtune: "
+    "; expected one offloader on a model\nhint: remove that context, or unset its flag (TRL and torchtune: "
     "activation_offloading, enable_activation_offloading; transformers: gradient_checkpointing_kwargs['offload'])"
 )
 
@@ -85,7 +85,7 @@ def test_hooks_inside_a_block_that_take_all_it_saves_are_refused(around: Around,
         for _ in range(2):  # in every step, not in the first alone
             with pytest.raises(ConflictError) as raised:
                 train(model)
-            expected = f"block 'layers.1' saves everything under other saved-tensor hooks, inside it ({found})"
+            expected = f"block 'layers.1' saves all its tensors under other saved-tensor hooks inside it ({found})"
             assert str(raised.value) == expected + HINT
             assert hooks_are_closed()
         raised = None  # type: ignore[assignment]  # its traceback holds the graph
@@ -140,7 +140,7 @@ def test_what_transformers_offloads_itself_is_refused_and_its_flag_named(
     if not hasattr(tiny.model, "activation_checkpointing_enable"):
         pytest.skip("this version of transformers offloads nothing itself")
     tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant}, every_n_layers=2, offload=True)
-    with enable(tiny.model), pytest.raises(ConflictError, match=r"(?s)block 'model\.layers\.0' saves everything") as e:
+    with enable(tiny.model), pytest.raises(ConflictError, match=r"(?s)block 'model\.layers\.0' saves all") as e:
         tiny.step()
     assert "transformers: gradient_checkpointing_kwargs['offload']" in str(e.value)
     tiny.model.activation_checkpointing_enable({"use_reentrant": reentrant})

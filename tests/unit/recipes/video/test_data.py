@@ -75,7 +75,7 @@ def test_a_broken_listing_is_refused(folder: Path, content: str) -> None:
 
 
 def test_a_clip_without_a_caption_is_refused(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"a\.mp4 has no caption; expected a\.txt beside it"):
+    with pytest.raises(DataError, match=r"a\.mp4 has no caption; expected a\.txt in its folder"):
         loaded(folder)
 
 

@@ -105,5 +105,5 @@ def test_a_folder_above_or_inside_a_pipeline_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no transformer/config.json") as caught:
         Source(tmp_path)
     assert f"{tmp_path / 'wan'} has one" in str(caught.value)
-    with pytest.raises(DataError, match="give the folder above it"):
+    with pytest.raises(DataError, match="the folder above it"):
         Source(tmp_path / "wan" / "transformer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from ebbtide.report import html, load_run, whole
+from ebbtide.report import html, load_run, run_memory
 from ebbtide.track import write_summary
 from tests.unit.report.runs import MIB, write_run
 from tests.unit.track.events import begin, event, write_events
@@ -36,7 +36,7 @@ def written(folder: Path, samples: int = 2) -> Path:
 
 
 def test_models_gradients_and_optimizer_are_listed(tmp_path: Path) -> None:
-    rows = whole.holdings([load_run(written(tmp_path))]).rows
+    rows = run_memory.holdings([load_run(written(tmp_path))]).rows
     assert [(row[1], row[2]) for row in rows] == [
         ("weights: transformer", "10.0 MiB"),
         ("weights: teacher", "20.0 MiB"),
@@ -47,13 +47,13 @@ def test_models_gradients_and_optimizer_are_listed(tmp_path: Path) -> None:
 
 
 def test_each_phase_has_its_highest_memory(tmp_path: Path) -> None:
-    rows = whole.phases([load_run(written(tmp_path))]).rows
+    rows = run_memory.phases([load_run(written(tmp_path))]).rows
     assert [row[1:] for row in rows] == [
         ("text_encoder", "1", "0.50 s", "300.0 MiB"),
         ("vae", "2", "1.00 s", "700.0 MiB"),
     ]
     (tmp_path / "steps").mkdir()
-    assert whole.phases([load_run(write_run(tmp_path / "steps"))]).rows == ()
+    assert run_memory.phases([load_run(write_run(tmp_path / "steps"))]).rows == ()
 
 
 def test_sheets_stand_in_the_page_itself(tmp_path: Path) -> None:
@@ -66,5 +66,5 @@ def test_sheets_stand_in_the_page_itself(tmp_path: Path) -> None:
 
 
 def test_of_many_sheets_the_first_and_the_last_are_shown(tmp_path: Path) -> None:
-    titles = [sheet.title for sheet in whole.sheets(load_run(written(tmp_path, samples=40)))]
+    titles = [sheet.title for sheet in run_memory.sheets(load_run(written(tmp_path, samples=40)))]
     assert len(titles) == 6 and titles[0] == "plain: before training" and titles[-1] == "plain: after 39 steps"

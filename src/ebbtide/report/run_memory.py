@@ -75,7 +75,7 @@ def sheets(run: Run) -> list[Sheet]:
 
 def _sheet(run: Run, event: dict[str, Any]) -> Sheet:
     path = run.folder / str(event.get("sheet"))
-    note = "" if event.get("decoded", True) else "Three channels of the latents: there was no VAE to decode them."
+    note = "" if event.get("decoded", True) else "Three channels of the latents: without a VAE to decode them."
     if path.is_file():
         image = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
     else:

@@ -1,13 +1,10 @@
-"""``ebbtide env``: versions, for bug reports."""
+"""``ebbtide doctor --versions``: versions, for bug reports."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-
-from ebbtide.base.errors import ConfigError
 
 PACKAGES = (
     "ebbtide",
@@ -28,38 +25,20 @@ PACKAGES = (
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print the versions of what ebbtide stands on, and what device there is.
-
-    Args:
-        argv: The arguments after ``env``; there are none to give.
-
-    Returns:
-        0.
-
-    Raises:
-        ConfigError: Arguments were given.
-    """
-    if argv and argv[0] in ("-h", "--help"):
-        print("usage: ebbtide env\n\nPrints versions, for bug reports.")
-        return 0
-    if argv:
-        raise ConfigError(
-            f"ebbtide env was given {' '.join(argv)!r}", expected="no arguments", hint="run `ebbtide env`"
-        )
-    lines = {
+def lines() -> list[str]:
+    """Return the versions of the packages that ebbtide uses, and the device."""
+    found = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": str(os.cpu_count()),
         **{name: _installed(name) for name in PACKAGES},
         "device": _device(),
     }
-    print("\n".join(f"{name:<14}{value}" for name, value in lines.items()))
-    return 0
+    return [f"{name:<14}{value}" for name, value in found.items()]
 
 
 def _installed(name: str) -> str:
-    """Return a package's version, or say that it is not there."""
+    """Return a package's version, or that it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -67,7 +46,7 @@ def _installed(name: str) -> str:
 
 
 def _device() -> str:
-    """Say which accelerator torch sees."""
+    """Return the accelerator that torch sees."""
     try:
         import torch
     except ImportError as error:
