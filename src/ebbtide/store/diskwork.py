@@ -337,9 +337,8 @@ class DiskWork:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
         parcel.source = None  # before anybody hears that it is parked: whoever waited for that finds the memory free
         with self._lock:
-            written = 0 if fault else parcel.nbytes
-            self._counters.out_bytes += written
-            self._counters.copied_out(written, time.perf_counter() - started)
+            self._counters.out_bytes += 0 if fault else parcel.nbytes
+            self._counters.copied_out(0 if fault else parcel.nbytes, time.perf_counter() - started)
             parcel.fault = fault
             self._written(parcel)  # first: should this die, nobody finds the parcel parked
             if parcel.state is State.WRITING:
