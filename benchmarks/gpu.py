@@ -36,6 +36,8 @@ SIMULATED = {
 """What makes a suite small enough for the simulated device, whose memory and cores are those of this machine."""
 WITH_MINUTES = ("link", "bound", "pareto", "longest")
 """Suites that stop by themselves: they begin no further case after so many minutes."""
+LAST_CASE_MINUTES = 1.5
+"""What the case that has begun then may take, and a little more."""
 
 PASSED, FAILED, STOPPED = "passed", "failed", "stopped"
 
@@ -70,7 +72,7 @@ def parts(out: Path, minutes: float, *, simulated: bool = False) -> list[Part]:
     found = [Part(name="first_contact", command=(*module, "benchmarks.first_contact"))]
     found += [Part(name=path.stem, command=(*pytest, str(path.relative_to(ROOT)))) for path in tests]
     for suite in SUITES:
-        limit = ("--minutes", f"{0.8 * minutes:g}") if suite in WITH_MINUTES else ()
+        limit = ("--minutes", f"{max(minutes / 2, minutes - LAST_CASE_MINUTES):g}") if suite in WITH_MINUTES else ()
         small = SIMULATED[suite] if simulated else ()
         command = (*module, f"benchmarks.suites.{suite}", "--out", str(out / suite), *small, *limit)
         found.append(Part(name=suite, command=command))

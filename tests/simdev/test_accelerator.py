@@ -13,7 +13,7 @@ import torch
 import ebbtide
 from benchmarks import first_contact
 from benchmarks.results_folder import write_result
-from benchmarks.suites import overhead
+from benchmarks.suites import link, overhead
 from ebbtide.store import open_tier
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
@@ -145,6 +145,14 @@ def test_first_contact() -> None:
     with configured(copy_delay_us=2000):
         found = list(first_contact.answers(copied_bytes=8 * MIB))
     assert len(found) > 12 and [answer for *answer, right in found if not right] == []
+
+
+def test_the_link_suite_times_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--small", "--tokens", "64", "--pairs", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["link", *given])
+    link.main()
+    found = json.loads((tmp_path / "run.json").read_text())["runs_bytes_per_second"]
+    assert len(found["tier_out"]) == len(found["tier_in"]) == 2 and min(found["tier_out"] + found["tier_in"]) > 0
 
 
 def test_results_of_the_simulated_device_say_so(tmp_path: Path) -> None:

@@ -61,5 +61,5 @@ def test_every_test_file_and_suite_is_a_part(tmp_path: Path) -> None:
     tests = {path.stem for path in (gpu.ROOT / "tests" / "gpu").glob("test_*.py")}
     assert tests | {"first_contact", *gpu.SUITES} == found.keys()
     assert list(found)[:3] == ["first_contact", *gpu.FIRST_TESTS] and list(found)[-len(gpu.SUITES) :] == [*gpu.SUITES]
-    assert "default" in found["test_store"] and found["pareto"][-2:] == ("--minutes", "4")
+    assert "default" in found["test_store"] and found["pareto"][-2:] == ("--minutes", "3.5")
     assert all((gpu.ROOT / "benchmarks" / "suites" / f"{suite}.py").exists() for suite in gpu.SUITES)
