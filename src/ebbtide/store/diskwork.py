@@ -30,7 +30,7 @@ from ebbtide.store.aligned import BackingFile
 from ebbtide.store.buffers import BufferPool
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.faults import Fault, forked_error
-from ebbtide.store.parcel import Parcel, Read, State, discard
+from ebbtide.store.parcel import Parcel, ParcelState, Read, discard
 from ebbtide.store.room import Room
 from ebbtide.store.waiting import wait_held
 
@@ -100,8 +100,8 @@ class DiskWork:
         self.check_usable()
         if parcel.fault is not None:
             raise parcel.fault.error()
-        if parcel.state is State.DEAD:
-            raise DiskError("a slot is used after it was freed or withdrawn", hint="keep its ticket alive")
+        if parcel.state is ParcelState.DEAD:
+            raise DiskError("a slot is used after it was freed or cancelled", hint="keep its ticket alive")
 
     def measure(self) -> tuple[int, int, int]:
         """Return bytes of places that live slots have, of places that are draining, and that could still be parked."""
@@ -144,24 +144,24 @@ class DiskWork:
         with self._lock:
             self._settle()
             self._hasten(parcel)
-            self._wait_until(lambda: parcel.state not in (State.QUEUED, State.WRITING))
+            self._wait_until(lambda: parcel.state not in (ParcelState.QUEUED, ParcelState.WRITING))
         self._trash.clear()
 
     def cancel(self, parcel: Parcel) -> bool:
-        """Withdraw a write that has not begun and that no ``take`` waits for; True if it was withdrawn."""
+        """Cancel a write that has not begun and that no ``take`` waits for; True if it was cancelled."""
         with self._lock:
             self._settle()
             taken = any(read.parcel is parcel and read is not parcel.read for read in self._reads)
-            if withdrawn := parcel.state is State.QUEUED and not taken:
-                self._bury(parcel)
+            if cancelled := parcel.state is ParcelState.QUEUED and not taken:
+                self._release_place(parcel)
         self._trash.clear()
-        return withdrawn
+        return cancelled
 
     def prefetch(self, parcel: Parcel) -> None:
         """Queue a read, unless one is queued."""
         with self._lock:
             self._settle()
-            if parcel.read is None and parcel.state not in (State.FAILED, State.DEAD):
+            if parcel.read is None and parcel.state not in (ParcelState.FAILED, ParcelState.DEAD):
                 self._ask(parcel)
         self._trash.clear()
 
@@ -194,7 +194,7 @@ class DiskWork:
 
     def free(self, parcel: Parcel) -> None:
         """Give the place back once no thread uses it. See [Note: who may hold the lock]."""
-        if parcel.state is not State.DEAD and self.usable:
+        if parcel.state is not ParcelState.DEAD and self.usable:
             self._dead.append(parcel)
 
     def close(self, *, join: bool) -> None:
@@ -230,7 +230,7 @@ class DiskWork:
         return read
 
     def _hasten(self, parcel: Parcel) -> None:
-        if parcel.state is State.QUEUED:
+        if parcel.state is ParcelState.QUEUED:
             self._writes.appendleft(parcel)  # its old place stays, to be skipped: moved, an interrupt could lose it
 
     def _wake_all(self) -> None:
@@ -245,27 +245,27 @@ class DiskWork:
 
     def _settle(self) -> None:
         while self._dead:
-            self._bury(self._dead[0])
+            self._release_place(self._dead[0])
             self._dead.popleft()  # last: a burial that was interrupted is done again
 
     def _audit(self) -> int:
         """Mend what an interrupt tore, and return the bytes that are draining. See [Note: who has a place]."""
         self._settle()
         for parcel in self._room.dead(self._writing, self._reading):
-            self._bury(parcel)
+            self._release_place(parcel)
         draining = self._room.mend()
-        waiting = {parcel for parcel in self._writes if parcel.state is State.QUEUED}
+        waiting = {parcel for parcel in self._writes if parcel.state is ParcelState.QUEUED}
         self._out_bytes = sum(parcel.split.interior_bytes for parcel in {*waiting, self._writing} if parcel)
         self._ahead_bytes = sum(p.nbytes for p in self._room.parcels if p.read is not None and p.read.ahead)
         return draining
 
-    def _bury(self, parcel: Parcel) -> None:
+    def _release_place(self, parcel: Parcel) -> None:
         """Forget a parcel; harmless when repeated, as it is after an interrupt."""
         self._trash.append(parcel)
-        if parcel.state is State.QUEUED:
+        if parcel.state is ParcelState.QUEUED:
             discard(self._writes, parcel)
             self._written(parcel)
-        parcel.state = State.DEAD
+        parcel.state = ParcelState.DEAD
         self._drop_read(parcel)
         self._release_if_unused(parcel)
         self._to_read.notify()
@@ -287,7 +287,7 @@ class DiskWork:
         parcel.source = None
 
     def _release_if_unused(self, parcel: Parcel) -> None:
-        if parcel.state is State.DEAD and parcel is not self._writing and parcel is not self._reading:
+        if parcel.state is ParcelState.DEAD and parcel is not self._writing and parcel is not self._reading:
             self._room.release(parcel)
 
     # The two threads.
@@ -320,9 +320,9 @@ class DiskWork:
                 if self._closed:
                     return
                 parcel = self._writes.popleft()
-                if parcel.state is not State.QUEUED:
+                if parcel.state is not ParcelState.QUEUED:
                     continue
-                parcel.state, self._writing = State.WRITING, parcel
+                parcel.state, self._writing = ParcelState.WRITING, parcel
             self._trash.clear()
             self._write(parcel)
             del parcel
@@ -332,7 +332,7 @@ class DiskWork:
         started = time.perf_counter()
         try:
             start = parcel.address + split.head_bytes
-            self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is State.DEAD)
+            self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
         parcel.source = None  # before anybody hears that it is parked: whoever waited for that finds the memory free
@@ -341,8 +341,8 @@ class DiskWork:
             self._counters.copied_out(0 if fault else parcel.nbytes, time.perf_counter() - started)
             parcel.fault = fault
             self._written(parcel)  # first: should this die, nobody finds the parcel parked
-            if parcel.state is State.WRITING:
-                parcel.state = State.FAILED if fault else State.PARKED
+            if parcel.state is ParcelState.WRITING:
+                parcel.state = ParcelState.FAILED if fault else ParcelState.PARKED
             self._writing = None
             self._release_if_unused(parcel)
             if self._reads:
@@ -366,7 +366,7 @@ class DiskWork:
     def _next_read(self) -> Read | None:
         chosen: Read | None = None
         for read in self._reads:
-            if read.parcel.state in (State.QUEUED, State.WRITING):
+            if read.parcel.state in (ParcelState.QUEUED, ParcelState.WRITING):
                 continue
             if read.urgent:
                 chosen = read
@@ -385,9 +385,9 @@ class DiskWork:
     def _fetch(self, read: Read) -> None:
         parcel, tensor, fault = read.parcel, None, read.parcel.fault
         started = time.perf_counter()
-        if fault is None and parcel.state is not State.DEAD:
+        if fault is None and parcel.state is not ParcelState.DEAD:
             try:
-                tensor = parcel.bring(self._file, self.pool)
+                tensor = parcel.copy_in(self._file, self.pool)
             except BaseException as error:
                 fault = Fault(f"reading {format_size(parcel.nbytes)} from {self._file.directory}", error)
         with self._lock:
