@@ -120,7 +120,7 @@ MUTANTS = (
         TRUST,
     ),
     Mutant(
-        "trust: other numerics are not compared anew",
+        "trust: other numerics are not compared again",
         "ebbtide/engine/engine.py",
         "self.trust.holds((block, numerics)",
         "self.trust.holds((block,)",
@@ -211,14 +211,14 @@ MUTANTS = (
         SECOND_RUN,
     ),
     Mutant(
-        "second run: what modules held is not put back",
+        "second run: what modules held is not restored",
         "ebbtide/wrap/checkpointed.py",
         "            self._state.put_back(instead, tensors=not self._moved)\n",
         "",
         SECOND_RUN,
     ),
     Mutant(
-        "second run: what modules hold now is not put back after it",
+        "second run: what modules hold now is not restored after it",
         "ebbtide/wrap/checkpointed.py",
         "            now.put_back(tensors=not self._moved)\n",
         "",

@@ -60,12 +60,12 @@ MUTANTS = (
         "leaving sources wait", "host.py", "while self._leaving and self._leaving[0].parked:", "while self._leaving:"
     ),
     without(
-        "source dropped only when parked",
+        "source is dropped only when its copy is done",
         "hostslot.py",
         "        if done:\n            self.source",
         "        if True:\n            self.source",
     ),
-    without("parked source is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""),
+    without("source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""),
     without("compute waits for the copy-out", "hostslot.py", "self._tier.stall(self.compute, self.done)"),
     without(
         "waited source is dropped",
