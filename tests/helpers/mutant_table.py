@@ -183,7 +183,7 @@ MUTANTS = (
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(
-        "room: a recompute does not give up what was brought in ahead",
+        "room: a recompute does not discard prefetched bytes",
         "ebbtide/engine/engine.py",
         "functools.partial(self._with_room, flow_of(backward, run), work)",
         "work",
