@@ -169,7 +169,7 @@ MUTANTS = (
         ("--simdev", "tests/simdev/test_exactness.py"),
     ),
     Mutant(
-        "flow: what somebody else keeps is brought in",
+        "flow: what somebody else keeps is prefetched",
         "ebbtide/engine/flow.py",
         " or entry.living_storage is not None:",
         ":",
