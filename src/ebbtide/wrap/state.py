@@ -10,11 +10,13 @@ nothing is copied but references.
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from types import MappingProxyType
 from typing import Any
 
@@ -54,20 +56,24 @@ class State:
                 continue
             seen.add(id(value))
             alive.append(value)
-            if isinstance(value, torch.Tensor):
-                self.tensors.append(value)
-            elif _is_generator(value):
-                self.generators.append(value)
-            elif isinstance(value, tuple):
-                pending += _worth_following(value)
-            elif isinstance(value, dict) and type(value) in _CONTAINERS:
-                self._held.append((value, dict(value)))
-                pending += _worth_following(value.values())
-            elif type(value) in _CONTAINERS:
-                self._held.append((value, value.copy()))
-                pending += _worth_following(value)
-            else:
-                pending.append(vars(value))
+            match _role(type(value)):
+                case Role.TENSOR:
+                    self.tensors.append(value)
+                case Role.GENERATOR:
+                    self.generators.append(value)
+                case Role.TUPLE:
+                    pending += [inner for inner in value if _role(type(inner)) is not Role.PLAIN]
+                case Role.DICT:
+                    self._held.append((value, dict(value)))
+                    if value:
+                        pending += [inner for inner in value.values() if _role(type(inner)) is not Role.PLAIN]
+                case Role.CONTAINER:
+                    self._held.append((value, value.copy()))
+                    pending += [inner for inner in value if _role(type(inner)) is not Role.PLAIN]
+                case Role.OBJECT:
+                    pending.append(vars(value))
+                case Role.PLAIN:  # a class may answer for its instances' attributes by a dictionary of another type
+                    continue
 
     def now(self) -> State:
         """Return what the same containers hold now."""
@@ -83,8 +89,10 @@ class State:
             tensors: Put tensors back too. Those of modules under FSDP come and go by themselves.
         """
         for container, then in self._held:
+            if not then and not container:
+                continue  # most are: each module has a dozen dictionaries of hooks
             if isinstance(container, dict):
-                _put_dict(container, {key: instead.get(id(value), value) for key, value in then.items()}, tensors)
+                _put_dict(container, _exchanged(then, instead) if instead else then, tensors)
             elif isinstance(container, set):
                 if container != then:
                     container.clear()
@@ -94,6 +102,10 @@ class State:
                 if [id(value) for value in container] != [id(value) for value in values]:
                     container.clear()
                     container.extend(values)
+
+
+def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, Any]:
+    return {key: instead.get(id(value), value) for key, value in then.items()}
 
 
 def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) -> None:
@@ -109,28 +121,51 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
             container[key] = value
 
 
-def _worth_following(values: Iterable[Any]) -> Iterator[Any]:
-    return (value for value in values if type(value) not in _PLAIN and _leads_on(value))
+class Role(Enum):
+    """What is done with a value that is met on the way."""
 
-
-def _leads_on(value: Any) -> bool:
-    """Whether a value is, or may reach, something that is remembered."""
-    if isinstance(value, (tuple, torch.Tensor, nn.Module)) or type(value) in _CONTAINERS or _is_generator(value):
-        return True
-    foreign = isinstance(value, _LEFT_ALONE) or type(value).__module__.partition(".")[0] in _FOREIGN
-    return not foreign and hasattr(value, "__dict__")
+    PLAIN = "plain"  # nothing: it holds nothing that a forward could change
+    TENSOR = "tensor"
+    GENERATOR = "generator"  # draws random numbers from a state of its own
+    TUPLE = "tuple"
+    DICT = "dict"
+    CONTAINER = "container"
+    OBJECT = "object"  # its attributes are followed
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
-_CONTAINERS = frozenset((dict, OrderedDict, defaultdict, list, set, deque))
+
+
+@functools.lru_cache(4096)
+def _role(kind: type) -> Role:
+    """Return what is done with the values of a class: a module reaches hundreds, of a few dozen classes."""
+    if kind in _PLAIN:
+        return Role.PLAIN
+    if issubclass(kind, torch.Tensor):
+        return Role.TENSOR
+    if _draws(kind):
+        return Role.GENERATOR
+    if issubclass(kind, tuple):
+        return Role.TUPLE
+    if kind in (dict, OrderedDict, defaultdict):
+        return Role.DICT
+    if kind in (list, set, deque):
+        return Role.CONTAINER
+    if issubclass(kind, nn.Module):
+        return Role.OBJECT
+    foreign = issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN
+    return Role.OBJECT if not foreign and any("__dict__" in vars(base) for base in kind.__mro__) else Role.PLAIN
 
 
 def _is_generator(value: Any) -> bool:
     """Whether a value draws random numbers from a state of its own."""
-    if isinstance(value, (torch.Generator, random.Random)):
-        return True
+    return _draws(type(value))
+
+
+def _draws(kind: type) -> bool:
     numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return issubclass(kind, (torch.Generator, random.Random, *own))
 
 
 def generators_of(module: nn.Module) -> list[Any]:
