@@ -30,7 +30,9 @@ _GROWING_SECONDS = 0.5
 _BETTER = 1.25
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _LEAST_BYTES = 64 * _MIB
-_HEADS, _WIDTH = 8, 64
+_HEADS = {"cpu": (8, 64)}
+"""Heads of attention and their width; on accelerators those of large models, for small ones do not fill them."""
+_LARGE_HEADS = 32, 128
 
 Work = Callable[[], object]
 
@@ -158,14 +160,15 @@ def _products(device: torch.device, kinds: Sequence[torch.dtype]) -> float:
 
 def _attention(device: torch.device) -> float:
     attend = torch.nn.functional.scaled_dot_product_attention
+    heads, width = _HEADS.get(device.type, _LARGE_HEADS)
 
     def prepare(tokens: int, kind: torch.dtype) -> Work:
-        one = _numbers(_HEADS * tokens * _WIDTH, device, kind).view(1, _HEADS, tokens, _WIDTH)
+        one = _numbers(heads * tokens * width, device, kind).view(1, heads, tokens, width)
         return lambda: attend(one, one, one, is_causal=True)
 
     sizes = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
-    most = math.isqrt(_spare_bytes(device) // (_HEADS * 3 * 4))  # as much as it takes where it is not fused
-    work = 2.0 * _HEADS * _WIDTH  # two products, half of the pairs
+    most = math.isqrt(_spare_bytes(device) // (heads * 3 * 4))  # as much as it takes where it is not fused
+    work = 2.0 * heads * width  # two products, half of the pairs
     return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
 
 

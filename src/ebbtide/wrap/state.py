@@ -11,6 +11,7 @@ nothing is copied but references.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import sys
 import types
@@ -154,7 +155,7 @@ def _role(kind: type) -> Role:
     if issubclass(kind, nn.Module):
         return Role.OBJECT
     foreign = issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN
-    return Role.OBJECT if not foreign and any("__dict__" in vars(base) for base in kind.__mro__) else Role.PLAIN
+    return Role.OBJECT if not foreign and any("__dict__" in vars(base) for base in inspect.getmro(kind)) else Role.PLAIN
 
 
 def _is_generator(value: Any) -> bool:
