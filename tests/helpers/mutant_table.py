@@ -142,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         "trust: sizes make new verdicts",
-        "ebbtide/engine/recipe.py",
+        "ebbtide/engine/tickets.py",
         "(layout.dtype, len(layout.size))",
         "(layout,)",
         (*TRUST, "tests/unit/engine/test_recipe.py"),

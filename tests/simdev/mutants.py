@@ -65,7 +65,9 @@ MUTANTS = (
         "        if done:\n            self.source",
         "        if True:\n            self.source",
     ),
-    without("source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""),
+    without(
+        "source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""
+    ),
     without("compute waits for the copy-out", "hostslot.py", "self._tier.stall(self.compute, self.done)"),
     without(
         "waited source is dropped",

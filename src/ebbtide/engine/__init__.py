@@ -3,6 +3,6 @@
 from ebbtide.engine.build import NodeView as NodeView
 from ebbtide.engine.build import Rule as Rule
 from ebbtide.engine.engine import Engine as Engine
-from ebbtide.engine.recipe import Expr as Expr
-from ebbtide.engine.run import Block as Block
+from ebbtide.engine.passes import Block as Block
 from ebbtide.engine.stats import Stats as Stats
+from ebbtide.engine.tickets import Expr as Expr

@@ -21,10 +21,10 @@ import torch
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
-from ebbtide.engine.model import storage_key
 from ebbtide.engine.modules import Record, Running, record_of
-from ebbtide.engine.recipe import MAX_DEPTH, Expr, Operand
-from ebbtide.engine.tickets import UNCHECKED, LightTicket, Ticket
+from ebbtide.engine.recipe import MAX_DEPTH
+from ebbtide.engine.storages import storage_key
+from ebbtide.engine.tickets import UNCHECKED, Expr, LightTicket, Operand, Ticket
 from ebbtide.engine.weights import Weights
 
 if TYPE_CHECKING:

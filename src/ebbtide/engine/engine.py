@@ -23,12 +23,12 @@ from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.marks import marked
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.numerics import Numerics, current_numerics
-from ebbtide.engine.recipe import Expr
+from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, recompute, repeatable
 from ebbtide.engine.rules import rule_table
-from ebbtide.engine.run import Block, BlockRun, Pass
+from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import Entry, Life, LightTicket, Ticket, operand_error
+from ebbtide.engine.tickets import Entry, Expr, Life, LightTicket, Ticket, operand_error
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -116,7 +116,7 @@ class Engine:
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
         done = self._pass
-        if done.latest is not None and done.latest.builder is not None:
+        if done.latest is not None:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()
@@ -177,7 +177,7 @@ class Engine:
             found = self._empties[kind] = tensor.new_empty(0, dtype=torch.float32)
         return found
 
-    def park(self, run: BlockRun, entry: Entry, tensor: torch.Tensor) -> None:
+    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
         """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it."""
         self.hold(entry, tensor)
         self._stalls.serve("forward", run.block.name)
@@ -236,7 +236,7 @@ class Engine:
             note_place(error, f"while restoring {where}")
             raise
 
-    def _read(self, entry: Entry, run: BlockRun, task: int) -> torch.Tensor:
+    def _read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
         backward = self._backwards.get(task)
         content = self._content(entry, backward, run)
         if content is None:
@@ -256,7 +256,7 @@ class Engine:
         return content
 
     def _operand(
-        self, target: Entry, backward: Backward | None, run: BlockRun | None, entry: Entry
+        self, target: Entry, backward: Backward | None, run: RunRecord | None, entry: Entry
     ) -> torch.Tensor | None:
         """Return the bytes of an operand of what is recomputed if they need no recompute, else None."""
         try:
@@ -267,7 +267,7 @@ class Engine:
             raise
 
     def _content(
-        self, entry: Entry, backward: Backward | None = None, run: BlockRun | None = None
+        self, entry: Entry, backward: Backward | None = None, run: RunRecord | None = None
     ) -> torch.Tensor | None:
         """Return an entry's bytes if they need no recompute, else None."""
         if run is not None and run.unordered and backward is not None:
@@ -315,7 +315,7 @@ class Engine:
 
     # Backward
 
-    def _begin_block_backward(self, run: BlockRun, task: int) -> None:
+    def _begin_block_backward(self, run: RunRecord, task: int) -> None:
         run.task, run.unordered = task, run.order_key not in self.orders
         backward = self._backwards.get(task)
         if backward is None:

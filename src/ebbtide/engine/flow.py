@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -31,11 +31,9 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError, note_place
 from ebbtide.base.units import format_size
 from ebbtide.engine.marks import marked
+from ebbtide.engine.passes import Pass, RunRecord
 from ebbtide.engine.tickets import Entry
 from ebbtide.store.protocol import Tier
-
-if TYPE_CHECKING:
-    from ebbtide.engine.run import BlockRun, Pass
 
 logger = logging.getLogger("ebbtide.engine")
 
@@ -271,7 +269,7 @@ class CopyIn:
         window: Bounds the bytes brought in and not yet read.
     """
 
-    def __init__(self, run: BlockRun, window: Window) -> None:
+    def __init__(self, run: RunRecord, window: Window) -> None:
         self.window = window
         self.ahead_bytes = 0
         self._asked: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
@@ -308,7 +306,7 @@ class CopyIn:
         self._gone(weakref.ref(entry))
         self.advance()
 
-    def reach(self, run: BlockRun) -> None:
+    def reach(self, run: RunRecord) -> None:
         """A block's backward begins: what blocks before the last one did not come for is in the way of what comes."""
         self._put_back(lambda number: number > run.number + 1)
 
@@ -333,15 +331,15 @@ class Backward:
     def __init__(self) -> None:
         self.flows: dict[int, CopyIn] = {}  # by pass
         self.restored: list[weakref.ref[Entry]] = []
-        self.run: BlockRun | None = None
+        self.run: RunRecord | None = None
 
 
-def flow_of(backward: Backward | None, run: BlockRun | None) -> CopyIn | None:
+def flow_of(backward: Backward | None, run: RunRecord | None) -> CopyIn | None:
     """Return the copies in of a block's pass in a backward, if both are known."""
     return backward.flows.get(id(run.pass_)) if backward is not None and run is not None else None
 
 
-def _walk(run: BlockRun | None) -> Iterator[tuple[weakref.ref[Entry], int]]:
+def _walk(run: RunRecord | None) -> Iterator[tuple[weakref.ref[Entry], int]]:
     # Yields references: a suspended generator would keep an entry, and with it a slot, alive.
     while run is not None:
         number = run.number

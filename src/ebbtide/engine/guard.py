@@ -27,7 +27,7 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.base.units import format_size
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
 from ebbtide.engine.layout import Layout, byte_view
-from ebbtide.engine.model import storage_key
+from ebbtide.engine.storages import storage_key
 
 logger = logging.getLogger("ebbtide.engine")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ebbtide.engine.wrappers import plain_tensors
+from ebbtide.engine.storages import plain_tensors
 
 
 class Inputs:

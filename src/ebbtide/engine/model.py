@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.nn.parameter import is_lazy
 
-from ebbtide.engine.wrappers import plain_tensors
+from ebbtide.engine.storages import storage_key, storage_keys
 
 Ask = Callable[[], Iterable[torch.Tensor]]
 
@@ -92,19 +92,3 @@ class ModelWeights:
             weights = list(self._ask_lasting())
             self._lasting = weights, storage_keys(weights)
         return self._lasting
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return a number that names a storage while it lives: for weights, which the model holds."""
-    return storage._cdata
-
-
-def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """Return the keys of the storages that have bytes now."""
-    keys: set[int] = set()
-    for tensor in plain_tensors(tensors):
-        if is_lazy(tensor):  # has no memory yet
-            continue
-        if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
-            keys.add(storage_key(storage))
-    return keys

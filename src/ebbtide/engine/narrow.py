@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ebbtide.base.actions import Action
 from ebbtide.engine.build import Builder
-from ebbtide.engine.layout import Layout
-from ebbtide.engine.recipe import Expr
-from ebbtide.engine.tickets import Entry, Ticket, version_probe
+from ebbtide.engine.tickets import Entry
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-    from ebbtide.engine.run import BlockRun
 
 NARROWER = {
     torch.float32: (torch.bfloat16, torch.float16),
@@ -62,28 +58,3 @@ def narrower(builder: Builder | None, entry: Entry, base: torch.Tensor) -> Narro
     if dtype not in NARROWER.get(base.dtype, ()):
         return None
     return Narrow(source, number, dtype, base.numel() * dtype.itemsize)
-
-
-def park_narrowed(run: BlockRun, entry: Entry, base: torch.Tensor, narrow: Narrow) -> Expr:
-    """Offload a tensor in the type that it was cast up from; return how to cast it up again.
-
-    Args:
-        run: The block.
-        entry: The tensor's.
-        base: The tensor.
-        narrow: As ``narrower`` returned it.
-    """
-    engine, wide = run.engine, base.dtype
-    with torch.no_grad():
-        small = base.detach().to(narrow.dtype)
-    layout = Layout.of(small)
-    region = (0, small.untyped_storage().nbytes())
-    empty = engine.empty(small)
-    inner = Entry(empty, site=entry.site, region=region, base_layout=layout, at=0, living=engine.live_entries)
-    inner.action = Action.OFFLOAD
-    engine.park(run, inner, small)
-    ticket = Ticket(inner, layout, run, version_probe(small, empty), 0)
-    if run.builder is not None:
-        run.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node, so that its id stays its own
-    run.keep_narrowed((id(narrow.node), narrow.output_nr), ticket, inner.nbytes)
-    return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.units import format_size
 from ebbtide.engine.stats import Tally
-
-if TYPE_CHECKING:
-    from ebbtide.engine.run import BlockRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class Pass:
     """
 
     def __init__(self) -> None:
-        self.latest: BlockRun | None = None
+        self.latest: RunRecord | None = None
         self.tally = Tally()
         self.checkpointed = 0
         self.offered_bytes = 0  # given to the store, or held back from it, so far
@@ -96,3 +93,77 @@ class Pass:
             size = format_size(self.tally.small_bytes)
             lines.append(f"small storages (< {format_size(min_bytes)}) that stay: {self.tally.small}, {size}")
         return lines
+
+
+class RunRecord:
+    """What remains of a block's run once its forward is over: its place in the pass, and the order of its reads.
+
+    Args:
+        block: The block.
+        pass_: The forward that it is a part of.
+        orders: By kind and number of entries, the order in which an earlier backward read them.
+        live_tickets: Counts the tickets that are alive.
+        checkpointed: The block runs again in backward.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        pass_: Pass,
+        orders: dict[tuple[str, int], tuple[int, ...]],
+        live_tickets: set[weakref.ref[Any]],
+        *,
+        checkpointed: bool,
+    ) -> None:
+        self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
+        self._orders = orders
+        self.previous, pass_.latest = pass_.latest, self
+        self.number: int = 0 if self.previous is None else self.previous.number + 1
+        self.tally = Tally()
+        self.checkpointed = checkpointed
+        self.checkpointable = False  # noted in a measured step only: whether it might run again
+        self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
+        self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
+        self.task = -1  # the backward in which this block showed last
+        self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet
+        self.reads: list[weakref.ref[Any]] = []  # in the order in which a backward asked for them
+
+    def close(self) -> None:
+        """Forget what only the block's forward needed."""
+
+    def backward_order(self) -> Iterator[weakref.ref[Any]]:
+        """Yield the entries in the order in which the backward is expected to ask for them.
+
+        The order that another run of this kind of block recorded, when it saved as many tensors; else the reverse of
+        the forward's.
+        """
+        order = self._orders.get(self.order_key)
+        return reversed(self.entries) if order is None else (self.entries[i] for i in order)
+
+    @property
+    def order_key(self) -> tuple[str, int]:
+        """Runs of one kind of block that saved as many tensors are expected to be read in one order."""
+        return self.block.kind, len(self.entries)
+
+    def record_order(self) -> None:
+        """Keep the order in which a backward read this run's entries, for the next runs of this kind of block."""
+        # Python makes one plain weak reference per object: the same one here and in ``entries``, dead or alive.
+        places = {id(reference): i for i, reference in enumerate(self.entries)}
+        read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
+        unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
+        self._orders[self.order_key] = tuple(read + unread)
+        self.reads = []
+
+
+class PlainRun:
+    """The run of a block without hooks. See [Note: plain blocks] in ``ebbtide.engine.timing``.
+
+    Args:
+        block: The block.
+        pass_: The forward that it is a part of.
+        where: The device of its inputs; None: of none that is offloaded.
+    """
+
+    def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
+        self.block, self.pass_, self.where = block, pass_, where
+        self.previous = pass_.latest  # the latest run of a block with hooks

@@ -11,70 +11,19 @@ recomputed until its last reader in this backward; without that, a diamond of de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import with_layout
-from ebbtide.engine.tickets import Entry, LightTicket, Ticket, operand_error
+from ebbtide.engine.tickets import Entry, Expr, Operand, Ticket, operand_error
 
 MAX_DEPTH = 48
 """Longer chains of values nobody saved are not recomputed."""
 
 Reader = Callable[[Entry], torch.Tensor | None]
 """Returns an entry's content if it needs no recompute, else None."""
-
-
-class Expr:
-    """A function and its operands.
-
-    Args:
-        fn: Called with the operands' values; must be exact, repeatable and free of side effects.
-        operands: Tickets, light tickets, watched weights or expressions.
-        key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
-            numbers and sizes that change from step to step.
-        flops: Multiply-add work in FLOP; 0 for element-wise work.
-    """
-
-    __slots__ = ("depth", "flops", "fn", "operands", "structure")
-
-    def __init__(
-        self,
-        fn: Callable[..., torch.Tensor],
-        operands: tuple[Operand, ...],
-        *,
-        key: tuple[Any, ...],
-        flops: float = 0.0,
-    ) -> None:
-        self.fn, self.operands = fn, operands
-        depth, parts = 0, [key]
-        for operand in operands:
-            if isinstance(operand, Expr):
-                flops += operand.flops
-                deep, part = operand.depth, (operand.structure,)
-            elif isinstance(operand, Ticket):
-                recipe, layout = operand.entry.recipe, operand.layout
-                deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
-            else:
-                deep, part = 0, (operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout)
-            depth = max(depth, deep)
-            parts.append(part)
-        self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
-        self.flops = flops
-        self.structure = hash(tuple(parts))
-
-    def tickets(self) -> Iterator[Ticket]:
-        """Yield the tickets that the expression, and those in it, read."""
-        for operand in self.operands:
-            if isinstance(operand, Ticket):
-                yield operand
-            elif isinstance(operand, Expr):
-                yield from operand.tickets()
-
-
-Operand = Expr | Ticket | LightTicket | Watched
 
 
 def _weight(watched: Watched) -> torch.Tensor:

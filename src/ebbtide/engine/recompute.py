@@ -11,8 +11,8 @@ from ebbtide.base.actions import Site
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import exactly
-from ebbtide.engine.recipe import Expr, Reader, evaluate
-from ebbtide.engine.tickets import Entry
+from ebbtide.engine.recipe import Reader, evaluate
+from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import Trust
 
 

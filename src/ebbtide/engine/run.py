@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,19 +14,14 @@ from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.modules import Running
-from ebbtide.engine.narrow import narrower, park_narrowed
+from ebbtide.engine.narrow import Narrow, narrower
 from ebbtide.engine.numerics import current_numerics
-from ebbtide.engine.passes import Block, Pass
-from ebbtide.engine.recipe import Expr
-from ebbtide.engine.stats import Tally
-from ebbtide.engine.tickets import Entry, LightTicket, Place, Ticket, Version, version_probe
+from ebbtide.engine.passes import Block, Pass, RunRecord
+from ebbtide.engine.services import Services
+from ebbtide.engine.tickets import Entry, Expr, LightTicket, Place, Ticket, Version, version_probe
+from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
-
-if TYPE_CHECKING:
-    from ebbtide.engine.engine import Engine
-    from ebbtide.engine.timing import StepTimer
-
 
 CAST = "ToCopyBackward0"
 """The node of a cast."""
@@ -37,24 +30,16 @@ FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
 
 
-class BlockRun:
-    """The forward of one block, open while it runs; then the order of what it did not keep, by weak references."""
+class BlockRun(RunRecord):
+    """The forward of one block, open while it runs."""
 
     def __init__(
-        self, engine: Engine, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
+        self, engine: Services, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
     ) -> None:
-        self.engine, self.block, self.pass_ = engine, block, pass_
+        self.engine = engine
         self.builder: Builder | None = None  # made last: an interrupt may strike before
-        self.previous, pass_.latest = pass_.latest, self
-        self.number: int = 0 if self.previous is None else self.previous.number + 1
-        self.tally = Tally()
-        self.checkpointed = checkpointed  # the block runs again in backward
-        self.checkpointable = False  # noted in a measured step only: whether it might run again
+        super().__init__(block, pass_, engine.orders, engine.live_tickets, checkpointed=checkpointed)
         self.jagged = False  # it saved a jagged tensor, or a part of one
-        self.entries: list[weakref.ref[Entry]] = []
-        self.task = -1  # the backward in which this block showed last
-        self.unordered = False  # its backward runs, and no run of this kind has told the order of its reads yet
-        self.reads: list[weakref.ref[Entry]] = []  # in the order in which a backward asked for them
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
@@ -342,7 +327,7 @@ class BlockRun:
         if action is not Action.KEEP and engine.may_move(tensor):
             narrow = narrower(self.builder, entry, base)
             if narrow is not None:
-                entry.action, entry.recipe = Action.RECOMPUTE, park_narrowed(self, entry, base, narrow)
+                entry.action, entry.recipe = Action.RECOMPUTE, self._offload_narrowed(entry, base, narrow)
                 return
             entry.action = Action.OFFLOAD
             engine.park(self, entry, tensor)
@@ -350,19 +335,30 @@ class BlockRun:
         entry.action, entry.checksum = Action.KEEP, None
         engine.keep(entry, tensor.untyped_storage())
 
-    def keep_narrowed(self, key: tuple[int, int], ticket: Ticket, nbytes: int) -> None:
-        """Remember what was stored in the type that it was cast up from.
+    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> Expr:
+        """Offload a tensor in the type that it was cast up from; return how to cast it up again.
 
         Args:
-            key: Node and output number of the value that was cast up.
-            ticket: Its own.
-            nbytes: Its size.
+            entry: The tensor's.
+            base: The tensor.
+            narrow: As ``narrower`` returned it.
         """
-        action = ticket.entry.action  # KEEP where the store refused it
-        self.tally.add_narrowed(nbytes, action)
-        self.pass_.move_site(ticket.entry.site, nbytes, Action.RECOMPUTE, action)
-        self._list(ticket.entry)
-        self._narrow[key] = ticket
+        engine, wide = self.engine, base.dtype
+        with torch.no_grad():
+            small = base.detach().to(narrow.dtype)
+        layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
+        inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, living=engine.live_entries)
+        inner.action = Action.OFFLOAD
+        engine.park(self, inner, small)
+        ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
+        if self.builder is not None:
+            self.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node: its id stays its own
+        action = inner.action  # KEEP where the store refused it
+        self.tally.add_narrowed(inner.nbytes, action)
+        self.pass_.move_site(inner.site, inner.nbytes, Action.RECOMPUTE, action)
+        self._list(inner)
+        self._narrow[id(narrow.node), narrow.output_nr] = ticket
+        return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
 
     def add_rerun(self, unique: int) -> None:
         """Count what a block that is re-run whole does not hold.
@@ -372,28 +368,3 @@ class BlockRun:
         """
         dropped = self.tally.add_rerun(unique)
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)
-
-    # Backward
-
-    def backward_order(self) -> Iterator[weakref.ref[Entry]]:
-        """Yield the entries in the order in which the backward is expected to ask for them.
-
-        The order that another run of this kind of block recorded, when it saved as many tensors; else the reverse of
-        the forward's.
-        """
-        order = self.engine.orders.get(self.order_key)
-        return reversed(self.entries) if order is None else (self.entries[i] for i in order)
-
-    @property
-    def order_key(self) -> tuple[str, int]:
-        """Runs of one kind of block that saved as many tensors are expected to be read in one order."""
-        return self.block.kind, len(self.entries)
-
-    def record_order(self) -> None:
-        """Keep the order in which a backward read this run's entries, for the next runs of this kind of block."""
-        # Python makes one plain weak reference per object: the same one here and in ``entries``, dead or alive.
-        places = {id(reference): i for i, reference in enumerate(self.entries)}
-        read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
-        unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
-        self.engine.orders[self.order_key] = tuple(read + unread)
-        self.reads = []

@@ -14,16 +14,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
+from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.store.meter import Meter, Moment
-
-if TYPE_CHECKING:
-    from ebbtide.engine.passes import Pass
-    from ebbtide.engine.run import BlockRun
-    from ebbtide.engine.timing import PlainRun
 
 Edges = tuple[Moment, Moment]
 
@@ -86,7 +81,7 @@ class _Open:
         self.saved_bytes: int | None = None
         self.alone = True  # no other pass ran in between
         self.blocks: list[_Block] = []
-        self.by_run: weakref.WeakKeyDictionary[BlockRun | PlainRun, _Block] = weakref.WeakKeyDictionary()
+        self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.stretch: tuple[list[Edges], Moment] | None = None
         self.left: Moment | None = None  # the end of the latest forward, until the next one begins
 
@@ -132,7 +127,7 @@ class SpanTimer:
         while self._wanted and self._closed and (len(self._closed) > 1 or self._meter.reached(self._closed[0].ended)):
             self._hand_over(self._closed.popleft())
 
-    def block_begins(self, run: BlockRun | PlainRun, device: torch.device | None, *, plain: bool) -> None:
+    def block_begins(self, run: RunRecord | PlainRun, device: torch.device | None, *, plain: bool) -> None:
         """A block's forward begins.
 
         Args:
@@ -163,12 +158,12 @@ class SpanTimer:
         now.cut(now.began if len(now.blocks) == 1 else self._meter.moment(device), block.forward)
         now.left = None
 
-    def block_ends(self, run: BlockRun | PlainRun) -> None:
+    def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
         if self._open is not None and run in self._open.by_run:
             self._open.left = self._meter.moment(self._device)
 
-    def leave_out(self, run: BlockRun | PlainRun, edges: Edges) -> None:
+    def leave_out(self, run: RunRecord | PlainRun, edges: Edges) -> None:
         """Take some time out of a block's forward, and out of the span."""
         block = None if self._open is None else self._open.by_run.get(run)
         if block is not None:
@@ -183,7 +178,7 @@ class SpanTimer:
         if self._open is not None and self._open.ended is None:
             self._open.saved_bytes = saved_bytes
 
-    def backward_begins(self, run: BlockRun | PlainRun) -> None:
+    def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""
         now = self._open
         block = None if now is None else now.by_run.get(run)

@@ -16,21 +16,20 @@ tensor and none of its memory, so the read can compare versions even after the s
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Fingerprint
+from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout
+from ebbtide.engine.numerics import Numerics
+from ebbtide.engine.passes import RunRecord
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot
-
-if TYPE_CHECKING:
-    from ebbtide.engine.numerics import Numerics
-    from ebbtide.engine.recipe import Expr
-    from ebbtide.engine.run import BlockRun
 
 Place = tuple[str, str]
 """Path of a module within its block, and the block's name."""
@@ -156,9 +155,9 @@ class Ticket:
     __slots__ = ("alias", "entry", "layout", "life", "probe", "run", "version")
 
     def __init__(
-        self, entry: Entry, layout: Layout, run: BlockRun, probe: torch.Tensor, version: int, *, alias: bool = False
+        self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
-        self.life = Life(run.engine.live_tickets)
+        self.life = Life(run.live_tickets)
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
         self.alias = alias  # the probe has its memory still, which the entry keeps: it is the saved tensor
@@ -189,6 +188,56 @@ class Ticket:
             site, layout = str(self.entry.site), self.layout
             hint = AGAIN_HINT if self.run.checkpointed else PLAIN_HINT
             raise modified_error(layout.dtype, layout.size, self.probe._version, self.version, site, hint)
+
+
+class Expr:
+    """A function and its operands.
+
+    Args:
+        fn: Called with the operands' values; must be exact, repeatable and free of side effects.
+        operands: Tickets, light tickets, watched weights or expressions.
+        key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
+            numbers and sizes that change from step to step.
+        flops: Multiply-add work in FLOP; 0 for element-wise work.
+    """
+
+    __slots__ = ("depth", "flops", "fn", "operands", "structure")
+
+    def __init__(
+        self,
+        fn: Callable[..., torch.Tensor],
+        operands: tuple[Operand, ...],
+        *,
+        key: tuple[Any, ...],
+        flops: float = 0.0,
+    ) -> None:
+        self.fn, self.operands = fn, operands
+        depth, parts = 0, [key]
+        for operand in operands:
+            if isinstance(operand, Expr):
+                flops += operand.flops
+                deep, part = operand.depth, (operand.structure,)
+            elif isinstance(operand, Ticket):
+                recipe, layout = operand.entry.recipe, operand.layout
+                deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
+            else:
+                deep, part = 0, (operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout)
+            depth = max(depth, deep)
+            parts.append(part)
+        self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
+        self.flops = flops
+        self.structure = hash(tuple(parts))
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Yield the tickets that the expression, and those in it, read."""
+        for operand in self.operands:
+            if isinstance(operand, Ticket):
+                yield operand
+            elif isinstance(operand, Expr):
+                yield from operand.tickets()
+
+
+Operand = Expr | Ticket | LightTicket | Watched
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:

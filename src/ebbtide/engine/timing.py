@@ -27,35 +27,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.store.meter import Meter, Moment
 
-if TYPE_CHECKING:
-    from ebbtide.engine.passes import Block, Pass
-    from ebbtide.engine.run import BlockRun
-
 Edges = tuple[Moment, Moment]
 Prepare = Callable[[], Callable[[], object] | None]
-
-
-class PlainRun:
-    """The run of a block without hooks. See [Note: plain blocks].
-
-    Args:
-        block: The block.
-        pass_: The forward that it is a part of.
-        where: The device of its inputs; None: of none that is offloaded.
-    """
-
-    def __init__(self, block: Block, pass_: Pass, where: torch.device | None) -> None:
-        self.block, self.pass_, self.where = block, pass_, where
-        self.previous = pass_.latest  # the latest run of a block with hooks
 
 
 GROWTH = 1.1
@@ -113,7 +95,7 @@ class _Pass:
     def __init__(self, measured: Pass, waited: dict[str, float]) -> None:
         self.measured, self.waited = weakref.ref(measured), waited
         self.blocks: list[_Block] = []
-        self.by_run: weakref.WeakKeyDictionary[BlockRun | PlainRun, _Block] = weakref.WeakKeyDictionary()
+        self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
         self.turned = False
@@ -194,7 +176,7 @@ class StepTimer:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
         return self._wanted and name in self.checkpointed
 
-    def leave_out(self, run: BlockRun | PlainRun, work: Callable[[], None]) -> None:
+    def leave_out(self, run: RunRecord | PlainRun, work: Callable[[], None]) -> None:
         """Do some work in a block's forward whose time is not the block's.
 
         Args:
@@ -225,7 +207,7 @@ class StepTimer:
         if self.spans is not None:
             self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 
-    def block_begins(self, run: BlockRun | PlainRun) -> None:
+    def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
         self._where = run.where or self._where
         self.finish()
@@ -249,7 +231,7 @@ class StepTimer:
         now.blocks.append(block)
         now.by_run[run] = block
 
-    def block_ends(self, run: BlockRun | PlainRun) -> None:
+    def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
         if self.spans is not None:
             self.spans.block_ends(run)
@@ -259,7 +241,7 @@ class StepTimer:
                 block.checkpointable, block.input_bytes = run.checkpointable, run.tally.input_bytes
             self._cut(self._pass.between)
 
-    def backward_begins(self, run: BlockRun | PlainRun) -> None:
+    def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""
         if self.spans is not None:
             self.spans.backward_begins(run)
@@ -284,7 +266,7 @@ class StepTimer:
 
     def saw(
         self,
-        run: BlockRun,
+        run: RunRecord,
         action: Action,
         unit: Candidate,
         storage: torch.UntypedStorage,

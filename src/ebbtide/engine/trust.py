@@ -29,8 +29,7 @@ from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
 from ebbtide.engine.layout import Layout, storage_bytes
-from ebbtide.engine.recipe import Expr
-from ebbtide.engine.tickets import Entry
+from ebbtide.engine.tickets import Entry, Expr
 
 logger = logging.getLogger("ebbtide.engine")
 

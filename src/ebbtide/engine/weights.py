@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
-from ebbtide.engine.model import ModelWeights, storage_key, storage_keys
+from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Running, computes_as_told
+from ebbtide.engine.storages import storage_key, storage_keys
 
 
 class Weights:

@@ -9,7 +9,7 @@ probe of the outer one. Inner tensors know no ``grad_fn``: they are offloaded, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,18 +113,6 @@ def pack_wrapper(
     base = tensor._base if type(tensor._base) is type(tensor) else tensor
     moving = {n: pack(p, Outer(probe, tensor._version, node, getattr(base, n))) for n, p in inner.items()}
     return WrapperTicket(tensor, probe, context, moving, staying, place)
-
-
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that have memory: each that is no wrapper, and what is inside the others."""
-    pending = list(tensors)
-    while pending:
-        tensor = pending.pop()
-        if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
-            yield tensor
-        else:
-            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-            pending += [part for part in inner if isinstance(part, torch.Tensor)]
 
 
 def _may_move(tensor: torch.Tensor, part: Any) -> bool:

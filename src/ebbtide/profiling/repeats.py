@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ebbtide.engine import Block
-from ebbtide.engine.run import BlockRun
+from ebbtide.engine.passes import PlainRun, RunRecord
 from ebbtide.engine.timed import TimedBlock, TimedStep
-from ebbtide.engine.timing import PlainRun, StepTimer
+from ebbtide.engine.timing import StepTimer
 from ebbtide.profiling.faketensors import FakeMachine
 from ebbtide.wrap.forward import StandIn
 
@@ -55,17 +55,17 @@ class Marks(StepTimer):
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
 
-    def block_begins(self, run: BlockRun | PlainRun) -> None:
+    def block_begins(self, run: RunRecord | PlainRun) -> None:
         """A block's forward begins."""
         super().block_begins(run)
         self._mark(self.forward, run)
 
-    def backward_begins(self, run: BlockRun | PlainRun) -> None:
+    def backward_begins(self, run: RunRecord | PlainRun) -> None:
         """A block shows in backward."""
         super().backward_begins(run)
         self._mark(self.backward, run)
 
-    def _mark(self, marks: dict[str, int], run: BlockRun | PlainRun) -> None:
+    def _mark(self, marks: dict[str, int], run: RunRecord | PlainRun) -> None:
         # A block that runs twice is marked at its latest place, and the order no longer fits: see ``Repeats.whole``.
         marks.pop(run.block.name, None)
         marks[run.block.name] = self._machine.living_bytes

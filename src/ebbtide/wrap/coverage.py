@@ -32,10 +32,9 @@ from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.layout import Layout
-from ebbtide.engine.model import storage_key
 from ebbtide.engine.stats import Coverage
+from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.engine.wrappers import plain_tensors
 from ebbtide.wrap.blocks import WHOLE_MODEL, blocks_of, stacks_in, whole_model
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
 

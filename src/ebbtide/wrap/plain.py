@@ -12,9 +12,10 @@ import torch
 from ebbtide.base.actions import Action, Site
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.inputs import node_of
+from ebbtide.engine.passes import PlainRun
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.engine.timing import GROWTH, PlainRun
+from ebbtide.engine.timing import GROWTH
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap.coverage import tensors_in
 

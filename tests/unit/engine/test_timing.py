@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.passes import PlainRun
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import PlainRun, StepTimer
+from ebbtide.engine.timing import StepTimer
 
 CPU = torch.device("cpu")
 

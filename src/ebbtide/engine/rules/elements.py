@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.recipe import Expr
 from ebbtide.engine.rules.making import binary, expression, operator, typed, unary, with_number
+from ebbtide.engine.tickets import Expr
 
 
 def _cast(n: NodeView) -> Expr | None:

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
 from ebbtide.engine.guard import Watched
-from ebbtide.engine.recipe import Expr, Operand
 from ebbtide.engine.rules.making import Fn, expression, operator
-from ebbtide.engine.tickets import LightTicket, Ticket
+from ebbtide.engine.tickets import Expr, LightTicket, Operand, Ticket
 
 _BatchNorm = torch.nn.modules.batchnorm._NormBase  # instance norms among them
 _Convolution = torch.nn.modules.conv._ConvNd

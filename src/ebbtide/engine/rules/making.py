@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.recipe import Expr, Operand
+from ebbtide.engine.tickets import Expr, Operand
 
 Fn = Callable[..., torch.Tensor]
 

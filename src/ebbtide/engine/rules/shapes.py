@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
-from ebbtide.engine.recipe import Expr
 from ebbtide.engine.rules.making import expression, method, operator
+from ebbtide.engine.tickets import Expr
 
 
 def _to_shape(name: str) -> Rule:

@@ -1,0 +1,79 @@
+"""What a block's run asks of the engine around it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from threading import RLock
+from typing import Protocol
+
+import torch
+
+from ebbtide.base.actions import Plan
+from ebbtide.config import Options
+from ebbtide.engine.build import Rule
+from ebbtide.engine.guard import WeightGuard
+from ebbtide.engine.index import StorageIndex
+from ebbtide.engine.model import ModelWeights
+from ebbtide.engine.numerics import Numerics
+from ebbtide.engine.passes import RunRecord
+from ebbtide.engine.tickets import Entry, Expr, Life
+from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.trust import Trust
+from ebbtide.store.protocol import Tier
+
+
+class Services(Protocol):
+    """The engine, as far as a run knows it: a run imports no engine."""
+
+    plan: Plan
+    tier: Tier
+    options: Options
+    lock: RLock
+    trust: Trust
+    guard: WeightGuard
+    weights: ModelWeights
+    rules: dict[str, Rule]
+    index: StorageIndex
+    timer: StepTimer | None
+    tensor_types: tuple[type[torch.Tensor], ...]
+    live_tickets: set[weakref.ref[Life]]
+    live_entries: set[weakref.ref[Life]]
+    orders: dict[tuple[str, int], tuple[int, ...]]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that graphs which are alive keep on the device because the plan said so."""
+        ...
+
+    def may_move(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be offloaded."""
+        ...
+
+    def may_recompute(self, tensor: torch.Tensor) -> bool:
+        """Whether the user's filters let a tensor be dropped and recomputed."""
+        ...
+
+    def empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of no bytes, of the same class and on the same device."""
+        ...
+
+    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
+        """Begin to offload the bytes of an entry of a block."""
+        ...
+
+    def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
+        """Keep an entry's storage on the device."""
+        ...
+
+    def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
+        """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
+        ...
+
+    def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
+        """Return a function that recomputes a tensor from operands that are there, to be timed."""
+        ...
+
+    def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Remember the checksum of the bytes of an entry."""
+        ...

@@ -1,0 +1,37 @@
+"""The memory under tensors, and what names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that have memory: each that is no wrapper, and what is inside the others."""
+    pending = list(tensors)
+    while pending:
+        tensor = pending.pop()
+        if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+            yield tensor
+        else:
+            inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+            pending += [part for part in inner if isinstance(part, torch.Tensor)]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """Return a number that names a storage while it lives: for weights, which the model holds."""
+    return storage._cdata
+
+
+def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the keys of the storages that have bytes now."""
+    keys: set[int] = set()
+    for tensor in plain_tensors(tensors):
+        if is_lazy(tensor):  # has no memory yet
+            continue
+        if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
+            keys.add(storage_key(storage))
+    return keys
