@@ -9,7 +9,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
-from unittest import mock
+from contextlib import nullcontext
 
 os.environ.update(
     OMP_NUM_THREADS="1",  # children inherit it; sums must not depend on how many cores there are
@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.helpers.recipes_only import minimal_by_rule
 from tests.helpers.tiers import TierTally, tier_of
 
 SEED = int(os.environ.get("EBBTIDE_TEST_SEED", "20"))
@@ -57,18 +58,10 @@ def light_collections() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def minimal_by_rule(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let ``Minimal`` keep to its recipes.
-
-    In tiny blocks a recipe always takes longer than a second run: some blocks of its second and third step and all from
-    its fourth would be checkpointed, and no test of recipes would meet any. Tests of what it measures are left alone.
-    """
-    if request.module.__name__.endswith(("test_minimal", "test_promise")):
-        yield
-        return
-    from ebbtide.profiling import minimal
-
-    with mock.patch.object(minimal, "every_other", lambda step: frozenset[str]()):
+def recipes_only(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let ``Minimal`` keep to its recipes, but in the tests of its measurements."""
+    measured = request.module.__name__.endswith(("test_minimal", "test_promise"))
+    with nullcontext() if measured else minimal_by_rule():
         yield
 
 

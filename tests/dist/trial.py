@@ -109,7 +109,7 @@ def check(
     for rank, by_policy in enumerate(values):
         for policy, found in by_policy.items():
             where = f"rank {rank}, {policy}"
-            assert found.differences == [], where
+            assert found.differences == [], (where, found.differences)
             assert [w for w in found.weights_parked if not unknowable(w)] == [], (where, found.weights_parked)
             assert (found.live_tickets, found.store_bytes, found.demoted) == (0, 0, ()), where
             # Loss, gradient and weight of two steps, where all weights are one.

@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from tests.helpers.recipes_only import minimal_by_rule
+
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 STARTUP_SECONDS = 120.0
 
@@ -202,10 +204,11 @@ def _rank_main(
     torch.set_num_threads(1)
     answer = _run(_initialise, (rank, world_size, folder, timeout_seconds))
     pipe.send_bytes(answer)
-    while (message := pipe.recv()) is not None:
-        function, args = message
-        torch.manual_seed(0)
-        pipe.send_bytes(_run(function, args))
+    with minimal_by_rule():
+        while (message := pipe.recv()) is not None:
+            function, args = message
+            torch.manual_seed(0)
+            pipe.send_bytes(_run(function, args))
     torch.distributed.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ def test_a_loop_of_ones_own(tiny_model: Path, capsys: pytest.CaptureFixture[str]
     stats = given["handle"].stats()
     assert stats.packs > 0 and stats.unique_bytes > 0
     said = capsys.readouterr().out
-    assert "offloaded_bytes=" in said and "LlamaDecoderLayer/" in said
+    assert "offloaded" in said and "recomputed" in said and "LlamaDecoderLayer/" in said
 
 
 def test_where_save_on_cpu_stands(tmp_path: Path) -> None:

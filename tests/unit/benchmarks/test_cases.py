@@ -52,7 +52,7 @@ def test_a_way_whose_gradients_are_equal_is_timed(monkeypatch: pytest.MonkeyPatc
 
     row = with_way(monkeypatch, prepare)
     assert row.status == "ok" and len(row.seconds) == 2 and row.base_bytes > 0 and undone == [True]
-    assert row.gate == "2 gradients, bit by bit, at 16 tokens"
+    assert row.gate == "2 gradients, bitwise equal, at 16 tokens"
     assert json.loads(json.dumps(asdict(row)))["case"]["way"] == "w"
 
 
@@ -170,7 +170,7 @@ def test_a_gate_on_a_device_that_does_not_repeat_its_bits(monkeypatch: pytest.Mo
     monkeypatch.setitem(case_module.SHAPES, "linear", Shape(make=lambda: Unsteady(8, 8), feed=feed))
     row = with_way(monkeypatch, plainly)
     assert row.status == "ok" and len(row.seconds) == 2
-    assert row.gate == "2 gradients, bit by bit, with deterministic algorithms, at 16 tokens"
+    assert row.gate == "2 gradients, bitwise equal, with deterministic algorithms, at 16 tokens"
     assert not torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(Unsteady, "steady", False)
     row = with_way(monkeypatch, plainly)
