@@ -116,7 +116,7 @@ class Engine:
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""
         done = self._pass
-        if done.latest is not None:
+        if done.latest is not None and done.latest.is_open:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()

@@ -123,6 +123,7 @@ class RunRecord:
         self.checkpointed = checkpointed
         self.checkpointable = False  # noted in a measured step only: whether it might run again
         self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
+        self.is_open = False  # its forward runs, and has what ``close`` lets go
         self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
         self.task = -1  # the backward in which this block showed last
         self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet

@@ -53,6 +53,7 @@ class BlockRun(RunRecord):
         self.compared = engine.trust.begin_block(
             (block.name, checkpointed), block.count, accelerator=self._inputs.device_type != "cpu"
         )
+        self.is_open = True
         self.builder = Builder(
             engine.rules,
             self.weights,
@@ -122,6 +123,7 @@ class BlockRun(RunRecord):
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
+        self.is_open = False
         self.builder = None
         self._inputs.forget()
         self.running.clear()
