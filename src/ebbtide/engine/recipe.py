@@ -96,8 +96,11 @@ def evaluate(
 
 def _at_once(recipe: Expr, read: Reader, weight: Callable[[Watched], torch.Tensor]) -> torch.Tensor | None:
     """Return the value of a recipe whose operands are all there, as most are; None if one must be recomputed first."""
-    if any(isinstance(operand, Expr) and operand.operands for operand in recipe.operands):
-        return None
+    for operand in recipe.operands:  # before any is read: one that was offloaded would be copied in twice
+        if isinstance(operand, Expr) and operand.operands:
+            return None
+        if isinstance(operand, Ticket) and _must_recompute(operand.entry):
+            return None
     values: list[torch.Tensor] = []
     for operand in recipe.operands:
         if isinstance(operand, Ticket):
@@ -124,6 +127,10 @@ def _value(
     return operand.tensor
 
 
+def _must_recompute(entry: Entry) -> bool:
+    return entry.recipe is not None and entry.restored is None and entry.source is None
+
+
 def _recipe_of(entry: Entry) -> Expr:
     if entry.recipe is None:
         raise RuntimeError(f"entry at {entry.site} has neither bytes nor a recipe")
@@ -141,7 +148,7 @@ def _count_readers(target: Expr | Entry) -> dict[int, int]:
             continue
         seen.add(id(node))
         if isinstance(node, Entry):
-            if node.recipe is not None and node.restored is None and node.source is None:
+            if node.recipe is not None and _must_recompute(node):
                 stack.append(node.recipe)
             continue
         for operand in node.operands:
