@@ -24,8 +24,8 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.machines import Machine, machine_named
 from ebbtide.planner.table import table_plan
+from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import machine_here
-from ebbtide.profiling.measured import solution_for
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.store import open_tier

@@ -200,7 +200,7 @@ def last_kept(count: int) -> Callable[[Profile, float], Solution]:
 def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
     monkeypatch: pytest.MonkeyPatch, dear_hooks: list[str]
 ) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", last_kept(2))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     timed = Timed(max_slowdown=10.0)
     with timed.handle:
@@ -216,7 +216,7 @@ def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(
 
 def test_the_backward_of_a_block_without_hooks_hides_what_is_brought_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies in begin with the backward, whichever block shows in it first."""
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", last_kept(2))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(2))
     monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
     timed = Timed(max_slowdown=10.0)
     began: list[float] = []
@@ -298,7 +298,7 @@ def whole(inputs: Action) -> Callable[[Profile, float], Solution]:
 @pytest.mark.parametrize("inputs", [Action.KEEP, Action.OFFLOAD])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: str, inputs: Action) -> None:
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", whole(inputs))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(inputs))
     monkeypatch.setattr("ebbtide.profiling.measured.sample", lambda *args, **kwargs: frozenset[str]())
     tiny = build(family)
     plain = tiny.step()
@@ -317,7 +317,7 @@ def test_a_plan_may_checkpoint_blocks(monkeypatch: pytest.MonkeyPatch, family: s
 
 def test_a_block_that_needs_other_ranks_to_run_again_is_not_checkpointed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ebbtide.wrap.rerun.has_collectives", lambda module: True)
-    monkeypatch.setattr("ebbtide.profiling.measured.shrink_hooked", whole(Action.KEEP))
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", whole(Action.KEEP))
     tiny = build("llama")
     with ebbtide.enable_activation_offloading(tiny.model, policy=ebbtide.Auto(), min_bytes=0) as handle:
         for _ in range(UNTIL_PLAN + 1):

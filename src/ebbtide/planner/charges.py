@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ebbtide.planner.profile import Profile, Rates
+from ebbtide.planner.profile import Profile, Rates, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +50,40 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
     return replace(
         profile,
         rates=_charged_rates(rates, work, factor * moving, host_seconds),
+        blocks=tuple(replace(block, units=_with_recomputes(block.units, 1 + factor)) for block in profile.blocks),
+    )
+
+
+def scaled(profile: Profile, factor: float) -> Profile:
+    """Return a profile in which hooks, recomputes and handling cost ``factor`` times as much; copies are as fast.
+
+    Args:
+        profile: The step.
+        factor: 0.5 halves the prices.
+    """
+    rates = profile.rates
+    return replace(
+        profile,
+        rates=replace(
+            rates,
+            handling_seconds=rates.handling_seconds * factor,
+            handling_seconds_per_byte=rates.handling_seconds_per_byte * factor,
+        ),
         blocks=tuple(
             replace(
                 block,
-                units=tuple(
-                    unit
-                    if unit.recompute_seconds is None
-                    else replace(unit, recompute_seconds=unit.recompute_seconds * (1 + factor))
-                    for unit in block.units
-                ),
+                hook_seconds=block.hook_seconds * factor,
+                units=_with_recomputes(block.units, factor),
             )
             for block in profile.blocks
         ),
+    )
+
+
+def _with_recomputes(units: tuple[Unit, ...], factor: float) -> tuple[Unit, ...]:
+    return tuple(
+        unit if unit.recompute_seconds is None else replace(unit, recompute_seconds=unit.recompute_seconds * factor)
+        for unit in units
     )
 
 

@@ -18,34 +18,28 @@ from pathlib import Path
 import torch
 
 from ebbtide.base.actions import Action, Candidate
-from ebbtide.base.errors import BudgetError, ConfigError
+from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
-from ebbtide.base.units import parse_size
-from ebbtide.config import Auto, Keep, Policy
+from ebbtide.config import Auto
 from ebbtide.engine import Engine
-from ebbtide.engine.marks import marked
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
 from ebbtide.engine.timing import StepTimer
 from ebbtide.planner import TablePlan, plan_for
-from ebbtide.planner.hooked import shrink_hooked
 from ebbtide.planner.profile import Profile, Rates
-from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
 from ebbtide.planner.table import table_plan
 from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sample, noise, plain_blocks, sample
-from ebbtide.profiling.promise import CORRECTIONS, Check, recalibrated
+from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
+from ebbtide.profiling.promise import Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.allocator import return_freed_memory
-from ebbtide.store.meter import meter_for, reserved_bytes, room_bytes
+from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
 """Of these the shorter time of each stretch counts: what disturbs a machine makes it slower, never faster."""
-
-RESERVE = 0.03
-"""Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
 
 COMPARED = 2
 """Blocks of a kind that run without hooks while a plan is judged."""
@@ -72,9 +66,7 @@ class MeasuredPlan:
         self._steps: list[TimedStep] = []
         self._timer: StepTimer | None = None
         self._check: Check | None = None
-        self._corrections, self._noise = 0, 0.0
-        self._warned = self._keeps = False
-        self._story: list[str] = []  # what became of earlier plans for this step
+        self._loop = ClosedLoop(policy, tier)
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -91,7 +83,7 @@ class MeasuredPlan:
                 expected="an accelerator, or a Linux that lets a process reset its own peak (/proc/self/clear_refs)",
                 hint="give Auto(max_slowdown=...) instead",
             )
-        memory = budget is not None
+        memory = budget is not None or device_bytes(self._tier) is not None
         if memory and self._tier.name == "disk":
             return_freed_memory()  # the budget is of the process's memory: what is freed has to leave it
         timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
@@ -134,7 +126,9 @@ class MeasuredPlan:
         """Say what is done now, and why."""
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
-            return "\n".join([head, self._check.text(), *self._story, *lines])
+            why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
+            kept = [KEEPS + why] if self._check.keeps else []
+            return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
         return (
             f"{self._by_rule.explain()}; the plan is made after {1 + MEASURED_STEPS} steps, from what they took "
             f"({self._aim()})"
@@ -197,9 +191,8 @@ class MeasuredPlan:
         first, last = self._steps[0], self._steps[-1]
         profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
-        self._noise, self._corrections, self._story = noise(first, last), 0, []
         self._steps.clear()
-        self._carry_out(marked("plan", lambda: self._solution(profile, self._budget_bytes)))
+        self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 
     def saw_span(self, span: Span) -> bool:
@@ -207,87 +200,37 @@ class MeasuredPlan:
         check = self._check
         if check is None or check.add(span) is None:
             return check is not None
-        self._run_unhooked(check.solution)
+        self._run_unhooked(kept_blocks(check.solution))
         check.reserved_bytes = reserved_bytes(self._tier)
-        if not (check.too_slow or check.over_budget_bytes):
-            logger.info("the plan keeps its promise: %s", check.text())
-            return False
-        if self._corrections == CORRECTIONS:
-            return False
-        self._corrections += 1
-        found = self._corrected(check)
-        if found is None and self._budget_bytes is not None and not check.over_budget_bytes:
-            self._story.append("it takes longer than predicted, and no faster plan is known that fits")
-            logger.info("%s: %s", self._story[-1], check.text())
-            return False
-        if found is None:
-            self._story.append("the promise is not kept, and no plan is known that would keep it")
-            logger.warning("%s: %s", self._story[-1], check.text())
-            return False
-        self._story.append(f"correction {self._corrections}: {check.text()}")
-        logger.info("the plan missed its promise and is corrected: %s", check.text())
-        self._carry_out(found)
-        return not self._keeps
+        following = self._loop.after(check)
+        if following is not None:
+            self._carry_out(following)
+        return following is not None and following.unjudged
 
-    def _corrected(self, check: Check) -> Solution | None:
-        """Return another plan for a step whose plan missed its promise; None where there is none."""
-        before = check.solution
-        profile = (recalibrated(check) if check.too_slow else None) or before.profile
-        if self._budget_bytes is not None:
-            found = self._solution(profile, max(self._budget_bytes - check.over_budget_bytes, 1))
-            return None if found.assignment == before.assignment else found
-        found = self._solution(profile, None)
-        if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
-            found = follow(profile, plan_for(Keep()))
-        room = room_bytes(self._tier)
-        return None if room is None or found.predicted.kept_bytes > room else found
-
-    def _solution(self, profile: Profile, budget_bytes: int | None) -> Solution:
-        """Return what the policy chooses for a step; where no plan fits the budget, the one that takes least."""
-        if budget_bytes is None:
-            return shrink_hooked(profile, self._policy.max_slowdown)
-        try:
-            return fit_with_reserve(profile, budget_bytes)
-        except BudgetError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning("no plan fits, the one that takes least memory is carried out: %s", error)
-            return smallest(profile)
-
-    def _carry_out(self, solution: Solution) -> None:
-        """Make a solution the plan from now on."""
-        self.profile, budget = solution.profile, self._budget_bytes
-        self.table = table_plan(solution, self.name)
-        plain, slowdown = solution.profile.step_seconds, self._policy.max_slowdown
-        allowed = plain * (1 + slowdown) if budget is None else solution.predicted.step_seconds
-        self._check = Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget)
-        keeps = self._keeps = not any(
-            action is not Action.KEEP for actions in solution.assignment for action in actions
-        )
-        if keeps:
-            self._story.append(
-                "everything stays, so blocks run without hooks, as in plain training: "
-                + ("it fits" if budget is not None else "nothing is gained within max_slowdown")
-            )
-        judged = frozenset[str]() if keeps or budget is not None else self._compared(solution)
-        self._run_unhooked(solution, judged)
+    def _carry_out(self, check: Check) -> None:
+        """Carry a plan out from now on, and judge it if it is not judged yet."""
+        solution, self._check = check.solution, check
+        self.profile, self.table = solution.profile, table_plan(solution, self.name)
+        self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
         if self._timer is not None and self._timer.spans is not None:
-            self._timer.spans.want(wanted=not keeps)
+            self._timer.spans.want(wanted=check.unjudged)
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
         self._bus.emit("plan", name=self.name, text=self.explain())
 
-    def _compared(self, solution: Solution) -> frozenset[str]:
-        """Return blocks that run without hooks until the plan is judged, beside those of which it keeps everything."""
-        kept, blocks = kept_blocks(solution), solution.profile.blocks
+    def _compared(self, check: Check) -> frozenset[str]:
+        """Return blocks that run without hooks until a plan is judged, beside those of which it keeps everything."""
+        if check.budget_bytes is not None:
+            return frozenset()
+        kept, blocks = kept_blocks(check.solution), check.solution.profile.blocks
         enough = Counter(block.kind for block in blocks if block.name in kept)
         few = [block for block in blocks if enough[block.kind] < COMPARED]
-        return sample(few, room_bytes(self._tier), most=COMPARED) - kept
+        return sample(few, self._loop.spare_bytes(check), most=COMPARED) - kept
 
-    def _run_unhooked(self, solution: Solution, others: frozenset[str] = frozenset()) -> None:
+    def _run_unhooked(self, names: frozenset[str]) -> None:
         if self._timer is not None:
-            self._timer.unhooked = kept_blocks(solution) | others
+            self._timer.unhooked = names
 
     def _run_plain(self, names: frozenset[str]) -> None:
         if self._timer is not None:
@@ -295,16 +238,11 @@ class MeasuredPlan:
 
     def _room_bytes(self, step: TimedStep) -> int | None:
         """Return the memory that a step may take beyond a measured one."""
-        room, budget = room_bytes(self._tier), self._budget_bytes
+        room, budget = room_bytes(self._tier), self._loop.budget_bytes
         if room is None or budget is None:
             return room
         peaks = [peak for b in step.blocks for peak in (b.forward_peak_bytes, b.backward_peak_bytes)]
         return min(room, budget - max(filter(None, [*peaks, step.turn_peak_bytes]), default=budget))
-
-    @property
-    def _budget_bytes(self) -> int | None:
-        budget = self._policy.memory_budget
-        return None if budget is None else parse_size(budget, name="memory_budget")
 
     def _rates(self) -> Rates:
         counters = self._tier.counters
@@ -323,44 +261,3 @@ class MeasuredPlan:
         slot.wait_parked()
         slot.take()
         slot.free()
-
-
-def kept_blocks(solution: Solution) -> frozenset[str]:
-    """Return the names of the blocks of which a plan keeps everything, in each of their executions."""
-    names = [block.name for block in solution.profile.blocks]
-    treated = {
-        name
-        for name, actions in zip(names, solution.assignment, strict=True)
-        if any(action is not Action.KEEP for action in actions)
-    }
-    return frozenset(names) - treated
-
-
-def solution_for(policy: Policy, profile: Profile) -> Solution:
-    """Return what a policy chooses for a step.
-
-    Raises:
-        BudgetError: No plan fits the memory budget.
-    """
-    if not isinstance(policy, Auto):
-        return follow(profile, plan_for(policy))
-    if policy.memory_budget is not None:
-        return fit_with_reserve(profile, parse_size(policy.memory_budget, name="memory_budget"))
-    return shrink(profile, policy.max_slowdown)
-
-
-def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
-    """Return the fastest plan whose peak is within a budget and leaves ``RESERVE`` of it; if none, the smallest.
-
-    Args:
-        profile: The step.
-        budget_bytes: What the user allows.
-
-    Raises:
-        BudgetError: No plan fits the memory budget.
-    """
-    try:
-        return fit(profile, int(budget_bytes / (1 + RESERVE)))
-    except BudgetError:
-        found = smallest(profile)
-        return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)

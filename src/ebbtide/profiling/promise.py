@@ -11,10 +11,11 @@ within ``CHECKED`` passes, their middle decides. Without such blocks, or with a 
 are compared with the measured steps: the promise is missed if all but the fastest took longer than promised, by more
 than the measured steps differed among themselves.
 
-What was not explained is then charged to copies and recomputes (``ebbtide.planner.charges``) and the plan is made anew
-from that: it keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without hooks,
-where the memory is there. A memory budget that was exceeded is taken as so much smaller. Every rank does this for
-itself.
+After a miss, what was not explained is charged to copies and recomputes (``ebbtide.planner.charges``) and the plan is
+made anew from that: it keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without
+hooks, where the memory is there. A memory budget that was exceeded is taken as so much smaller. A plan that kept its
+promise with time to spare is followed by one that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this
+for itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from statistics import median
 from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import BlockSpan, Span
-from ebbtide.planner.charges import Work, charged
+from ebbtide.planner.charges import Work, charged, scaled
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
@@ -41,6 +42,12 @@ SETTLING = 1
 
 CORRECTIONS = 3
 """Most corrections of one plan; the last keeps everything."""
+
+LEAST_PRICE = 0.25
+"""Part of a price to which it falls at most when a plan took less time than predicted."""
+
+LOWER = 0.8
+"""Prices that would fall by less than this part says are taken to be right."""
 
 LEAST_NOISE = 0.01
 """Steps that differ by no more than this part are alike on any machine."""
@@ -146,6 +153,8 @@ class Check:
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
         self.too_slow = False  # steps took longer than promised, beyond noise
+        self.compared = False  # it was judged by blocks without hooks in the same passes
+        self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
     def add(self, span: Span) -> Measured | None:
         """Take a pass in; return what was measured once the plan is judged."""
@@ -168,6 +177,7 @@ class Check:
     def _judge(self, found: Measured) -> Measured | None:
         """Judge the plan by passes that were compared with blocks without hooks, if they suffice."""
         self._steps.append(found)
+        self.compared = True
         limit = self.allowed_seconds * (1 + LEAST_NOISE)
         low = median(step.low_seconds for step in self._steps)
         high = median(step.high_seconds for step in self._steps)
@@ -186,6 +196,11 @@ class Check:
             peak_bytes=max(peaks, default=None),
             steps=len(self._steps),
         )
+
+    @property
+    def unjudged(self) -> bool:
+        """Whether it is to be judged by steps that carry it out: one that keeps everything is plain training."""
+        return not self.keeps and self.measured is None
 
     @property
     def over_budget_bytes(self) -> int:
@@ -233,3 +248,18 @@ def recalibrated(check: Check) -> Profile | None:
         return None
     work = Work(recompute_seconds=predicted.recompute_seconds, moved_bytes=predicted.moved_bytes, crossings=0)
     return charged(profile, work, measured.seconds - predicted.step_seconds)
+
+
+def loosened(check: Check) -> Profile | None:
+    """Return the step with lower prices, if a plan showed that its own were too high; else None.
+
+    Args:
+        check: A plan that kept its promise, or keeps everything and shows no price.
+    """
+    profile, predicted, measured = check.solution.profile, check.solution.predicted, check.measured
+    if check.keeps:
+        return scaled(profile, LEAST_PRICE)
+    if measured is None or not check.compared or predicted.overhead_seconds <= 0:
+        return None
+    factor = (measured.high_seconds - profile.step_seconds) / predicted.overhead_seconds
+    return None if factor > LOWER else scaled(profile, max(factor, LEAST_PRICE))

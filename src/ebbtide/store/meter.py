@@ -142,6 +142,18 @@ def room_bytes(tier: Tier) -> int | None:
     return int(info()[0] + cached)
 
 
+def device_bytes(tier: Tier) -> int | None:
+    """Return all memory that torch may hand out on the device, what is in use included; None without a device.
+
+    Args:
+        tier: Where offloaded bytes of the step go.
+    """
+    room = room_bytes(tier)
+    if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
+        return None
+    return room + int(torch.accelerator.memory_allocated())
+
+
 def reserved_bytes(tier: Tier) -> int | None:
     """Return what torch's allocator holds of the device, fragments included; None without a device.
 

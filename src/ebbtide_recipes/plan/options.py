@@ -15,7 +15,7 @@ from ebbtide.planner.checkpointing import rerun_blocks
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
-from ebbtide.profiling.measured import solution_for
+from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.store.share import share_of
 
 ROOM = 0.9

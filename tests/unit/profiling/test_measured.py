@@ -16,7 +16,8 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.simulate import simulate
 from ebbtide.planner.table import load_plan
-from ebbtide.profiling.measured import MeasuredPlan, solution_for
+from ebbtide.profiling.closed_loop import solution_for
+from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 

@@ -17,7 +17,8 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.measured import MeasuredPlan, fit_with_reserve, kept_blocks
+from ebbtide.profiling.closed_loop import LOOSENED, RESERVE, fit_with_reserve, kept_blocks
+from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
@@ -243,7 +244,7 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
 ) -> None:
     plan = planned(Auto(max_slowdown=0.1))
     before = plan.table
-    monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: 1)
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier: 1)
     assert not carry_out(plan, *[20.0] * CHECKED)
     assert plan.table is before
     assert "the promise is not kept, and no plan is known that would keep it" in caplog.text
@@ -329,18 +330,119 @@ def test_one_pass_shows_that_a_promise_is_kept() -> None:
 def test_two_passes_that_agree_show_that_it_is_missed() -> None:
     plan = judged_plan()
     assert judged_after(plan, 1.5, 1.5) == 2
-    assert plan._corrections == 1
+    assert plan._loop._corrections == 1
 
 
 def test_one_disturbed_pass_does_not(caplog: pytest.LogCaptureFixture) -> None:
     plan = judged_plan()
     assert judged_after(plan, 1.5, 1.0, 1.0) == 3
-    assert plan._corrections == 0
+    assert plan._loop._corrections == 0
+
+
+# A careful plan is followed by one that does more
+
+
+def kept_bytes(plan: MeasuredPlan) -> int:
+    assert plan.table is not None
+    return plan.table.predicted.kept_bytes
+
+
+def rounds(plan: MeasuredPlan, *slower: float) -> list[int]:
+    """Judge one plan after the other, each by a pass whose blocks with hooks take so much longer; return what it kept.
+
+    A plan that is missed takes two passes to be judged.
+    """
+    kept = [kept_bytes(plan)]
+    for one in slower:
+        assert judged_after(plan, one, one)
+        kept.append(kept_bytes(plan))
+    return kept
+
+
+def test_a_plan_with_time_to_spare_is_followed_by_one_that_keeps_less() -> None:
+    plan = judged_plan(slowdown=0.05)
+    kept = rounds(plan, 1.001)
+    assert kept[1] < kept[0]
+    assert "there is room for a plan that saves" in plan.explain() and "not measured yet" in plan.explain()
+
+
+def test_a_plan_that_takes_what_was_predicted_stays() -> None:
+    plan = judged_plan(slowdown=0.05)
+    assert plan._check is not None and plan.profile is not None
+    kept, shown = kept_blocks(plan._check.solution), {f"layers.{place}" for place in (3, 5, 7, 9)}
+    timed = [block for block in plan.profile.blocks if block.name not in kept & shown]
+    share = sum(block.forward_seconds + block.backward_seconds for block in timed)
+    before = plan.table
+    assert judged_after(plan, 1 + plan._check.solution.predicted.overhead_seconds / share)
+    assert plan.table is before
+
+
+def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pytest.LogCaptureFixture) -> None:
+    plan = judged_plan(slowdown=0.05)
+    first = plan.table
+    rounds(plan, 1.001)
+    assert plan.table is not first
+    with caplog.at_level("INFO", logger="ebbtide"):
+        rounds(plan, 1.5)
+    assert plan.table == first
+    assert "doing more missed the promise, so the plan before it is back" in plan.explain()
+    assert "in 1 step" in plan.explain().splitlines()[1]  # it was judged, and is not judged again
+    assert not plan.saw_span(span_of(plan, 9.0, plain=(3, 5, 7, 9))) and plan.table == first
+
+
+def test_so_many_plans_do_more_and_no_more() -> None:
+    plan = judged_plan(slowdown=0.01, count=100)
+    kept = [kept_bytes(plan)]
+    while plan._check is not None and plan._check.unjudged:
+        assert judged_after(plan, 1.00001)
+        kept.append(kept_bytes(plan))
+    assert len(set(kept)) == LOOSENED + 1 and kept == sorted(kept, reverse=True)
+
+
+def test_a_plan_that_was_corrected_does_not_do_more_again() -> None:
+    plan = judged_plan(slowdown=0.1)
+    rounds(plan, 1.5)
+    assert plan._loop._corrections == 1
+    before = plan.table
+    if plan._check is not None and plan._check.unjudged:
+        judged_after(plan, 1.0)
+    assert plan.table is before
+
+
+def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
+    """Prices that noise made far too high: what they really are is tried, and everything is kept if it must be."""
+    for slower, expected in ((1.001, False), (1.5, True)):
+        plan = judged_plan(slowdown=0.015)
+        assert plan._check is not None and "there is room for a plan" in plan.explain()
+        assert not plan._check.keeps
+        rounds(plan, slower)
+        assert plan._check.keeps is expected
+        assert ("everything stays, so blocks run without hooks" in plan.explain()) is expected
+
+
+def test_with_a_budget_no_plan_does_more() -> None:
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    before = plan.table
+    assert not carry_out(plan, *[13.0] * CHECKED, peak=1_300 * MB)
+    assert plan.table is before
+
+
+def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All would be kept, if there were room for it."""
+    devices = [10**12]
+    for budget in (False, True):
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.device_bytes", lambda tier: devices[-1])
+        plan = planned(Auto(max_slowdown=0.1), peak=1_300 * MB)
+        assert plan.table is not None
+        peak = plan.table.predicted.peak_bytes
+        assert peak * (1 + RESERVE) <= devices[-1]
+        assert ("promised a peak of at most" in plan.explain()) is budget
+        devices.append(int(1.01 * peak))
 
 
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
     for room, expected in ((10**12, 2), (None, 0)):
-        monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier, room=room: room)
+        monkeypatch.setattr("ebbtide.profiling.closed_loop.room_bytes", lambda tier, room=room: room)
         plan = MeasuredPlan(Auto(max_slowdown=10.0), tier(), None, Bus())
         plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
         for _ in range(3):

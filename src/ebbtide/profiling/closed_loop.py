@@ -1,0 +1,205 @@
+"""From a profile to a plan, and from a plan that was judged to the next one.
+
+[Note: which plan comes next]
+A plan that missed its promise is made anew with the prices that it showed, so it keeps more
+(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare: prices
+err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar says what it cost at most; where
+that is clearly less than was predicted, all prices fall in proportion, though at once to no less than ``LEAST_PRICE``
+of themselves, and a plan made with these, which keeps less, is carried out and judged like the first, at most
+``LOOSENED`` times. A first plan that keeps everything shows no price at all; then prices fall as far as they may. As
+soon as such a plan misses the promise, the one before it is carried out again, for good.
+
+[Note: the device's memory]
+On an accelerator the measured steps tell a plan's peak. Where that of the plan for ``max_slowdown`` would not fit the
+device, what is there is taken for a memory budget: the fastest plan that fits.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ebbtide.base.actions import Action
+from ebbtide.base.errors import BudgetError
+from ebbtide.base.units import format_size, parse_size
+from ebbtide.config import Auto, Keep, Policy
+from ebbtide.engine.marks import marked
+from ebbtide.planner import plan_for
+from ebbtide.planner.hooked import shrink_hooked
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.solve import Solution, fit, follow, shrink, smallest
+from ebbtide.profiling.promise import CORRECTIONS, Check, loosened, recalibrated
+from ebbtide.store.meter import device_bytes, room_bytes
+from ebbtide.store.protocol import Tier
+
+logger = logging.getLogger("ebbtide")
+
+RESERVE = 0.03
+"""Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
+
+LOOSENED = 3
+"""Most plans that do more than one that kept its promise."""
+
+WORTH = 0.05
+"""Part of what is saved by which a plan must lower the peak to be tried in place of one that keeps its promise."""
+
+KEEPS = "everything stays, so blocks run without hooks, as in plain training: "
+
+
+class ClosedLoop:
+    """Makes the plans of ``Auto``. See [Note: which plan comes next].
+
+    Args:
+        policy: What the user asked for.
+        tier: Where offloaded bytes wait; tells how much memory there is.
+
+    Attributes:
+        story: What became of earlier plans for this profile, one line each.
+    """
+
+    def __init__(self, policy: Auto, tier: Tier) -> None:
+        self._policy, self._tier = policy, tier
+        self._noise, self._corrections, self._loosened = 0.0, 0, 0
+        self._before: Check | None = None  # the plan that kept its promise, while another one does more
+        self._warned = False
+        self.story: list[str] = []
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The user's memory budget; None: there is none."""
+        budget = self._policy.memory_budget
+        return None if budget is None else parse_size(budget, name="memory_budget")
+
+    def first(self, profile: Profile, noise: float) -> Check:
+        """Return the plan of a profile, to be carried out and judged.
+
+        Args:
+            profile: The step.
+            noise: Part by which equal steps differed when they were measured.
+        """
+        self._noise, self._corrections, self._loosened = noise, 0, 0
+        self._before, self.story = None, []
+        check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
+        return (self._looser(check) or check) if check.keeps else check
+
+    def after(self, check: Check) -> Check | None:
+        """Return the plan that follows one that was judged; None: that one stays."""
+        if not (check.too_slow or check.over_budget_bytes):
+            logger.info("the plan keeps its promise: %s", check.text())
+            return self._looser(check)
+        if self._before is not None:
+            before, self._before, self._loosened = self._before, None, LOOSENED
+            self._tell(f"doing more missed the promise, so the plan before it is back: {check.text()}")
+            return before
+        if self._corrections == CORRECTIONS:
+            return None
+        self._corrections += 1
+        found = self._corrected(check)
+        if found is None and check.budget_bytes is not None and not check.over_budget_bytes:
+            self._tell(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
+        elif found is None:
+            self.story.append("the promise is not kept, and no plan is known that would keep it")
+            logger.warning("%s: %s", self.story[-1], check.text())
+        else:
+            self._tell(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
+        return found
+
+    def spare_bytes(self, check: Check) -> int | None:
+        """Return the memory that is left beside a plan while it is carried out; None if that is not known."""
+        room = device_bytes(self._tier) or room_bytes(self._tier)
+        return None if room is None else room - check.solution.predicted.peak_bytes
+
+    def _tell(self, line: str) -> None:
+        self.story.append(line)
+        logger.info("%s", line)
+
+    def _looser(self, check: Check) -> Check | None:
+        """Return a plan that does more than one that kept its promise; None where none is worth a try."""
+        if check.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
+            return None
+        cheaper = loosened(check)
+        if cheaper is None:
+            return None
+        found, budget = self._solution(cheaper, None)
+        gained = check.solution.predicted.peak_bytes - found.predicted.peak_bytes
+        if budget is not None or gained < WORTH * cheaper.saved_bytes:
+            return None
+        self._loosened += 1
+        self._before = check
+        self._tell(f"there is room for a plan that saves {format_size(gained)} more: {check.text()}")
+        return self._check(found, None)
+
+    def _corrected(self, check: Check) -> Check | None:
+        before, budget = check.solution, check.budget_bytes
+        profile = (recalibrated(check) if check.too_slow else None) or before.profile
+        found, budget = self._solution(profile, None if budget is None else max(budget - check.over_budget_bytes, 1))
+        if budget is not None:
+            return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
+        if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:
+            found = follow(profile, plan_for(Keep()))
+        return self._check(found, None) if self._has_room(found) else None
+
+    def _has_room(self, solution: Solution) -> bool:
+        device, room = device_bytes(self._tier), room_bytes(self._tier)
+        if device is not None:
+            return solution.predicted.peak_bytes <= device
+        return room is None or solution.predicted.kept_bytes <= room
+
+    def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
+        """Return a plan, and the bytes that it has to fit; where none fits them, the plan that takes least."""
+        if budget_bytes is None:
+            found, budget_bytes = shrink_hooked(profile, self._policy.max_slowdown), device_bytes(self._tier)
+            if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
+                return found, None
+        try:
+            return fit_with_reserve(profile, budget_bytes), budget_bytes
+        except BudgetError as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("no plan fits, the one that takes least memory is carried out: %s", error)
+            return smallest(profile), budget_bytes
+
+    def _check(self, solution: Solution, budget_bytes: int | None) -> Check:
+        promised = solution.profile.step_seconds * (1 + self._policy.max_slowdown)
+        allowed = promised if budget_bytes is None else solution.predicted.step_seconds
+        return Check(solution, allowed_seconds=allowed, noise=self._noise, budget_bytes=budget_bytes)
+
+
+def kept_blocks(solution: Solution) -> frozenset[str]:
+    """Return the names of the blocks of which a plan keeps everything, in each of their executions."""
+    names = [block.name for block in solution.profile.blocks]
+    treated = {
+        name
+        for name, actions in zip(names, solution.assignment, strict=True)
+        if any(action is not Action.KEEP for action in actions)
+    }
+    return frozenset(names) - treated
+
+
+def solution_for(policy: Policy, profile: Profile) -> Solution:
+    """Return what a policy chooses for a step.
+
+    Raises:
+        BudgetError: No plan fits the memory budget.
+    """
+    if not isinstance(policy, Auto):
+        return follow(profile, plan_for(policy))
+    if policy.memory_budget is not None:
+        return fit_with_reserve(profile, parse_size(policy.memory_budget, name="memory_budget"))
+    return shrink(profile, policy.max_slowdown)
+
+
+def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
+    """Return the fastest plan whose peak is within a budget and leaves ``RESERVE`` of it; if none, the smallest.
+
+    Args:
+        profile: The step.
+        budget_bytes: What the user allows.
+
+    Raises:
+        BudgetError: No plan fits the memory budget.
+    """
+    try:
+        return fit(profile, int(budget_bytes / (1 + RESERVE)))
+    except BudgetError:
+        found = smallest(profile)
+        return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)
