@@ -11,7 +11,8 @@ soon as such a plan misses the promise, the one before it is carried out again, 
 
 [Note: the device's memory]
 On an accelerator the measured steps tell a plan's peak. Where that of the plan for ``max_slowdown`` would not fit the
-device, what is there is taken for a memory budget: the fastest plan that fits.
+device, what is there is taken for a memory budget: the fastest plan that fits. Peaks are of what torch's allocator
+hands out; what it holds in pieces too small for the next request, ``FRAGMENTS`` of that, must fit beside it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ logger = logging.getLogger("ebbtide")
 
 RESERVE = 0.03
 """Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
+
+FRAGMENTS = 0.2
+"""Part of what torch's allocator has handed out that it is taken to hold beside it."""
 
 LOOSENED = 3
 """Most plans that do more than one that kept its promise."""
@@ -69,6 +73,11 @@ class ClosedLoop:
         budget = self._policy.memory_budget
         return None if budget is None else parse_size(budget, name="memory_budget")
 
+    @property
+    def _device_bytes(self) -> int | None:
+        found = device_bytes(self._tier)
+        return None if found is None else int(found / (1 + FRAGMENTS))
+
     def first(self, profile: Profile, noise: float) -> Check:
         """Return the plan of a profile, to be carried out and judged.
 
@@ -79,6 +88,8 @@ class ClosedLoop:
         self._noise, self._corrections, self._loosened = noise, 0, 0
         self._before, self.story = None, []
         check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
+        if check.budget_bytes is not None and self.budget_bytes is None:
+            self._tell(f"the plan for max_slowdown does not fit the device, with {100 * FRAGMENTS:.0f} % for fragments")
         return (self._looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
@@ -105,7 +116,8 @@ class ClosedLoop:
 
     def spare_bytes(self, check: Check) -> int | None:
         """Return the memory that is left beside a plan while it is carried out; None if that is not known."""
-        room = device_bytes(self._tier) or room_bytes(self._tier)
+        device = self._device_bytes
+        room = room_bytes(self._tier) if device is None else device
         return None if room is None else room - check.solution.predicted.peak_bytes
 
     def _tell(self, line: str) -> None:
@@ -139,7 +151,7 @@ class ClosedLoop:
         return self._check(found, None) if self._has_room(found) else None
 
     def _has_room(self, solution: Solution) -> bool:
-        device, room = device_bytes(self._tier), room_bytes(self._tier)
+        device, room = self._device_bytes, room_bytes(self._tier)
         if device is not None:
             return solution.predicted.peak_bytes <= device
         return room is None or solution.predicted.kept_bytes <= room
@@ -147,7 +159,7 @@ class ClosedLoop:
     def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
         """Return a plan, and the bytes that it has to fit; where none fits them, the plan that takes least."""
         if budget_bytes is None:
-            found, budget_bytes = shrink_hooked(profile, self._policy.max_slowdown), device_bytes(self._tier)
+            found, budget_bytes = shrink_hooked(profile, self._policy.max_slowdown), self._device_bytes
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:

@@ -17,7 +17,7 @@ from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
 from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
-from ebbtide.profiling.closed_loop import LOOSENED, RESERVE, fit_with_reserve, kept_blocks
+from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks
 from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING, compared
 from ebbtide.profiling.step_profile import profile_of
@@ -437,7 +437,8 @@ def test_what_the_device_has_bounds_a_plan_for_max_slowdown(monkeypatch: pytest.
         peak = plan.table.predicted.peak_bytes
         assert peak * (1 + RESERVE) <= devices[-1]
         assert ("promised a peak of at most" in plan.explain()) is budget
-        devices.append(int(1.01 * peak))
+        assert ("does not fit the device" in plan.explain()) is budget
+        devices.append(int((1 + FRAGMENTS) * 1.01 * peak))
 
 
 def test_while_it_is_judged_some_blocks_run_without_hooks_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
