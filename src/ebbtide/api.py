@@ -76,7 +76,7 @@ class Handle:
         lines += engine.last_pass.explain(engine.options.min_bytes)
         lines += self._attachment.explain()
         lines += [f"not recomputed: {site}: {reason}" for site, reason in engine.trust.demoted.items()]
-        return "\n".join(lines + self.stats().told())
+        return "\n".join(lines + self.stats().details())
 
     def disable(self) -> None:
         """Leave the next forwards alone. Graphs that are alive still restore what they saved."""

@@ -73,8 +73,8 @@ class OfTheLength:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._plan, name)
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
-        large = input_bytes > self._border_bytes or stubborn_bytes > 2**60  # asked whether it would ever
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        large = input_bytes > self._border_bytes or must_keep_bytes > 2**60  # asked whether it would ever
         return Action.CHECKPOINT if large else Action.KEEP
 
 

@@ -54,7 +54,7 @@ class ByTable:
         self.asked.append(candidate)
         return self._choose if isinstance(self._choose, Action) else self._choose(candidate)
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         return Action.KEEP
 
     def explain(self) -> str:

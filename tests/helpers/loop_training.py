@@ -305,7 +305,7 @@ class DrawnPlan:
             actions += [Action.RECOMPUTE] * 2
         return random.Random(f"{self.salt}/{candidate.site}/{candidate.block_name}").choice(actions)
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         return Action.CHECKPOINT if self.checkpoints and input_bytes else Action.KEEP
 
     def explain(self) -> str:

@@ -171,7 +171,7 @@ MUTANTS = (
     Mutant(
         "flow: what somebody else keeps is prefetched",
         "ebbtide/engine/flow.py",
-        " or entry.living_storage is not None:",
+        " or entry.live_storage is not None:",
         ":",
         ("tests/unit/engine/test_flow.py",),
     ),

@@ -47,7 +47,7 @@ def alike(
     blocks = tuple(
         BlockProfile(
             name=f"layers.{i}", kind="Layer", forward_seconds=forward, backward_seconds=2 * forward, units=units,
-            forward_beside_bytes=beside, backward_beside_bytes=beside,
+            forward_base_bytes=beside, backward_base_bytes=beside,
         )
         for i in range(count)
     )  # fmt: skip
@@ -88,7 +88,7 @@ def qwen3_8b(tokens: int, *, out: float = 52.8e9, back: float = 55e9, layers: in
         for i in range(layers)
     )  # fmt: skip
     rates = Rates(out_bytes_per_second=out, in_bytes_per_second=back)
-    return Profile(blocks=blocks, rates=rates, turn_seconds=6 * tokens * hidden * 151_936 / GEMM)
+    return Profile(blocks=blocks, rates=rates, head_seconds=6 * tokens * hidden * 151_936 / GEMM)
 
 
 @st.composite
@@ -107,13 +107,13 @@ def profiles(draw: st.DrawFn) -> Profile:
         blocks.append(
             BlockProfile(
                 name=f"b{place}", kind="B", forward_seconds=draw(seconds), backward_seconds=draw(seconds), units=units,
-                forward_beside_bytes=draw(nbytes), backward_beside_bytes=draw(nbytes),
+                forward_base_bytes=draw(nbytes), backward_base_bytes=draw(nbytes),
             )
         )  # fmt: skip
     rate = st.sampled_from([1.0, 20.0, 500.0])
     return Profile(
         blocks=tuple(blocks),
         rates=Rates(out_bytes_per_second=draw(rate), in_bytes_per_second=draw(rate)),
-        turn_seconds=draw(seconds), turn_beside_bytes=draw(nbytes),
+        head_seconds=draw(seconds), head_base_bytes=draw(nbytes),
         window_bytes=draw(st.none() | st.sampled_from([1, 64, 10**6])),
     )  # fmt: skip

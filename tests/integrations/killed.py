@@ -155,7 +155,7 @@ def losses(path: Path) -> dict[int, Any]:
 
 def state(folder: Path) -> tuple[int, list[str]]:
     """Return the step of the last whole checkpoint, and the checkpoints that are not whole."""
-    whole = checkpoints.whole(folder)
+    whole = checkpoints.complete(folder)
     sealed = {one.folder for one in whole}
     half = [path.name for path in folder.glob("checkpoint-*") if path not in sealed]
     return (whole[-1].step if whole else 0), half

@@ -262,7 +262,7 @@ def test_a_plan_of_ones_own_is_carried_out() -> None:
         def choose(self, candidate: Candidate) -> Action:
             return Action.OFFLOAD if candidate.block == 0 or candidate.block_input else Action.KEEP
 
-        def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+        def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
             return Action.KEEP
 
         def explain(self) -> str:

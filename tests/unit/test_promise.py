@@ -149,7 +149,7 @@ def test_a_model_with_nothing_to_gain_ends_without_hooks_and_says_so(dear_hooks:
         assert not dear_hooks, "hooks ran"
         stats = timed.handle.stats()
         assert stats.kept_bytes == stats.unique_bytes > 0
-        assert "blocks run without hooks, as in plain training: nothing is gained" in timed.handle.explain()
+        assert "blocks run without hooks, as in ordinary training: nothing is gained" in timed.handle.explain()
         forward = calls_of_ours(lambda: timed.model(timed.x))
         assert forward["StandIn.__call__"] == 1 and max(forward.values()) < BLOCKS, (
             forward

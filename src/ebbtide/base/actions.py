@@ -79,14 +79,14 @@ class Plan(Protocol):
         """Return KEEP, OFFLOAD or RECOMPUTE for a storage."""
         ...
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return CHECKPOINT to re-run a block whole, KEEP to treat its saved tensors one by one.
 
         Args:
             kind: The block's kind.
             index: Its index.
             input_bytes: Bytes that came into a block of this kind, as last seen (0 before the first run).
-            stubborn_bytes: Bytes of this kind of block that can be neither recomputed nor left out, as last seen.
+            must_keep_bytes: Bytes of this kind of block that can be neither recomputed nor left out, as last seen.
         """
         ...
 

@@ -102,7 +102,7 @@ def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
         The facts with the machine, or with why it could not be measured.
     """
     # A disk that cannot serve is a finding of its own; the way to host memory is measured without it.
-    disk_path = facts.disk.path if facts.disk.given and facts.disk.refused is None else None
+    disk_path = facts.disk.path if facts.disk.requested and facts.disk.refused is None else None
     if facts.target == "disk" and facts.disk.refused is not None:
         return replace(facts, unmeasured=facts.disk.refused)
     try:

@@ -89,7 +89,7 @@ class Disk:
 
     Attributes:
         path: The directory; ``None``: none of the usual ones serves.
-        given: Whether it was asked for.
+        requested: Whether it was asked for.
         filesystem: Its type, ``""`` if not known.
         free_bytes: What this user could write.
         direct: Whether the page cache can be gone round.
@@ -97,7 +97,7 @@ class Disk:
     """
 
     path: str | None
-    given: bool
+    requested: bool
     filesystem: str
     free_bytes: int | None
     direct: bool | None
@@ -229,7 +229,7 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
     exists = directory is not None and directory.is_dir()
     return Disk(
         path=None if directory is None else str(directory),
-        given=disk_path is not None,
+        requested=disk_path is not None,
         filesystem=filesystem_of(directory, mountinfo=root / "proc/self/mountinfo") if directory and exists else "",
         free_bytes=_free_bytes(directory) if directory and exists else None,
         direct=direct,

@@ -32,7 +32,7 @@ def accelerated(facts: Facts) -> bool:
 
 def wants_disk(facts: Facts) -> bool:
     """Whether it matters that the disk serves: it is the target, or was asked for."""
-    return facts.target == "disk" or facts.disk.given
+    return facts.target == "disk" or facts.disk.requested
 
 
 def in_ram(facts: Facts) -> Advice | None:

@@ -91,8 +91,8 @@ class NodeView:
             whether a tensor is there.
         """
         packed = [saved.data for saved in getattr(self.node, "_raw_saved_" + name)]
-        there = [p is not None for p in packed]
-        return [self._builder.packed_operand(p) for p in packed if p is not None], there
+        present = [p is not None for p in packed]
+        return [self._builder.packed_operand(p) for p in packed if p is not None], present
 
     def saved(self, name: str) -> bool:
         """Whether the node saved a tensor ``name``."""
@@ -224,8 +224,8 @@ class Builder:
             return self.weight(variable) if self._weights.include(variable) else None
         if not self._inputs.include((id(node), output_nr)):
             return self.recipe(node, output_nr)
-        given = self._inputs.value((id(node), output_nr))
-        ticket = None if given is None else self._saved_input(given)
+        input_tensor = self._inputs.value((id(node), output_nr))
+        ticket = None if input_tensor is None else self._saved_input(input_tensor)
         return None if ticket is None else self._usable(ticket)
 
     def _by_view(self, key: tuple[int, int]) -> Ticket | None:
@@ -236,8 +236,8 @@ class Builder:
         ticket, layout = found
         if layout.first < ticket.entry.first or layout.last > ticket.entry.last:
             return None
-        whole = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
-        return whole
+        full_ticket = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
+        return full_ticket
 
     def packed_operand(self, packed: Any) -> Operand | None:
         """Return what a slot holds as an operand."""

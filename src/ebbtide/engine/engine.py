@@ -16,7 +16,7 @@ from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LivingBytes, Window, flow_of
+from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LiveBytes, Window, flow_of
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
@@ -73,7 +73,7 @@ class Engine:
         leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.lock = threading.RLock()
-        self.trust = Trust(bus, always_whole=options.verify)
+        self.trust = Trust(bus, always_full=options.verify)
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
@@ -84,7 +84,7 @@ class Engine:
         self.last_tally = Tally()
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
-        self._kept = LivingBytes()
+        self._kept = LiveBytes()
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
         self._window = Window(options.window_bytes)
@@ -140,13 +140,13 @@ class Engine:
         run.pass_.checkpointed += checkpointed
         with self.lock:
             self._window.saw_block(run.tally.offloaded)
-            self._stalls.serve("forward", run.block.name)
+            self._stalls.set_reader("forward", run.block.name)
             try:
                 self._copy_out.retire()
             except BaseException as error:
                 note_place(error, f"at the end of the forward of block {run.block.name!r}")
                 raise
-            self._stalls.tell()
+            self._stalls.flush()
             if self.timer is not None:
                 self.timer.block_ends(run)
         block = run.block
@@ -180,7 +180,7 @@ class Engine:
     def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
         """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it."""
         self.hold(entry, tensor)
-        self._stalls.serve("forward", run.block.name)
+        self._stalls.set_reader("forward", run.block.name)
         self._copy_out.add(entry, run.pass_)
 
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
@@ -206,7 +206,7 @@ class Engine:
         """Return what recomputes a tensor from operands that are there, to be timed; None if it may not be."""
         if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
-        self._stalls.serve_nobody()
+        self._stalls.clear_reader()
         return repeatable(recipe, base, functools.partial(self._operand, entry, None, None))
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
@@ -284,7 +284,7 @@ class Engine:
                 self.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             entry.restored = None  # a backward changed in place what it was given
-        storage = entry.living_storage
+        storage = entry.live_storage
         if storage is not None:
             return byte_view(storage, entry.first, entry.last, entry.empty)
         if entry.tainted:
@@ -295,7 +295,7 @@ class Engine:
             return None
         flow = flow_of(backward, run)
         if run is not None:
-            self._stalls.serve("backward", run.block.name, entry.nbytes)
+            self._stalls.set_reader("backward", run.block.name, entry.nbytes)
         content = marked("copy_in", functools.partial(self._with_room, flow, entry.slot.take))
         self._keep(backward, entry, content)
         if flow is not None:
@@ -326,11 +326,11 @@ class Engine:
         backward.run = run
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
-            self._copy_out.withdraw(run.pass_)
+            self._copy_out.cancel(run.pass_)
             self._window.recover()
             flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
-        self._stalls.tell()
-        self._stalls.serve("backward", run.block.name)
+        self._stalls.flush()
+        self._stalls.set_reader("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
         if self.timer is not None:
@@ -350,7 +350,7 @@ class Engine:
             for flow in backward.flows.values():
                 flow.put_back()
             self.tier.trim()
-            self._stalls.tell()
+            self._stalls.flush()
             if self.timer is not None:
                 self.timer.backward_ends()
             self.trust.end_backward()
@@ -367,7 +367,7 @@ class Engine:
         tally, counters = self.last_tally, self.tier.counters
         saved = tally.unique - tally.kept
         with self.lock:
-            self._stalls.tell()
+            self._stalls.flush()
         return Stats(
             packs=tally.packs,
             memory_saved_bytes=saved,

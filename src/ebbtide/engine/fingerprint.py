@@ -32,7 +32,7 @@ class Compared(Enum):
 
     NOT = "not"
     SAMPLE = "sample"
-    WHOLE = "whole"
+    FULL = "full"
 
 
 class Fingerprint:
@@ -40,16 +40,16 @@ class Fingerprint:
 
     Args:
         tensor: A strided tensor with memory of its own.
-        whole: Cover all bytes beside the sample.
+        full: Cover all bytes beside the sample.
     """
 
     __slots__ = ("_flat", "_sample", "_sums")
 
-    def __init__(self, tensor: torch.Tensor, *, whole: bool = False) -> None:
+    def __init__(self, tensor: torch.Tensor, *, full: bool = False) -> None:
         self._flat = tensor.is_contiguous()
         self._sample = _sample(tensor, flat=self._flat).clone()
         all_of_it = self._sample.numel() * self._sample.itemsize >= tensor.numel() * tensor.itemsize
-        self._sums = _sums(tensor) if whole and not all_of_it else None
+        self._sums = _sums(tensor) if full and not all_of_it else None
 
     def same(self, tensor: torch.Tensor) -> torch.Tensor | bool:
         """Compare with a tensor of the same type and shape.

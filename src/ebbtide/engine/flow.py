@@ -49,11 +49,11 @@ class Window:
     """Bytes allowed in flight each way. See [Note: window].
 
     Args:
-        given_bytes: What the user asked for; None: follow the model.
+        fixed_bytes: What the user asked for; None: follow the model.
     """
 
-    def __init__(self, given_bytes: int | None) -> None:
-        self._given_bytes = given_bytes
+    def __init__(self, fixed_bytes: int | None) -> None:
+        self._fixed_bytes = fixed_bytes
         self._block_bytes = 0
         self._room_bytes = sys.maxsize
         self._backwards = 0  # since the room was found too small, or was made larger
@@ -70,7 +70,7 @@ class Window:
             logger.warning(
                 "the device has no room for a window of %s beside what backward needs: copies in run less far ahead, "
                 "and compute may wait for them; a smaller window, or offloading less, makes room",
-                format_size(self._given_bytes or max(self._block_bytes, LEAST_WINDOW)),
+                format_size(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW)),
             )
 
     def recover(self) -> None:
@@ -82,14 +82,14 @@ class Window:
     @property
     def out_bytes(self) -> int:
         """Window of the copy-out; without a limit until the first block was seen whole."""
-        if self._given_bytes is None and not self._block_bytes:
+        if self._fixed_bytes is None and not self._block_bytes:
             return sys.maxsize
-        return self._given_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
+        return self._fixed_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
 
     @property
     def in_bytes(self) -> int:
         """Window of the copy-in."""
-        return min(self._given_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
+        return min(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
 
     @property
     def held_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Window:
         return min(self.in_bytes, self.out_bytes)
 
 
-class LivingBytes:
+class LiveBytes:
     """The bytes of those entries of many that are alive, without a look at each: it is asked at every saved tensor."""
 
     def __init__(self) -> None:
@@ -146,24 +146,24 @@ class CopyOut:
         self._tier = tier
         self._queue: deque[_Waiting] = deque()
         self._held: deque[_Waiting] = deque()
-        self._held_living = LivingBytes()
+        self._held_live = LiveBytes()
         self._expected_bytes = sys.maxsize  # what a pass offers; unknown before the first has ended
 
     @property
     def held_bytes(self) -> int:
         """Bytes held back for the turn-around."""
-        return self._held_living.total
+        return self._held_live.total
 
     def add(self, entry: Entry, pass_: Pass) -> None:
         """Begin the copy of an entry whose source is there, or hold it back; wait while the window is exceeded."""
         waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_)
         late = pass_.offered_bytes >= self._expected_bytes - self.window.held_bytes
         pass_.offered_bytes += entry.nbytes
-        if self._tier.withdraws or not late:
+        if self._tier.can_cancel or not late:
             self._begin(waiting)
         else:
             self._held.append(waiting)
-            self._held_living.add(entry)
+            self._held_live.add(entry)
             while self._held and self.held_bytes > self.window.held_bytes:
                 begun = self._held.popleft()
                 self._is_held_no_more(begun)
@@ -205,7 +205,7 @@ class CopyOut:
         if not self._queue:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
-    def withdraw(self, pass_: Pass) -> None:
+    def cancel(self, pass_: Pass) -> None:
         """Cancel the copies of a pass that have not begun. See [Note: turn-around]."""
         for waiting in self._held:
             if waiting.pass_ is pass_:
@@ -228,7 +228,7 @@ class CopyOut:
     def _is_held_no_more(self, waiting: _Waiting) -> None:
         entry = waiting.entry()
         if entry is not None:
-            self._held_living.remove(entry)
+            self._held_live.remove(entry)
 
     def _begin(self, waiting: _Waiting, *, counted: bool = False) -> None:
         """Ask the store to take an entry; ``counted``: its pass, which runs, has counted it as offloaded."""
@@ -272,7 +272,7 @@ class CopyIn:
     def __init__(self, run: RunRecord, window: Window) -> None:
         self.window = window
         self.ahead_bytes = 0
-        self._asked: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
+        self._requested: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
         self._next: tuple[weakref.ref[Entry], int] | None = None
         self._upcoming = _walk(run)
 
@@ -284,7 +284,7 @@ class CopyIn:
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
-            if reference in self._asked or entry.living_storage is not None:
+            if reference in self._requested or entry.live_storage is not None:
                 continue
             if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._next = upcoming
@@ -298,12 +298,12 @@ class CopyIn:
             except BaseException as error:
                 note_place(error, f"while bringing in {entry.site} ({entry.action.value}) ahead of its reader")
                 raise
-            self._asked[weakref.ref(entry, self._gone)] = entry.nbytes, number
+            self._requested[weakref.ref(entry, self._forget)] = entry.nbytes, number
             self.ahead_bytes += entry.nbytes
 
     def has_read(self, entry: Entry) -> None:
         """An entry was read: its bytes no longer count as ahead."""
-        self._gone(weakref.ref(entry))
+        self._forget(weakref.ref(entry))
         self.advance()
 
     def reach(self, run: RunRecord) -> None:
@@ -315,14 +315,14 @@ class CopyIn:
         self._put_back(lambda number: True)
 
     def _put_back(self, which: Callable[[int], bool]) -> None:
-        for reference in [r for r, (_, number) in self._asked.items() if which(number)]:
+        for reference in [r for r, (_, number) in self._requested.items() if which(number)]:
             entry = reference()
             if entry is not None and entry.slot is not None:
                 entry.slot.put_back()
-            self._gone(reference)
+            self._forget(reference)
 
-    def _gone(self, reference: weakref.ref[Entry]) -> None:
-        self.ahead_bytes -= self._asked.pop(reference, (0, 0))[0]
+    def _forget(self, reference: weakref.ref[Entry]) -> None:
+        self.ahead_bytes -= self._requested.pop(reference, (0, 0))[0]
 
 
 class Backward:

@@ -31,7 +31,7 @@ from ebbtide.engine.storages import storage_key
 
 logger = logging.getLogger("ebbtide.engine")
 
-WHOLE_BYTES = 64 * 1024
+FULL_BYTES = 64 * 1024
 """Weights up to this size (norms, biases) are compared whole, larger ones by a sample."""
 
 
@@ -49,8 +49,8 @@ class Watched:
     def __init__(self, tensor: torch.Tensor, version: int | None, compared: Compared) -> None:
         self.tensor, self._version, self.copied = tensor.detach(), version, False
         region = None if compared is Compared.NOT else _region(tensor)
-        whole = compared is Compared.WHOLE or (region is not None and region.numel() <= WHOLE_BYTES)
-        self._fingerprint = None if region is None else Fingerprint(region, whole=whole)
+        full = compared is Compared.FULL or (region is not None and region.numel() <= FULL_BYTES)
+        self._fingerprint = None if region is None else Fingerprint(region, full=full)
 
     @property
     def same(self) -> torch.Tensor | bool:
@@ -86,12 +86,12 @@ def _listen_to_optimizers() -> None:
     that died just then would take its own away.
     """
 
-    def before(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         for guard in [reference() for reference in tuple(_guards)]:
             if guard is not None:
                 guard.before_step(weight for group in optimizer.param_groups for weight in group["params"])
 
-    def after(optimizer: torch.optim.Optimizer, *given: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         for guard in [reference() for reference in tuple(_guards)]:
             if guard is not None:
                 guard.steps += 1
@@ -112,7 +112,7 @@ class WeightGuard:
         self._lock, self._settle = lock, settle
         self._watched: dict[int, set[weakref.ref[Watched]]] = {}  # by storage
         self.steps = 0  # optimizer steps of this process since the guard was made
-        self._told = False
+        self._logged = False
         _listen_to_optimizers()
         _guards.add(weakref.ref(self, _guards.discard))
 
@@ -143,8 +143,8 @@ class WeightGuard:
             for weight in weights:
                 if type(weight) is torch.nn.Parameter or type(weight) is torch.Tensor:
                     nbytes += self._copy(weight.untyped_storage(), weight)
-            if nbytes and not self._told:
-                self._told = True
+            if nbytes and not self._logged:
+                self._logged = True
                 logger.info(
                     "weights of %s were copied before an optimizer step: graphs outlive it that will read them again",
                     format_size(nbytes),

@@ -41,8 +41,8 @@ class StorageIndex:
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
             return 0
-        entries, whole = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
-        return sum(e.nbytes for e in entries if e.at == version and e.nbytes < whole)
+        entries, size = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
+        return sum(e.nbytes for e in entries if e.at == version and e.nbytes < size)
 
     def remember(self, storage: torch.UntypedStorage, entry: Entry, *, same_bytes: bool = True) -> None:
         """Let ``find`` find an entry while its storage lives.
@@ -64,9 +64,9 @@ class StorageIndex:
         """Return a weak reference to a storage that removes its key when the storage dies."""
         key, all_known = id(storage), self._known
 
-        def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
             known = all_known.get(key)
             if known is not None and known[0] is reference:
                 del all_known[key]
 
-        return weakref.ref(storage, gone)
+        return weakref.ref(storage, forget)

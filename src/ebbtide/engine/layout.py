@@ -55,7 +55,7 @@ class Layout:
         """Return the layout of ``tensor``."""
         return _layout(tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def whole(self, storage_bytes: int) -> bool:
+    def covers(self, storage_bytes: int) -> bool:
         """Whether the view is dense and is exactly its storage of ``storage_bytes`` bytes."""
         return self.dense and not self.offset and self.logical_bytes == storage_bytes
 

@@ -63,24 +63,24 @@ class Record(NamedTuple):
 def record_of(running: Running) -> Record | None:
     """Return the record of a layer that has just run; None if its attributes do not tell what it computed."""
     module, bias = running.module, running.bias
-    if not computes_as_told(module):
+    if not computes_as_configured(module):
         return None
     if getattr(module, "bias", None) is not bias:  # computed (a parametrisation), or another one than when it began
         return None
     return Record(type(module), getattr(module, "eps", None), bias)
 
 
-def computes_as_told(module: nn.Module | None) -> bool:
+def computes_as_configured(module: nn.Module | None) -> bool:
     """Whether a layer computes what its attributes say: its forward is torch's own, or only leads to that.
 
     A subclass may hand other constants or weights to the function than its attributes; a tensor recomputed from those
     would be right in one step and wrong in another.
     """
-    return module is not None and "forward" not in vars(module) and _class_computes_as_told(type(module))
+    return module is not None and "forward" not in vars(module) and _class_computes_as_configured(type(module))
 
 
 @functools.lru_cache(maxsize=1024)
-def _class_computes_as_told(kind: type[nn.Module]) -> bool:
+def _class_computes_as_configured(kind: type[nn.Module]) -> bool:
     if f"{kind.__module__}.{kind.__qualname__}" in _READ:
         return True
     for base in kind.__mro__:

@@ -49,7 +49,7 @@ def narrower(builder: Builder | None, entry: Entry, base: torch.Tensor) -> Narro
     node = base.grad_fn
     if builder is None or node is None or node.name() != "ToCopyBackward0" or base._version:
         return None
-    if not entry.base_layout.whole(entry.nbytes):
+    if not entry.base_layout.covers(entry.nbytes):
         return None
     source, number = node.next_functions[0]
     if source is None or getattr(source, "variable", None) is not None:

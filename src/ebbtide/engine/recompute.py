@@ -53,13 +53,15 @@ def evaluate_now(recipe: Expr, base: torch.Tensor, read: Reader) -> torch.Tensor
 
 def repeatable(recipe: Expr, base: torch.Tensor, read: Reader) -> Callable[[], torch.Tensor]:
     """Return what evaluates a recipe from operands that are there, again and again, to be timed."""
-    there: dict[Entry, torch.Tensor] = {}
+    present: dict[Entry, torch.Tensor] = {}
 
-    def read_there(operand: Entry) -> torch.Tensor | None:
-        content = there.get(operand)
+    def read_present(operand: Entry) -> torch.Tensor | None:
+        content = present.get(operand)
         return read(operand) if content is None else content
 
     for ticket in recipe.tickets():
-        content = read_there(ticket.entry)
-        there[ticket.entry] = evaluate(ticket.entry, read_there, there.__setitem__) if content is None else content
-    return lambda: exactly(base.device.type, None, lambda: evaluate(recipe, read_there, there.__setitem__))
+        content = read_present(ticket.entry)
+        present[ticket.entry] = (
+            evaluate(ticket.entry, read_present, present.__setitem__) if content is None else content
+        )
+    return lambda: exactly(base.device.type, None, lambda: evaluate(recipe, read_present, present.__setitem__))

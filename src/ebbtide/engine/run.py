@@ -160,8 +160,8 @@ class BlockRun(RunRecord):
                 self.tally.add_small(nbytes)
             return LightTicket(tensor, place=self.place)
         layout = Layout.of(tensor)
-        whole = outer.owner if outer is not None else tensor if base is None else base
-        owner = layout if whole is tensor else Layout.of(whole)
+        viewed = outer.owner if outer is not None else tensor if base is None else base
+        owner = layout if viewed is tensor else Layout.of(viewed)
         if (
             # A part of a storage that is no view of the whole, as unsafe_chunk makes: its siblings may change in place
             # and its version does not tell. It stays where it lies, which is what plain autograd reads.
@@ -181,7 +181,7 @@ class BlockRun(RunRecord):
         nbytes = storage.nbytes()
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
         if self.pass_.first_stays(storage):
-            self.tally.add(Action.KEEP, nbytes, stubborn=True)
+            self.tally.add(Action.KEEP, nbytes, must_keep=True)
             site = self._site(tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf")
             self.pass_.add_site(site, nbytes, Action.KEEP)
 
@@ -238,13 +238,13 @@ class BlockRun(RunRecord):
         engine = self.engine
         base = tensor._base if tensor._base is not None else tensor
         base_layout, nbytes = layout if base is tensor else Layout.of(base), storage.nbytes()
-        whole = base_layout.whole(nbytes) and base._version == 0 and base.untyped_storage() is storage
+        covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         made_by = "leaf" if node is None else node.name()
         came_in = self._inputs.holds(storage)
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         site = self._site("input" if is_input else outer.node if outer is not None else made_by)
-        may_recompute = whole and engine.may_recompute(tensor)
+        may_recompute = covered and engine.may_recompute(tensor)
         weight = None
         if may_recompute and (node is None or made_by == CAST):
             weight = self.weights.copied(base, self._innermost)
@@ -263,7 +263,7 @@ class BlockRun(RunRecord):
             region=moved,
             base_layout=base_layout,
             at=at,
-            living=engine.live_entries,
+            live=engine.live_entries,
         )
         candidate = Candidate(
             site=site,
@@ -282,12 +282,12 @@ class BlockRun(RunRecord):
         began = 0.0 if timer is None else time.perf_counter()
         self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
-            self._tell_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
+            self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
-        self.tally.add(entry.action, entry.nbytes, stubborn=recipe is None and not is_input)
+        self.tally.add(entry.action, entry.nbytes, must_keep=recipe is None and not is_input)
         return entry
 
-    def _tell_timer(
+    def _inform_timer(
         self,
         timer: StepTimer,
         entry: Entry,
@@ -349,7 +349,7 @@ class BlockRun(RunRecord):
         with torch.no_grad():
             small = base.detach().to(narrow.dtype)
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
-        inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, living=engine.live_entries)
+        inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
         inner.action = Action.OFFLOAD
         engine.park(self, inner, small)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
@@ -362,11 +362,11 @@ class BlockRun(RunRecord):
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
 
-    def add_rerun(self, unique: int) -> None:
+    def add_checkpointed(self, unique: int) -> None:
         """Count what a block that is re-run whole does not hold.
 
         Args:
             unique: Bytes of storages that such a block saved when its tensors were last treated one by one.
         """
-        dropped = self.tally.add_rerun(unique)
+        dropped = self.tally.add_checkpointed(unique)
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
-from ebbtide.store.meter import Meter, Moment
+from ebbtide.store.meter import Meter, Timestamp
 
-Edges = tuple[Moment, Moment]
+Edges = tuple[Timestamp, Timestamp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +74,18 @@ class _Block:
 class _Open:
     """A pass that is timed."""
 
-    def __init__(self, pass_: Pass, began: Moment) -> None:
+    def __init__(self, pass_: Pass, began: Timestamp) -> None:
         self.pass_, self.began = weakref.ref(pass_), began
-        self.ended: Moment | None = None
+        self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
         self.saved_bytes: int | None = None
         self.alone = True  # no other pass ran in between
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
-        self.stretch: tuple[list[Edges], Moment] | None = None
-        self.left: Moment | None = None  # the end of the latest forward, until the next one begins
+        self.stretch: tuple[list[Edges], Timestamp] | None = None
+        self.left: Timestamp | None = None  # the end of the latest forward, until the next one begins
 
-    def cut(self, now: Moment, then: list[Edges] | None) -> None:
+    def cut(self, now: Timestamp, then: list[Edges] | None) -> None:
         """End the stretch that is open, and begin one of ``then``."""
         if self.stretch is not None:
             self.stretch[0].append((self.stretch[1], now))
@@ -144,7 +144,7 @@ class SpanTimer:
                 return  # the rest of a pass whose backward came in between
             if self._memory:
                 self._meter.take_peak_bytes(device)
-            self._open = _Open(run.pass_, self._meter.moment(device))
+            self._open = _Open(run.pass_, self._meter.timestamp(device))
         now, before = self._open, self._open.pass_()
         if before is not run.pass_:
             if before is None:  # its graph was dropped, and no backward came
@@ -155,13 +155,13 @@ class SpanTimer:
             return
         block = now.by_run[run] = _Block(run.block.name, plain)
         now.blocks.append(block)
-        now.cut(now.began if len(now.blocks) == 1 else self._meter.moment(device), block.forward)
+        now.cut(now.began if len(now.blocks) == 1 else self._meter.timestamp(device), block.forward)
         now.left = None
 
     def block_ends(self, run: RunRecord | PlainRun) -> None:
         """A block's forward is over."""
         if self._open is not None and run in self._open.by_run:
-            self._open.left = self._meter.moment(self._device)
+            self._open.left = self._meter.timestamp(self._device)
 
     def leave_out(self, run: RunRecord | PlainRun, edges: Edges) -> None:
         """Take some time out of a block's forward, and out of the span."""
@@ -187,13 +187,13 @@ class SpanTimer:
         if now.left is not None:  # the head lies between the last forward and the first backward
             now.cut(now.left, None)
             now.left = None
-        now.cut(self._meter.moment(self._device), block.backward)
+        now.cut(self._meter.timestamp(self._device), block.backward)
 
     def backward_ends(self) -> None:
         """A backward is over."""
         now = self._open
         if now is not None and now.ended is None:
-            now.ended = self._meter.moment(self._device)
+            now.ended = self._meter.timestamp(self._device)
             now.cut(now.ended, None)
             now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
 

@@ -15,7 +15,7 @@ _LEAST_STALL_SECONDS = 1e-4
 """Shorter waits of a block are counted and not told of."""
 _TIMED_PASSES, _PASSES_PER_TIMED = 2, 50
 """How many passes, of how many, a device times where nobody listens and no plan is made."""
-_MOST_STALLS_TOLD = 5
+_MOST_STALLS_SHOWN = 5
 _MOST_OUTSIDE = 3
 """Modules outside of the blocks named in one line."""
 
@@ -24,14 +24,14 @@ class Tally:
     """Bytes of one block's forward, or of one pass."""
 
     __slots__ = (
-        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "stubborn",
+        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "must_keep",
         "unique",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.packs = self.saved = self.unique = 0
         self.kept = self.offloaded = self.recomputed = 0
-        self.input_bytes = self.stubborn = 0
+        self.input_bytes = self.must_keep = 0
         self.small = self.small_bytes = 0
 
     def add_saved(self, nbytes: int) -> None:
@@ -39,7 +39,7 @@ class Tally:
         self.packs += 1
         self.saved += nbytes
 
-    def add(self, action: Action, nbytes: int, *, stubborn: bool) -> None:
+    def add(self, action: Action, nbytes: int, *, must_keep: bool) -> None:
         """A storage was met for the first time."""
         self.unique += nbytes
         if action is Action.KEEP:
@@ -48,8 +48,8 @@ class Tally:
             self.offloaded += nbytes
         else:
             self.recomputed += nbytes
-        if stubborn and action is not Action.RECOMPUTE:
-            self.stubborn += nbytes
+        if must_keep and action is not Action.RECOMPUTE:
+            self.must_keep += nbytes
 
     def add_small(self, nbytes: int) -> None:
         """A storage below ``min_bytes``, which stays, was met for the first time."""
@@ -69,7 +69,7 @@ class Tally:
         self.offloaded -= nbytes
         self.kept += nbytes
 
-    def add_rerun(self, unique: int) -> int:
+    def add_checkpointed(self, unique: int) -> int:
         """Count a block that is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen.
 
         Returns:
@@ -119,7 +119,7 @@ class StallBook:
         number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
         self._tier.stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
-    def serve(self, where: str, block: str, nbytes: int | None = None) -> None:
+    def set_reader(self, where: str, block: str, nbytes: int | None = None) -> None:
         """What is asked of the store from now on is asked for this block.
 
         Args:
@@ -129,11 +129,11 @@ class StallBook:
         """
         self._tier.stalls.reader = (where, block, nbytes)
 
-    def serve_nobody(self) -> None:
+    def clear_reader(self) -> None:
         """What is asked of the store from now on is asked for no block: its waits count in the total only."""
         self._tier.stalls.reader = None
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Count, and tell of, the waits that are known by now."""
         found: dict[tuple[str, str], tuple[float, int | None]] = {}
         for reader, seconds in self._tier.counters.stalls.read():
@@ -265,7 +265,7 @@ class Stats:
         """Return the same lines for notebooks."""
         return f"<pre>{self}</pre>"
 
-    def told(self) -> list[str]:
+    def details(self) -> list[str]:
         """Return lines on what the store holds and moved, what it could not take, and who waited longest for it."""
         size = {name: format_size(value) for name, value in self.store.items() if name.endswith("_bytes")}
         lines: list[str] = []
@@ -279,7 +279,7 @@ class Stats:
             lines.append(f"store: {size['disk_file_bytes']} of disk; {moved}")
         if self.total_refused_bytes:
             lines.append(f"store: {format_size(self.total_refused_bytes)} stayed on the device for want of room")
-        longest = sorted(self.stalls.items(), key=lambda item: -item[1])[:_MOST_STALLS_TOLD]
+        longest = sorted(self.stalls.items(), key=lambda item: -item[1])[:_MOST_STALLS_SHOWN]
         return lines + [f"stall: {seconds:.4f} s in {name}" for name, seconds in longest if seconds]
 
     def as_dict(self) -> dict[str, Any]:

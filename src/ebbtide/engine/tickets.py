@@ -87,8 +87,8 @@ class Life:
 
     __slots__ = ("__weakref__",)
 
-    def __init__(self, living: set[weakref.ref[Life]]) -> None:
-        living.add(weakref.ref(self, living.discard))
+    def __init__(self, live: set[weakref.ref[Life]]) -> None:
+        live.add(weakref.ref(self, live.discard))
 
 
 class Entry:
@@ -108,9 +108,9 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         at: Version,
-        living: set[weakref.ref[Life]],
+        live: set[weakref.ref[Life]],
     ) -> None:
-        self.life = Life(living)
+        self.life = Life(live)
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
         self.empty = empty
@@ -138,7 +138,7 @@ class Entry:
         self.nbytes = self.last
 
     @property
-    def living_storage(self) -> torch.UntypedStorage | None:
+    def live_storage(self) -> torch.UntypedStorage | None:
         """The storage that was saved, if somebody else keeps it as it was: then nothing need be brought in."""
         storage = self.storage_ref() if self.storage_ref is not None else None
         return storage if storage is not None and not self.changed and storage.nbytes() >= self.last else None

@@ -46,9 +46,9 @@ class TimedBlock:
         backward_seconds: The same of its backward; recomputes included.
         forward_peak_bytes: Most memory in its forward; None if not asked for, or not known.
         backward_peak_bytes: The same of its backward.
-        forward_anyway_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: memory
-            that is there anyway].
-        backward_anyway_bytes: The same of its backward.
+        forward_resident_bytes: Bytes that were there in its forward though the step had not kept them. See [Note: still
+            resident memory].
+        backward_resident_bytes: The same of its backward.
         plain: It ran without hooks, so it has no units. See [Note: plain blocks].
         checkpointed: It ran whole a second time in backward, so its units are its inputs.
         checkpointable: It could run whole a second time in backward.
@@ -62,8 +62,8 @@ class TimedBlock:
     backward_seconds: float
     forward_peak_bytes: int | None
     backward_peak_bytes: int | None
-    forward_anyway_bytes: int = 0
-    backward_anyway_bytes: int = 0
+    forward_resident_bytes: int = 0
+    backward_resident_bytes: int = 0
     plain: bool = False
     checkpointed: bool = False
     checkpointable: bool = False
@@ -81,14 +81,14 @@ class TimedStep:
 
     Attributes:
         blocks: In the order in which their forwards began.
-        turn_seconds: Between the last forward and the first backward.
+        head_seconds: Between the last forward and the first backward.
         tail_seconds: From the end of the backward to the first block of the next pass.
-        turn_peak_bytes: Most memory in the former; None if not asked for, or not known.
-        turn_anyway_bytes: Bytes that were there then though the step had not kept them.
+        head_peak_bytes: Most memory in the former; None if not asked for, or not known.
+        head_resident_bytes: Bytes that were there then though the step had not kept them.
     """
 
     blocks: tuple[TimedBlock, ...]
-    turn_seconds: float
+    head_seconds: float
     tail_seconds: float
-    turn_peak_bytes: int | None
-    turn_anyway_bytes: int = 0
+    head_peak_bytes: int | None
+    head_resident_bytes: int = 0

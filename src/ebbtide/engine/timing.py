@@ -15,7 +15,7 @@ is measured and not inferred. Its backward begins when the gradient of what it r
 alike, the same is noted for blocks with hooks (``marks``). Blocks of which a plan keeps everything run plain, and while
 a plan is judged a few others do (``unhooked``).
 
-[Note: memory that is there anyway]
+[Note: still resident memory]
 What a block saved and the step did not keep may still be on the device because others hold it: a block's input while
 the block runs, its output while the head reads it. A plan that keeps it takes no more memory there, so these bytes are
 counted, stretch by stretch, to be taken from what is there beside the saved tensors: those that are there from the
@@ -34,9 +34,9 @@ from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
-from ebbtide.store.meter import Meter, Moment
+from ebbtide.store.meter import Meter, Timestamp
 
-Edges = tuple[Moment, Moment]
+Edges = tuple[Timestamp, Timestamp]
 Prepare = Callable[[], Callable[[], object] | None]
 
 
@@ -50,11 +50,11 @@ class _Stretches:
 
     pieces: list[Edges] = field(default_factory=list[Edges])
     peak_bytes: int | None = None
-    anyway_bytes: int = 0
+    resident_bytes: int = 0
 
-    def add(self, pieces: list[Edges], peak_bytes: int | None, anyway_bytes: int) -> None:
+    def add(self, pieces: list[Edges], peak_bytes: int | None, resident_bytes: int) -> None:
         self.pieces += pieces
-        self.anyway_bytes = max(self.anyway_bytes, anyway_bytes)
+        self.resident_bytes = max(self.resident_bytes, resident_bytes)
         if peak_bytes is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak_bytes)
 
@@ -102,7 +102,7 @@ class _Pass:
         self.recomputes: dict[tuple[Site, int], Edges | None] = {}
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
-    def anyway_bytes(self, known: int) -> int:
+    def resident_bytes(self, known: int) -> int:
         """Return the bytes of what was not kept and is there all the same.
 
         Args:
@@ -138,8 +138,8 @@ class StepTimer:
         self._wanted, self._largest_bytes = False, 0
         self._pass: _Pass | None = None
         self._where: torch.device | None = None
-        self._open: tuple[_Stretches, Moment] | None = None
-        self.began: Moment | None = None  # the first block of the latest pass that is measured
+        self._open: tuple[_Stretches, Timestamp] | None = None
+        self.began: Timestamp | None = None  # the first block of the latest pass that is measured
         self._known = 0  # how much of what was not kept was known when the open stretch began
         self.marks = False  # note when the gradient of a block's output is there
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
@@ -184,9 +184,9 @@ class StepTimer:
             work: What is done.
         """
         block = None if self._pass is None else self._pass.by_run.get(run)
-        began = self._meter.moment(self._where)
+        began = self._meter.timestamp(self._where)
         work()
-        edges = began, self._meter.moment(self._where)
+        edges = began, self._meter.timestamp(self._where)
         if block is not None:
             block.aside.append(edges)
         if self.spans is not None:
@@ -217,7 +217,7 @@ class StepTimer:
             return
         if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
             self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
-            self.began = self._meter.moment(self._where)
+            self.began = self._meter.timestamp(self._where)
         now = self._pass
         if run.pass_ is not now.measured() or now.turned:
             self._cut(None)
@@ -226,7 +226,7 @@ class StepTimer:
         block = _Block(run.block.name, run.block.kind, plain, checkpointed=not plain and run.checkpointed)
         self._cut(block.forward)
         if now.blocks:
-            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.anyway_bytes)
+            now.blocks[-1].forward.add(now.between.pieces, now.between.peak_bytes, now.between.resident_bytes)
         now.between = _Stretches()
         now.blocks.append(block)
         now.by_run[run] = block
@@ -293,10 +293,10 @@ class StepTimer:
             return
         key, recomputes = (unit.site, unit.bytes_), self._pass.recomputes
         if prepare is not None and key not in recomputes:
-            began = self._meter.moment(run.where or self._where)
+            began = self._meter.timestamp(run.where or self._where)
             recompute = prepare()
             recomputes[key] = None if recompute is None else self._time(recompute, run.where or self._where)
-            block.aside.append((began, self._meter.moment(run.where or self._where)))
+            block.aside.append((began, self._meter.timestamp(run.where or self._where)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
@@ -312,18 +312,18 @@ class StepTimer:
 
     def _time(self, recompute: Callable[[], object], where: torch.device | None) -> Edges:
         recompute()  # warms up
-        began = self._meter.moment(where)
+        began = self._meter.timestamp(where)
         recompute()
-        return began, self._meter.moment(where)
+        return began, self._meter.timestamp(where)
 
     def _cut(self, then: _Stretches | None) -> None:
         """End the stretch that is open, and begin one of ``then``."""
-        now = self._meter.moment(self._where)
+        now = self._meter.timestamp(self._where)
         peak = self._meter.take_peak_bytes(self._where) if self._memory else None
         if self._open is not None:
             stretches, began = self._open
-            anyway = self._pass.anyway_bytes(self._known) if self._memory and self._pass is not None else 0
-            stretches.add([(began, now)], peak, anyway)
+            resident = self._pass.resident_bytes(self._known) if self._memory and self._pass is not None else 0
+            stretches.add([(began, now)], peak, resident)
         self._open = None if then is None else (then, now)
         self._known = 0 if self._pass is None else len(self._pass.left)
 
@@ -352,8 +352,8 @@ class StepTimer:
                 backward_seconds=own(block.backward, f"backward {block.name}", []),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
-                forward_anyway_bytes=block.forward.anyway_bytes,
-                backward_anyway_bytes=block.backward.anyway_bytes,
+                forward_resident_bytes=block.forward.resident_bytes,
+                backward_resident_bytes=block.backward.resident_bytes,
                 plain=block.plain,
                 checkpointed=block.checkpointed,
                 checkpointable=block.checkpointable,
@@ -363,10 +363,10 @@ class StepTimer:
         )  # fmt: skip
         step = TimedStep(
             blocks=blocks,
-            turn_seconds=found.between.seconds(meter),
+            head_seconds=found.between.seconds(meter),
             tail_seconds=0.0 if found.tail is None else found.tail.seconds(meter),
-            turn_peak_bytes=found.between.peak_bytes,
-            turn_anyway_bytes=found.between.anyway_bytes,
+            head_peak_bytes=found.between.peak_bytes,
+            head_resident_bytes=found.between.resident_bytes,
         )
         self._pass = self._open = None
         self._wanted = self._done(step)

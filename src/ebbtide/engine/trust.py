@@ -50,11 +50,11 @@ class Trust:
 
     Args:
         bus: Told of recipes that are left out.
-        always_whole: Compare all bytes every time (``verify=True``).
+        always_full: Compare all bytes every time (``verify=True``).
     """
 
-    def __init__(self, bus: Bus, *, always_whole: bool = False) -> None:
-        self._bus, self._always_whole = bus, always_whole
+    def __init__(self, bus: Bus, *, always_full: bool = False) -> None:
+        self._bus, self._always_full = bus, always_full
         self._verdicts: dict[Key, bool] = {}
         self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
@@ -139,15 +139,15 @@ class Trust:
             return Compared.NOT
         first = block not in self._met
         self._met.add(block)
-        if first or self._always_whole or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
-            return Compared.WHOLE
+        if first or self._always_full or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
+            return Compared.FULL
         return Compared.NOT if accelerator else Compared.SAMPLE
 
     def fingerprint(self, tensor: torch.Tensor, compared: Compared) -> Fingerprint | None:
         """Return a fingerprint of what is dropped; None if it is not to be compared."""
         if compared is Compared.NOT or not can_be_taken(tensor):
             return None
-        return Fingerprint(tensor, whole=compared is Compared.WHOLE)
+        return Fingerprint(tensor, full=compared is Compared.FULL)
 
     def require(self, same: torch.Tensor | bool, failed: Callable[[], Exception]) -> None:
         """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell.
@@ -193,7 +193,7 @@ class Trust:
 def _read(answers: list[_Answer]) -> None:
     """Raise if a device answered that a comparison failed."""
     if answers:
-        told = torch.stack([same for same, _ in answers]).tolist()
-        failed = next((failed for same, (_, failed) in zip(told, answers, strict=True) if not same), None)
+        found = torch.stack([same for same, _ in answers]).tolist()
+        failed = next((failed for same, (_, failed) in zip(found, answers, strict=True) if not same), None)
         if failed is not None:
             raise failed()

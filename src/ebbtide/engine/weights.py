@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
 from ebbtide.engine.model import ModelWeights
-from ebbtide.engine.modules import Running, computes_as_told
+from ebbtide.engine.modules import Running, computes_as_configured
 from ebbtide.engine.storages import storage_key, storage_keys
 
 
@@ -105,7 +105,7 @@ class Weights:
         weight = module._parameters.get("weight")
         if weight is None or weight.requires_grad or weight.shape != tensor.shape or weight.dtype == tensor.dtype:
             return None
-        if not computes_as_told(module) or not (can_be_taken(weight) and can_be_taken(tensor)):
+        if not computes_as_configured(module) or not (can_be_taken(weight) and can_be_taken(tensor)):
             return None
         readable = type(tensor) is torch.Tensor and tensor.device.type == "cpu"  # without waiting for anybody
         return None if readable and not is_cast_of(tensor, weight) else weight

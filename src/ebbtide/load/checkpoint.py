@@ -50,7 +50,7 @@ class Checkpoint:
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
 
 
-def is_there(path: str | os.PathLike[str]) -> bool:
+def is_present(path: str | os.PathLike[str]) -> bool:
     """Whether something lies at a path, as far as this rank sees."""
     try:
         return Path(path).expanduser().exists()

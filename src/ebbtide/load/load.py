@@ -18,7 +18,7 @@ from ebbtide.base.checks import check_fields
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
-from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_there, open_checkpoint
+from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
 from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
@@ -27,7 +27,7 @@ from ebbtide.load.names import NameMap, check_plan, make_plan, wanted_of
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, set_dtype
 from ebbtide.load.reader import SliceReader
-from ebbtide.load.relay import Client, serve, servers_of
+from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, targets_of
 from ebbtide.load.together import Meet, Ranks
 
@@ -138,7 +138,7 @@ class Loading:
         elif self._weights is not None and present:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
             name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
-            if self.ranks.count == 1 or all(map(is_there, paths)):
+            if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
         sees = self.checkpoint.digest() if self.checkpoint is not None else ""
         host, seed = os.uname().nodename, torch.initial_seed()
@@ -226,7 +226,7 @@ class Loading:
             self._client().finish()
         elif clients and self.checkpoint is not None:
             with self._source(set()) as source:
-                serve(clients, source, self.checkpoint.entries)
+                send_slices(clients, source, self.checkpoint.entries)
         if failure is not None:
             raise failure
         return result

@@ -89,7 +89,7 @@ class Client:
         dist.send(torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._device), dst=self._server)
 
 
-def serve(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
+def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
     """Answer clients, one after the other, until each has said that it wants nothing more.
 
     Args:

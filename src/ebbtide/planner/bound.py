@@ -75,11 +75,11 @@ class Bound:
     def __init__(self, profile: Profile) -> None:
         self._rates = profile.rates
         self._hides_out, self._hides_in = profile.forward_seconds, profile.backward_seconds
-        self._must_keep = profile.stubborn_bytes
+        self._must_keep = profile.must_keep_bytes
         sorts = Counter(
             (u.nbytes, u.moved_bytes if u.movable else math.inf, _or_infinite(u.recompute_seconds))
             for _, _, u in profile.units()
-            if u.nbytes and not u.stubborn
+            if u.nbytes and not u.must_keep
         )
         self._sorts = [_Sort(count, *key) for key, count in sorts.items()]
         self._corners = _corners(self._sorts)

@@ -18,12 +18,12 @@ from ebbtide.planner.profile import BlockProfile, Profile, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rerun:
+class CheckpointedStep:
     """What a step would do whose blocks are all re-run.
 
     Attributes:
         peak_bytes: Most device memory, with what is there beside.
-        peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
+        peak_at: Where: ``"forward"``, ``"head"`` or ``"backward"``, and the block.
         kept_bytes: The inputs of all blocks.
         overhead_seconds: The blocks' forwards once more.
     """
@@ -34,7 +34,7 @@ class Rerun:
     overhead_seconds: float
 
 
-def rerun_blocks(profile: Profile, input_bytes: Sequence[int] | None = None) -> Rerun:
+def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None) -> CheckpointedStep:
     """Return what a step takes whose blocks are all re-run. See [Note: simulated checkpointing].
 
     Args:
@@ -46,26 +46,26 @@ def rerun_blocks(profile: Profile, input_bytes: Sequence[int] | None = None) -> 
         ConfigError: ``input_bytes`` is not for these blocks.
     """
     blocks = profile.blocks
-    given = [_saved_input_bytes(block) for block in blocks] if input_bytes is None else list(input_bytes)
-    if len(given) != len(blocks):
+    input_sizes = [_saved_input_bytes(block) for block in blocks] if input_bytes is None else list(input_bytes)
+    if len(input_sizes) != len(blocks):
         raise ConfigError(
-            f"input_bytes has {len(given)} numbers",
+            f"input_bytes has {len(input_sizes)} numbers",
             expected=f"one for each of {len(blocks)} executed blocks",
             hint="leave it out to take what the blocks save of their inputs",
         )
-    kept = list(accumulate(given))
+    kept = list(accumulate(input_sizes))
     peaks = [
-        (held + block.forward_beside_bytes, ("forward", block.name)) for held, block in zip(kept, blocks, strict=True)
+        (held + block.forward_base_bytes, ("forward", block.name)) for held, block in zip(kept, blocks, strict=True)
     ]
-    peaks.append((sum(given) + profile.turn_beside_bytes, ("turn", "")))
-    for held, own, block in zip(kept, given, blocks, strict=True):
+    peaks.append((sum(input_sizes) + profile.head_base_bytes, ("head", "")))
+    for held, own, block in zip(kept, input_sizes, blocks, strict=True):
         own_saved = _saved_input_bytes(block)
         twice = own_saved if own_saved <= own else 0  # what is more than it was called with is a copy in a wider type
         level = held + block.saved_bytes - twice
-        peaks.append((level + block.backward_beside_bytes, ("backward", block.name)))
+        peaks.append((level + block.backward_base_bytes, ("backward", block.name)))
     peak_bytes, peak_at = max(peaks, key=lambda peak: peak[0])
-    return Rerun(
-        peak_bytes=peak_bytes, peak_at=peak_at, kept_bytes=sum(given), overhead_seconds=profile.forward_seconds
+    return CheckpointedStep(
+        peak_bytes=peak_bytes, peak_at=peak_at, kept_bytes=sum(input_sizes), overhead_seconds=profile.forward_seconds
     )
 
 

@@ -120,19 +120,19 @@ Links: nvbandwidth on H100 over PCIe 5, on A100 over PCIe 4, on GH200 over C2C; 
 Memory: data sheets."""
 
 
-def machine_named(given: str | PathLike[str] | Machine) -> Machine:
+def machine_named(named: str | PathLike[str] | Machine) -> Machine:
     """Return a machine of the table, or the one in a file.
 
     Args:
-        given: A name in ``MACHINES``, the path of a JSON file with the fields of ``Machine``, or a machine.
+        named: A name in ``MACHINES``, the path of a JSON file with the fields of ``Machine``, or a machine.
 
     Raises:
         ConfigError: There is no such machine.
         DataError: The file cannot be read.
     """
-    if isinstance(given, Machine):
-        return given
-    text = fspath(given)
+    if isinstance(named, Machine):
+        return named
+    text = fspath(named)
     known = MACHINES.get(text.lower().removeprefix("rtx").strip(" -_"))
     if known is not None:
         return known

@@ -42,7 +42,7 @@ class Unit:
         return self.nbytes if self.narrow_bytes is None else self.narrow_bytes
 
     @property
-    def stubborn(self) -> bool:
+    def must_keep(self) -> bool:
         """Whether it stays whatever the plan: it can be neither moved nor recomputed."""
         return not self.movable and self.recompute_seconds is None
 
@@ -57,8 +57,8 @@ class BlockProfile:
         forward_seconds: From the start of its forward to the start of what follows, without stalls.
         backward_seconds: The same of its backward, without stalls and recomputes.
         units: What it saves, in that order.
-        forward_beside_bytes: Most device memory while its forward runs, without what blocks have saved.
-        backward_beside_bytes: The same while its backward runs.
+        forward_base_bytes: Most device memory while its forward runs, without what blocks have saved.
+        backward_base_bytes: The same while its backward runs.
         checkpointable: It may run whole a second time in backward.
         input_bytes: What it is called with, and keeps for that.
         hook_seconds: What hooks around it cost where they keep all that it saves, as far as that was measured.
@@ -69,8 +69,8 @@ class BlockProfile:
     forward_seconds: float
     backward_seconds: float
     units: tuple[Unit, ...]
-    forward_beside_bytes: int = 0
-    backward_beside_bytes: int = 0
+    forward_base_bytes: int = 0
+    backward_base_bytes: int = 0
     checkpointable: bool = False
     input_bytes: int = 0
     hook_seconds: float = 0.0
@@ -113,28 +113,28 @@ class Profile:
         blocks: In the order in which their forwards began.
         rates: What moving costs.
         lead_seconds: Before the first block's forward.
-        turn_seconds: From the end of the last block's forward to its backward: the head and the loss.
+        head_seconds: From the end of the last block's forward to its backward: the head and the loss.
         tail_seconds: After the first block's backward: what is before the blocks, the optimizer.
-        turn_beside_bytes: Most device memory while the head and the loss run, without what blocks have saved.
+        head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
     """
 
     blocks: tuple[BlockProfile, ...]
     rates: Rates
     lead_seconds: float = 0.0
-    turn_seconds: float = 0.0
+    head_seconds: float = 0.0
     tail_seconds: float = 0.0
-    turn_beside_bytes: int = 0
+    head_base_bytes: int = 0
     window_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lead_seconds", "turn_seconds", "tail_seconds", "turn_beside_bytes"):
+        for name in ("lead_seconds", "head_seconds", "tail_seconds", "head_base_bytes"):
             _check(name, getattr(self, name))
         for block in self.blocks:
             _check(f"forward_seconds of {block.name}", block.forward_seconds)
             _check(f"backward_seconds of {block.name}", block.backward_seconds)
-            _check(f"forward_beside_bytes of {block.name}", block.forward_beside_bytes)
-            _check(f"backward_beside_bytes of {block.name}", block.backward_beside_bytes)
+            _check(f"forward_beside_bytes of {block.name}", block.forward_base_bytes)
+            _check(f"backward_beside_bytes of {block.name}", block.backward_base_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)
@@ -152,9 +152,9 @@ class Profile:
         return sum(block.saved_bytes for block in self.blocks)
 
     @property
-    def stubborn_bytes(self) -> int:
+    def must_keep_bytes(self) -> int:
         """Bytes that stay whatever the plan."""
-        return sum(unit.nbytes for _, _, unit in self.units() if unit.stubborn)
+        return sum(unit.nbytes for _, _, unit in self.units() if unit.must_keep)
 
     @property
     def forward_seconds(self) -> float:
@@ -169,8 +169,8 @@ class Profile:
     @property
     def step_seconds(self) -> float:
         """Time of the step when everything stays: no copies, no recomputes."""
-        beside = self.lead_seconds + self.turn_seconds + self.tail_seconds
-        return self.forward_seconds + self.backward_seconds + beside
+        others = self.lead_seconds + self.head_seconds + self.tail_seconds
+        return self.forward_seconds + self.backward_seconds + others
 
 
 def _check(name: str, value: float, *, above: float | None = None) -> None:

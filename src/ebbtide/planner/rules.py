@@ -36,7 +36,7 @@ class _PolicyPlan:
     def choose(self, candidate: Candidate) -> Action:
         raise NotImplementedError
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         return Action.KEEP
 
 
@@ -69,8 +69,8 @@ class _MinimalPlan(_PolicyPlan):
     def choose(self, candidate: Candidate) -> Action:
         return Action.OFFLOAD if candidate.recompute_flops is None else Action.RECOMPUTE
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
-        too_much = input_bytes > 0 and stubborn_bytes > CHECKPOINT_ABOVE * input_bytes
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        too_much = input_bytes > 0 and must_keep_bytes > CHECKPOINT_ABOVE * input_bytes
         return Action.CHECKPOINT if too_much else Action.KEEP
 
 

@@ -36,7 +36,7 @@ class Simulated:
         levels_bytes: Most bytes of what blocks have saved: in each block's forward, at the turn-around, and in each
             block's backward, the last block's first.
         peak_bytes: Most device memory, with what is there beside.
-        peak_at: Where: ``"forward"``, ``"turn"`` or ``"backward"``, and the block.
+        peak_at: Where: ``"forward"``, ``"head"`` or ``"backward"``, and the block.
         kept_bytes: Bytes that stay.
         offloaded_bytes: Bytes that leave, or would if there were time.
         moved_bytes: Bytes that cross the link for that: fewer where they are stored in a narrower type.
@@ -94,24 +94,24 @@ class _Step:
             sum(u.moved_bytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
             for block, actions in zip(profile.blocks, assignment, strict=True)
         ]
-        largest, given = max(moved, default=0), profile.window_bytes
-        self.window_out = given or max(2 * largest, LEAST_WINDOW_BYTES)
-        self.window_in = given or max(largest, LEAST_WINDOW_BYTES)
+        largest, fixed = max(moved, default=0), profile.window_bytes
+        self.window_out = fixed or max(2 * largest, LEAST_WINDOW_BYTES)
+        self.window_in = fixed or max(largest, LEAST_WINDOW_BYTES)
         self._out_free = 0.0
         self.served_bytes, self.handling_seconds = 0, 0.0
 
-    def see(self, level_bytes: int, beside_bytes: int, where: str, name: str) -> None:
+    def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
         """Note how much memory one stretch of the step took.
 
         Args:
             level_bytes: Most bytes of what blocks have saved.
-            beside_bytes: All other.
+            base_bytes: All other.
             where: Forward, turn or backward.
             name: The block.
         """
         self.levels.append(level_bytes)
-        if level_bytes + beside_bytes > self.peak:
-            self.peak, self.peak_at = level_bytes + beside_bytes, (where, name)
+        if level_bytes + base_bytes > self.peak:
+            self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
 
     def handle(self, nbytes: int) -> None:
         """Spend what moving one storage costs compute."""
@@ -141,7 +141,7 @@ class _Step:
         if not block.units:
             self.now += block.forward_seconds
         self._retire(place)
-        self.see(level, block.forward_beside_bytes, "forward", block.name)
+        self.see(level, block.forward_base_bytes, "forward", block.name)
 
     def _park(self, place: int, number: int, nbytes: int) -> None:
         begins = max(self.now, self._out_free)
@@ -166,9 +166,9 @@ class _Step:
 
     # Backward
 
-    def turn(self) -> None:
-        self.see(self.held, self.profile.turn_beside_bytes, "turn", "")
-        self.now += self.profile.turn_seconds
+    def head(self) -> None:
+        self.see(self.held, self.profile.head_base_bytes, "head", "")
+        self.now += self.profile.head_seconds
         # What has begun is finished, and its source still serves; what has not is withdrawn. Either way it is there.
         self.served_bytes = sum(self.profile.blocks[p.place].units[p.number].nbytes for p in self.in_flight)
         self.in_flight.clear()
@@ -211,7 +211,7 @@ class _Step:
             self.now += slice_seconds
         if not block.units:
             self.now += block.backward_seconds
-        self.see(level, block.backward_beside_bytes, "backward", block.name)
+        self.see(level, block.backward_base_bytes, "backward", block.name)
         # Its graph is gone, and with it what stayed for it.
         self.held -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
@@ -277,7 +277,7 @@ def simulate(profile: Profile, assignment: Assignment) -> Simulated:
     step = _Step(profile, assignment)
     for place in range(len(profile.blocks)):
         step.forward(place)
-    step.turn()
+    step.head()
     step.backward()
     by_action = dict.fromkeys(Action, 0)
     recomputed, moved = 0.0, 0

@@ -68,8 +68,8 @@ class Solution:
     def bound_seconds(self) -> float:
         """The least overhead of any schedule that has as many bytes on the device when the head begins."""
         least = self.bound.least(self.predicted.kept_bytes + self.predicted.served_bytes)[0]
-        whole = any(Action.CHECKPOINT in actions for actions in self.assignment)  # may cost less than its recipes
-        return min(least, self.predicted.overhead_seconds) if whole else least
+        checkpoints = any(Action.CHECKPOINT in actions for actions in self.assignment)  # may cost less than its recipes
+        return min(least, self.predicted.overhead_seconds) if checkpoints else least
 
 
 def fit(profile: Profile, budget_bytes: int) -> Solution:
@@ -170,7 +170,7 @@ class Search:
     @functools.cached_property
     def smallest(self) -> Solution:
         """The plan of the smallest peak: nothing stays that can leave."""
-        kept = self.profile.stubborn_bytes
+        kept = self.profile.must_keep_bytes
         tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
         tried += self._checkpointed(lambda found: False)
         return min(tried, key=lambda s: (s.predicted.peak_bytes, s.predicted.overhead_seconds))
@@ -196,8 +196,8 @@ class Search:
 
         close = CLOSE * self.profile.saved_bytes
         found = self._best(lambda family: self._border(family, beyond, close, rising=True), self._cost)
-        whole = [s for s in self._checkpointed(lambda s: beyond(s) <= 0) if beyond(s) <= 0]
-        return min((s for s in (found, self.smallest, *whole) if s is not None), key=self._cost)
+        checkpointed = [s for s in self._checkpointed(lambda s: beyond(s) <= 0) if beyond(s) <= 0]
+        return min((s for s in (found, self.smallest, *checkpointed) if s is not None), key=self._cost)
 
     def least_memory(self, slack_seconds: float) -> Solution:
         """Return the plan of the smallest peak found that takes at most ``slack_seconds`` longer than plain."""
@@ -212,9 +212,9 @@ class Search:
         close = CLOSE * max(slack_seconds, GRAIN * self.profile.step_seconds)
         found = self._best(lambda family: self._border(family, beyond, close, rising=False), cost)
         best = min((s for s in (found, self.everything) if s is not None), key=cost)
-        whole = [s for s in self._checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
+        checkpointed = [s for s in self._checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
         # As good as the others is not enough: checkpointed blocks are those that no recipe is known to serve.
-        least = min(whole, key=_peak, default=best)
+        least = min(checkpointed, key=_peak, default=best)
         return least if _peak(least) < _peak(best) - grain else best
 
     def _checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
@@ -260,7 +260,7 @@ class Search:
             close: Not beyond it by less than this is near enough.
             rising: Whether what is limited rises with the bytes that stay, or falls.
         """
-        ends = (self.profile.stubborn_bytes, self.profile.saved_bytes)
+        ends = (self.profile.must_keep_bytes, self.profile.saved_bytes)
         good, bad = ends if rising else (ends[1], ends[0])
         best, worst = self._try(family, good), self._try(family, bad)
         if beyond(worst) <= 0:
@@ -367,9 +367,9 @@ class Search:
 
 def _holder(least: Solution) -> str:
     where, block = least.predicted.peak_at
-    what = {"turn": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
-    beside = format_size(least.predicted.peak_bytes - max(least.predicted.levels_bytes, default=0))
+    what = {"head": "the head and the loss"}.get(where, f"the {where} of block {block!r}")
+    base = format_size(least.predicted.peak_bytes - max(least.predicted.levels_bytes, default=0))
     return (
-        f"that peak is in {what}, and {beside} of it are no saved tensors of blocks but weights, gradients, optimizer "
+        f"that peak is in {what}, and {base} of it are no saved tensors of blocks but weights, gradients, optimizer "
         "state and working memory; shorter sequences, a smaller batch or sharding over more devices make it smaller"
     )

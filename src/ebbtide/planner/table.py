@@ -76,10 +76,10 @@ class TablePlan:
     """What becomes of the inputs of each block that is checkpointed."""
 
     def __post_init__(self) -> None:
-        whole = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
-        inputs = dict.fromkeys(whole, Action.OFFLOAD)
+        checkpointed = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
+        inputs = dict.fromkeys(checkpointed, Action.OFFLOAD)
         for (name, _), action in self.actions.items():
-            if name in whole and action is not Action.CHECKPOINT:
+            if name in checkpointed and action is not Action.CHECKPOINT:
                 inputs[name] = action
         object.__setattr__(self, "_inputs", inputs)
 
@@ -104,7 +104,7 @@ class TablePlan:
             return self.by_rule.choose(candidate)
         return action
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP
 

@@ -97,9 +97,9 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
     wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second one of any, the smallest first
     for last in {block.kind: block for block in blocks}.values():
         equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
-        for turn, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
+        for round_, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
             executions = sum(other.name == block.name for other in blocks)
-            wanted.append((turn, ROOM * executions * block.saved_bytes, block.name))
+            wanted.append((round_, ROOM * executions * block.saved_bytes, block.name))
     chosen: dict[str, int] = {}
     for _, nbytes, name in sorted(wanted):
         if name not in chosen and sum(chosen.values()) + nbytes > room_bytes:
@@ -239,7 +239,7 @@ def fastest(steps: list[TimedStep]) -> TimedStep:
     return replace(
         base,
         blocks=tuple(blocks),
-        turn_seconds=min(step.turn_seconds for step in steps),
+        head_seconds=min(step.head_seconds for step in steps),
         tail_seconds=min(step.tail_seconds for step in steps),
     )
 

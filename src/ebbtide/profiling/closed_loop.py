@@ -46,7 +46,7 @@ LOOSENED = 3
 WORTH = 0.05
 """Part of what is saved by which a plan must lower the peak to be tried in place of one that keeps its promise."""
 
-KEEPS = "everything stays, so blocks run without hooks, as in plain training: "
+KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 
 
 class ClosedLoop:
@@ -89,7 +89,9 @@ class ClosedLoop:
         self._before, self.story = None, []
         check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
         if check.budget_bytes is not None and self.budget_bytes is None:
-            self._tell(f"the plan for max_slowdown does not fit the device, with {100 * FRAGMENTS:.0f} % for fragments")
+            self._record(
+                f"the plan for max_slowdown does not fit the device, with {100 * FRAGMENTS:.0f} % for fragments"
+            )
         return (self._looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
@@ -99,19 +101,19 @@ class ClosedLoop:
             return self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
-            self._tell(f"doing more missed the promise, so the plan before it is back: {check.text()}")
+            self._record(f"doing more missed the promise, so the plan before it is back: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:
             return None
         self._corrections += 1
         found = self._corrected(check)
         if found is None and check.budget_bytes is not None and not check.over_budget_bytes:
-            self._tell(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
+            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
         elif found is None:
             self.story.append("the promise is not kept, and no plan is known that would keep it")
             logger.warning("%s: %s", self.story[-1], check.text())
         else:
-            self._tell(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
+            self._record(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
         return found
 
     def spare_bytes(self, check: Check) -> int | None:
@@ -120,7 +122,7 @@ class ClosedLoop:
         room = room_bytes(self._tier) if device is None else device
         return None if room is None else room - check.solution.predicted.peak_bytes
 
-    def _tell(self, line: str) -> None:
+    def _record(self, line: str) -> None:
         self.story.append(line)
         logger.info("%s", line)
 
@@ -137,7 +139,7 @@ class ClosedLoop:
             return None
         self._loosened += 1
         self._before = check
-        self._tell(f"there is room for a plan that saves {format_size(gained)} more: {check.text()}")
+        self._record(f"there is room for a plan that saves {format_size(gained)} more: {check.text()}")
         return self._check(found, None)
 
     def _corrected(self, check: Check) -> Check | None:

@@ -63,18 +63,18 @@ class FakeMachine(TorchDispatchMode):
 
     Args:
         machine: What operators cost.
-        beside_bytes: What is there the whole time and is not counted one by one: weights, optimizer state.
+        base_bytes: What is there the whole time and is not counted one by one: weights, optimizer state.
     """
 
-    def __init__(self, machine: Machine, beside_bytes: int) -> None:
+    def __init__(self, machine: Machine, base_bytes: int) -> None:
         super().__init__()
         self._machine, self._clock = machine, 0.0
-        self._living: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._bytes = self._peak = beside_bytes
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes = self._peak = base_bytes
 
     # What a measured step asks
 
-    def moment(self, where: torch.device | None) -> float:
+    def timestamp(self, where: torch.device | None) -> float:
         """Return the clock."""
         return self._clock
 
@@ -82,7 +82,7 @@ class FakeMachine(TorchDispatchMode):
         """Return the time between two moments."""
         return end - begin
 
-    def reached(self, moment: float) -> bool:
+    def reached(self, timestamp: float) -> bool:
         """Return True: the clock is at its latest moment."""
         return True
 
@@ -92,7 +92,7 @@ class FakeMachine(TorchDispatchMode):
         return peak
 
     @property
-    def living_bytes(self) -> int:
+    def live_bytes(self) -> int:
         """Bytes that live now."""
         return self._bytes
 
@@ -154,17 +154,17 @@ class FakeMachine(TorchDispatchMode):
 
     def _count(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key, nbytes, living = id(storage), storage.nbytes(), self._living
-        known = living.get(key)
+        key, nbytes, live = id(storage), storage.nbytes(), self._live
+        known = live.get(key)
         if not nbytes or (known is not None and known() is storage):
             return
 
-        def gone(reference: weakref.ref[torch.UntypedStorage]) -> None:
+        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
             self._bytes -= nbytes
-            if living.get(key) is reference:
-                del living[key]
+            if live.get(key) is reference:
+                del live[key]
 
-        living[key] = weakref.ref(storage, gone)
+        live[key] = weakref.ref(storage, forget)
         self._bytes += nbytes
         self._peak = max(self._peak, self._bytes)
 
@@ -172,7 +172,7 @@ class FakeMachine(TorchDispatchMode):
         """Count these no more: they are among what is beside."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._living[id(storage)] = weakref.ref(storage)
+            self._live[id(storage)] = weakref.ref(storage)
 
 
 class _FakeTensorSlot:
@@ -207,7 +207,7 @@ class _FakeTensorSlot:
 class FakeTensorTier:
     """Where bytes go at once and come back at once. See ``ebbtide.store.protocol.Tier``."""
 
-    name, withdraws, used_bytes, free_bytes = "simulated", True, 0, None
+    name, can_cancel, used_bytes, free_bytes = "simulated", True, 0, None
 
     def __init__(self) -> None:
         self.stalls, self.counters = Stalls(), TierCounters()

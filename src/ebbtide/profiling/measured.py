@@ -109,7 +109,7 @@ class MeasuredPlan:
             return Action.KEEP
         return (self.table or self._by_rule).choose(candidate)
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP
 
@@ -242,7 +242,7 @@ class MeasuredPlan:
         if room is None or budget is None:
             return room
         peaks = [peak for b in step.blocks for peak in (b.forward_peak_bytes, b.backward_peak_bytes)]
-        return min(room, budget - max(filter(None, [*peaks, step.turn_peak_bytes]), default=budget))
+        return min(room, budget - max(filter(None, [*peaks, step.head_peak_bytes]), default=budget))
 
     def _rates(self) -> Rates:
         counters = self._tier.counters

@@ -80,11 +80,11 @@ class MinimalPlan:
         """Return the action of a storage."""
         return self._by_rule.choose(candidate)
 
-    def block_action(self, kind: str, index: int, *, input_bytes: int, stubborn_bytes: int) -> Action:
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return CHECKPOINT for kinds whose recipes cost more than a second run, and where the rule says so."""
         if kind in self._second_run:
             return Action.CHECKPOINT
-        return self._by_rule.block_action(kind, index, input_bytes=input_bytes, stubborn_bytes=stubborn_bytes)
+        return self._by_rule.block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
 
     def explain(self) -> str:
         """Say what is done, and which kinds of blocks are checkpointed by measurement."""
@@ -114,7 +114,7 @@ class MinimalPlan:
 
     def _decide(self, step: TimedStep) -> None:
         for kind in dict.fromkeys(block.kind for block in step.blocks):
-            recipes, second = (_block_seconds(step, kind, checkpointed=whole) for whole in (False, True))
+            recipes, second = (_block_seconds(step, kind, checkpointed=run_twice) for run_twice in (False, True))
             if recipes is None or second is None or recipes.high < second.low * (1 - FASTER):
                 continue
             self._second_run[kind] = (

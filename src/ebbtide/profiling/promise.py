@@ -223,7 +223,7 @@ class Check:
             parts.append(f"promised a peak of at most {format_size(self.budget_bytes)}")
         parts.append(f"predicted {slower(solution.predicted.step_seconds)}")
         if not (solution.predicted.offloaded_bytes or solution.predicted.recomputed_bytes):
-            parts.append("not measured: it is plain training")
+            parts.append("not measured: it is ordinary training")
         elif measured is None:
             parts.append(f"not measured yet ({len(self._steps)} of at most {CHECKED} steps)")
         else:

@@ -49,8 +49,8 @@ class NotAlike(Exception):
 class Marks(StepTimer):
     """A timer that also notes how many bytes were there whenever a block began, forward and backward."""
 
-    def __init__(self, machine: FakeMachine, done: Callable[[TimedStep], bool], **given: Any) -> None:
-        super().__init__(machine, done, **given)
+    def __init__(self, machine: FakeMachine, done: Callable[[TimedStep], bool], **arguments: Any) -> None:
+        super().__init__(machine, done, **arguments)
         self._machine = machine
         self.forward: dict[str, int] = {}
         self.backward: dict[str, int] = {}
@@ -66,9 +66,9 @@ class Marks(StepTimer):
         self._mark(self.backward, run)
 
     def _mark(self, marks: dict[str, int], run: RunRecord | PlainRun) -> None:
-        # A block that runs twice is marked at its latest place, and the order no longer fits: see ``Repeats.whole``.
+        # A block that runs twice is marked at its latest place, and the order no longer fits: see ``Repeats.complete``.
         marks.pop(run.block.name, None)
-        marks[run.block.name] = self._machine.living_bytes
+        marks[run.block.name] = self._machine.live_bytes
 
 
 class Repeats:
@@ -101,7 +101,7 @@ class Repeats:
         many = [places for places in groups.values() if len(places) >= FEWEST]
         runs = timed | {place for places in groups.values() if len(places) < FEWEST for place in places}
         runs |= {place for places in many for place in (places[0], places[-1])}
-        runs |= {place + beside for place in runs for beside in (-1, 1)}
+        runs |= {place + offset for place in runs for offset in (-1, 1)}
         for places in many:
             out = set(places) - runs
             if out:
@@ -125,11 +125,11 @@ class Repeats:
             self._calls[place] = _Call.of((args, kwargs), output)
             return output
         known = self._calls.get(self._first[place])
-        if known is None or _described((args, kwargs)) != known.given:
+        if known is None or _described((args, kwargs)) != known.arguments:
             raise NotAlike(f"{self._names[place]} is called in another manner than the first of its kind")
         return known.passed_on((args, kwargs))
 
-    def whole(self, step: TimedStep, marks: Marks) -> TimedStep:
+    def complete(self, step: TimedStep, marks: Marks) -> TimedStep:
         """Return a step with the figures of all blocks.
 
         Raises:
@@ -151,12 +151,12 @@ class Repeats:
                 forward_peak_bytes=figures.forward_peak(self._source(place), place) + offset,
             )
             offset += figures.forward_adds(self._source(place)) - figures.forward_adds(place)
-        turn_peak_bytes = None if step.turn_peak_bytes is None else step.turn_peak_bytes + offset
+        head_peak_bytes = None if step.head_peak_bytes is None else step.head_peak_bytes + offset
         for place in reversed(range(len(names))):
             peak = figures.backward_peak(self._source(place), place) + offset
             blocks[place] = replace(blocks[place], backward_peak_bytes=peak)
             offset += figures.backward_adds(self._source(place)) - figures.backward_adds(place)
-        return replace(step, blocks=tuple(blocks), turn_peak_bytes=turn_peak_bytes)
+        return replace(step, blocks=tuple(blocks), head_peak_bytes=head_peak_bytes)
 
     def _source(self, place: int) -> int:
         """Return the place of the block whose figures are taken: its own, but for blocks between first and last."""
@@ -217,8 +217,8 @@ class _Figures:
             self.backward_adds(place),
             self.forward_peak(place, 0) - self.forward[0],
             self.backward_peak(place, 0) - self.backward[0],
-            block.forward_anyway_bytes,
-            block.backward_anyway_bytes,
+            block.forward_resident_bytes,
+            block.backward_resident_bytes,
         )
 
 
@@ -230,14 +230,14 @@ Described = tuple[Any, tuple[Any, ...]]
 class _Call:
     """How a block was called, and what it returned: for each leaf a description, or its place among the inputs."""
 
-    given: Described
+    arguments: Described
     returned: Any
     leaves: tuple[Any, ...]
 
     @classmethod
-    def of(cls, given: Any, output: Any) -> _Call:
-        places = {id(x): i for i, x in enumerate(tree_flatten(given)[0]) if isinstance(x, torch.Tensor)}
-        storages = {x.untyped_storage()._cdata for x in tree_flatten(given)[0] if isinstance(x, torch.Tensor)}
+    def of(cls, arguments: Any, output: Any) -> _Call:
+        places = {id(x): i for i, x in enumerate(tree_flatten(arguments)[0]) if isinstance(x, torch.Tensor)}
+        storages = {x.untyped_storage()._cdata for x in tree_flatten(arguments)[0] if isinstance(x, torch.Tensor)}
         found, shape = tree_flatten(output)
         leaves: list[Any] = []
         for leaf in found:
@@ -251,11 +251,11 @@ class _Call:
                 raise NotAlike("a block returns a view")
             else:
                 leaves.append(_leaf(leaf))
-        return cls(_described(given), shape, tuple(leaves))
+        return cls(_described(arguments), shape, tuple(leaves))
 
-    def passed_on(self, given: Any) -> Any:
+    def passed_on(self, arguments: Any) -> Any:
         """Return what the block would return: tensors of the same shapes, behind an autograd function."""
-        inputs = tree_flatten(given)[0]
+        inputs = tree_flatten(arguments)[0]
         new = [leaf for leaf in self.leaves if isinstance(leaf, tuple)]
         learned = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
         if not learned or not all(requires_grad for *_, requires_grad in new):
@@ -269,9 +269,9 @@ class _PassOn(torch.autograd.Function):
     """Stands in the graph for a block that is left out."""
 
     @staticmethod
-    def forward(ctx: Any, new: list[Any], *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(given[0])
-        ctx.like = [(tuple(x.shape), x.dtype) for x in given]
+    def forward(ctx: Any, new: list[Any], *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(arguments[0])
+        ctx.like = [(tuple(x.shape), x.dtype) for x in arguments]
         return tuple(torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype, _ in new)
 
     @staticmethod
@@ -288,8 +288,8 @@ def _leaf(leaf: Any) -> Any:
     return leaf
 
 
-def _described(given: Any) -> Described:
-    leaves, shape = tree_flatten(given)
+def _described(arguments: Any) -> Described:
+    leaves, shape = tree_flatten(arguments)
     return shape, tuple(map(_leaf, leaves))
 
 

@@ -80,7 +80,7 @@ class Job:
             if not (number and least <= value < math.inf) and not (name == "ranks" and value is None):
                 raise ConfigError(
                     f"{name} is {value!r}",
-                    expected=f"a {'whole number' if least else 'number'}, {least} or more",
+                    expected=f"a {'every_block number' if least else 'number'}, {least} or more",
                     hint="2 is Adam's state: twice the bytes of what is trained" if not least else "1 is one device",
                 )
 
@@ -115,10 +115,10 @@ def forecast(
     """
     task = _Task(model, batch, machine, job or Job(), loss, blocks, options or Options(), rules or rule_table())
     try:
-        return task.profile(whole=False)
+        return task.profile(every_block=False)
     except NotAlike as error:
         logger.debug("blocks are simulated one by one: %s", error)
-        return task.profile(whole=True)
+        return task.profile(every_block=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,22 +134,22 @@ class _Task:
     options: Options
     rules: dict[str, Any]
 
-    def profile(self, *, whole: bool) -> Profile:
+    def profile(self, *, every_block: bool) -> Profile:
         """Simulate one step.
 
         Args:
-            whole: Every block runs. See [Note: repeated blocks].
+            every_block: Every block runs. See [Note: repeated blocks].
 
         Raises:
             NotAlike: Blocks that were left out are not like those that ran.
         """
         mode, found = without_bytes(), list[TimedStep]()
         with mode:
-            twin, given = _without_bytes(self.model), tree_map(_given, self.batch)
+            twin, arguments = _without_bytes(self.model), tree_map(_fake_argument, self.batch)
         pairs = find_blocks(twin, self.blocks)
         modules = [module for module, _ in pairs]
-        inputs = [x for x in tree_leaves(given) if _is_tensor(x)]
-        simulated = FakeMachine(self.machine, _beside_bytes(twin, modules, self.job) + _nbytes(inputs))
+        inputs = [x for x in tree_leaves(arguments) if _is_tensor(x)]
+        simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
         engine = Engine(
             plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=LEAST_WINDOW), Bus(),
             rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
@@ -158,7 +158,7 @@ class _Task:
         timer = Marks(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
         engine.timer = timer
         timer.want()
-        repeats = None if whole else Repeats(pairs, self.job.shards)
+        repeats = None if every_block else Repeats(pairs, self.job.shards)
         attachment = Attachment(twin, pairs, engine)
         try:
             with ExitStack() as stack:
@@ -167,7 +167,7 @@ class _Task:
                 stack.callback(_shard_gradients(modules, self.job.shards))
                 stack.enter_context(simulated)
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-                self._loss(twin, given).backward()  # what forward returned is dropped before, as in most loops
+                self._loss(twin, arguments).backward()  # what forward returned is dropped before, as in most loops
                 timer.finish()
         except NEEDS_VALUES as error:
             raise ConfigError(
@@ -188,12 +188,12 @@ class _Task:
                 expected="a batch of the size that is trained, and a loss that needs gradients of what the blocks made",
                 hint="give the real batch, `loss=` if forward returns several things, `blocks=` if others are repeated",
             )
-        step = found[0] if repeats is None or not repeats.some else repeats.whole(found[0], timer)
+        step = found[0] if repeats is None or not repeats.some else repeats.complete(found[0], timer)
         return self._profile_of(step, twin, simulated.seconds(0.0, timer.began or 0.0))
 
-    def _loss(self, twin: nn.Module, given: Any) -> torch.Tensor:
+    def _loss(self, twin: nn.Module, arguments: Any) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.job.autocast):
-            return _loss_of(_call(twin, given), self.loss)
+            return _loss_of(_call(twin, arguments), self.loss)
 
     def _profile_of(self, step: TimedStep, twin: nn.Module, lead_seconds: float) -> Profile:
         job, machine = self.job, self.machine
@@ -241,7 +241,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
-def _given(value: Any) -> Any:
+def _fake_argument(value: Any) -> Any:
     """Return a fake argument of the forward. What has values and no fractions is left: they may decide."""
     if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
         return value
@@ -272,7 +272,7 @@ def _nbytes(tensors: Any) -> int:
     return sum(x.numel() * x.itemsize for x in tensors)
 
 
-def _beside_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
+def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
     """Return what is there all the time: weights, optimizer state; of sharded weights also those that are gathered.
 
     Two blocks are gathered at once, for the next one comes while this one runs; what is in no block is gathered always.
@@ -294,15 +294,15 @@ def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]
         What takes that away.
     """
     kept: list[torch.Tensor] = []
-    whole: dict[int, list[torch.Tensor]] = {}  # by block, the parameters whose gradients are whole
+    finished: dict[int, list[torch.Tensor]] = {}  # by block, the parameters whose gradients are whole
 
     def arrived(place: int, parameter: torch.Tensor) -> None:
-        for other in [known for known in whole if known != place]:
-            for shrinking in whole.pop(other):
+        for other in [known for known in finished if known != place]:
+            for shrinking in finished.pop(other):
                 grad, shrinking.grad = shrinking.grad, None
                 if grad is not None:
                     kept.append(torch.empty(math.ceil(grad.numel() / shards), dtype=grad.dtype, device=grad.device))
-        whole.setdefault(place, []).append(parameter)
+        finished.setdefault(place, []).append(parameter)
 
     handles = [
         parameter.register_post_accumulate_grad_hook(functools.partial(arrived, place))
@@ -313,7 +313,7 @@ def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]
 
     def undo() -> None:
         kept.clear()
-        whole.clear()
+        finished.clear()
         for handle in handles:
             handle.remove()
 

@@ -28,11 +28,11 @@ def profile_of(
     profile = Profile(
         blocks=tuple(map(_block, step.blocks)),
         rates=rates,
-        turn_seconds=step.turn_seconds,
+        head_seconds=step.head_seconds,
         tail_seconds=step.tail_seconds,
         window_bytes=window_bytes,
     )
-    if step.turn_peak_bytes is None:
+    if step.head_peak_bytes is None:
         return profile
     as_it_ran = profile if ran is None else replace(profile, rates=ran[0], window_bytes=ran[1])
     levels = simulate(as_it_ran, [[unit.action for unit in block.units] for block in step.blocks]).levels_bytes
@@ -40,9 +40,9 @@ def profile_of(
     blocks = tuple(
         replace(
             profile.blocks[place],
-            forward_beside_bytes=_beside(block.forward_peak_bytes, max(levels[place], block.forward_anyway_bytes)),
-            backward_beside_bytes=_beside(
-                block.backward_peak_bytes, max(levels[-1 - place], block.backward_anyway_bytes)
+            forward_base_bytes=_base(block.forward_peak_bytes, max(levels[place], block.forward_resident_bytes)),
+            backward_base_bytes=_base(
+                block.backward_peak_bytes, max(levels[-1 - place], block.backward_resident_bytes)
             ),
         )
         for place, block in enumerate(step.blocks)
@@ -50,7 +50,7 @@ def profile_of(
     return replace(
         profile,
         blocks=blocks,
-        turn_beside_bytes=_beside(step.turn_peak_bytes, max(levels[count], step.turn_anyway_bytes)),
+        head_base_bytes=_base(step.head_peak_bytes, max(levels[count], step.head_resident_bytes)),
     )
 
 
@@ -78,5 +78,5 @@ def _block(block: TimedBlock) -> BlockProfile:
     )
 
 
-def _beside(peak_bytes: int | None, level_bytes: int) -> int:
+def _base(peak_bytes: int | None, level_bytes: int) -> int:
     return max((peak_bytes or 0) - level_bytes, 0)

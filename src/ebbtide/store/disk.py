@@ -148,7 +148,7 @@ class DiskTier:
         return "disk"
 
     @property
-    def withdraws(self) -> bool:
+    def can_cancel(self) -> bool:
         """True: writes wait in a queue."""
         return True
 

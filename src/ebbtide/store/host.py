@@ -52,7 +52,7 @@ class HostTier:
         return "host"
 
     @property
-    def withdraws(self) -> bool:
+    def can_cancel(self) -> bool:
         """False: what was asked of a stream is done."""
         return False
 

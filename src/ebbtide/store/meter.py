@@ -18,7 +18,7 @@ from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes
 from ebbtide.store.spill import SpillTier
 
-Moment = Any
+Timestamp = Any
 """A moment of some meter; only that meter looks inside."""
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -29,15 +29,15 @@ _FORGET_PEAK = "5"
 class Meter(Protocol):
     """What is asked while a step is measured."""
 
-    def moment(self, where: torch.device | None) -> Moment:
+    def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return the moment at which all that was asked of the device so far is done; None: of the current device."""
         ...
 
-    def seconds(self, begin: Moment, end: Moment) -> float:
+    def seconds(self, begin: Timestamp, end: Timestamp) -> float:
         """Return the time between two moments; waits until both have come."""
         ...
 
-    def reached(self, moment: Moment) -> bool:
+    def reached(self, timestamp: Timestamp) -> bool:
         """Whether a moment has come: reading it waits for nothing."""
         ...
 
@@ -53,7 +53,7 @@ class Meter(Protocol):
 class HostMeter:
     """The host's clock, and the resident size of the process."""
 
-    def moment(self, where: torch.device | None) -> float:
+    def timestamp(self, where: torch.device | None) -> float:
         """Return the clock's time: what was asked of a CPU is done."""
         return time.perf_counter()
 
@@ -61,7 +61,7 @@ class HostMeter:
         """Return the time between two moments."""
         return end - begin
 
-    def reached(self, moment: float) -> bool:
+    def reached(self, timestamp: float) -> bool:
         """Return True: what was asked of a CPU is done."""
         return True
 
@@ -87,7 +87,7 @@ class DeviceMeter:
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def moment(self, where: torch.device | None) -> Moment:
+    def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return an event of the compute stream of that device."""
         device = torch.accelerator.current_accelerator() if where is None else where
         if device is None:
@@ -98,16 +98,16 @@ class DeviceMeter:
         self._device.synchronize(event)
         return time.perf_counter()
 
-    def seconds(self, begin: Moment, end: Moment) -> float:
+    def seconds(self, begin: Timestamp, end: Timestamp) -> float:
         """Return the device's own time between two moments."""
         if not self._device.capabilities.timed_events:
             return end - begin
         self._device.synchronize(end)
         return self._device.elapsed_seconds(begin, end)
 
-    def reached(self, moment: Moment) -> bool:
+    def reached(self, timestamp: Timestamp) -> bool:
         """Whether the device has come to a moment."""
-        return not self._device.capabilities.timed_events or self._device.query(moment)
+        return not self._device.capabilities.timed_events or self._device.query(timestamp)
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the most that was allocated since the last call; resets the peak that torch reports."""

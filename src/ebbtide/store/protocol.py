@@ -73,7 +73,7 @@ class Tier(Protocol):
         ...
 
     @property
-    def withdraws(self) -> bool:
+    def can_cancel(self) -> bool:
         """Whether a copy-out that has not begun can be cancelled; if not, it is best asked for when it is needed."""
         ...
 

@@ -133,7 +133,7 @@ class SpillTier:
         return "host"
 
     @property
-    def withdraws(self) -> bool:
+    def can_cancel(self) -> bool:
         """False: what was asked of a stream is done."""
         return False
 

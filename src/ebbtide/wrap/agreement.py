@@ -83,8 +83,8 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     with contextlib.ExitStack() as stack:
         # Texts are left in all before one is waited in: no two ranks wait for each other in different groups.
         for meeting in [stack.enter_context(Meeting(ranks, "enable offloading", text)) for ranks in groups]:
-            told = meeting.attend()
-            lines = _differences({rank: json.loads(one) for rank, one in told.items()})
+            answers = meeting.attend()
+            lines = _differences({rank: json.loads(one) for rank, one in answers.items()})
             if lines:
                 more = f"; and {len(lines) - SHOWN} more differences" if len(lines) > SHOWN else ""
                 raise ConfigError(
@@ -94,11 +94,11 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
                 )
 
 
-def _differences(told: Mapping[int, Mapping[str, str]]) -> list[str]:
+def _differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
     lines: list[str] = []
-    for name in dict.fromkeys(name for one in told.values() for name in one):
+    for name in dict.fromkeys(name for one in answers.values() for name in one):
         by_value: dict[str, list[int]] = {}
-        for rank, one in told.items():
+        for rank, one in answers.items():
             by_value.setdefault(one.get(name, "absent"), []).append(rank)
         if len(by_value) > 1:
             lines.append(f"{name} is " + ", but ".join(f"{v!r} on {spelled(r)}" for v, r in by_value.items()))
@@ -137,7 +137,7 @@ class Votes:
         for _ in groups:  # where groups cross, a wish needs as many rounds as there are to reach everybody
             with contextlib.ExitStack() as stack:
                 meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
-                wish = max((said for m in meetings for said in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
+                wish = max((answer for m in meetings for answer in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
         return wish
 
 

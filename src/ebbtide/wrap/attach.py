@@ -26,7 +26,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import WHOLE_MODEL, under_fsdp1, weights_of
+from ebbtide.wrap.blocks import ENTIRE_MODEL, under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.coverage import Blocks, Watch
@@ -47,7 +47,7 @@ from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
 from ebbtide.wrap.strategy import weights_move
-from ebbtide.wrap.threads import Turns, in_turn
+from ebbtide.wrap.threads import SerialCalls, serially
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -85,7 +85,7 @@ class Attachment:
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
-        self.turns = Turns()
+        self.calls = SerialCalls()
         self._watch = watch
         self._depth = 0
         self._ran: set[str] = set()
@@ -120,7 +120,7 @@ class Attachment:
 
     # What runs in place of forward
 
-    @in_turn
+    @serially
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.enabled or not torch.is_grad_enabled() or self._depth or in_backward() or self._transformed():
             return forward(*args, **kwargs)
@@ -161,7 +161,7 @@ class Attachment:
         self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
 
-    @in_turn
+    @serially
     def _block_call(
         self, scope: Scope, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -195,14 +195,16 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
-        whole = block.name != WHOLE_MODEL and self._reruns.decide(block, scope.module, seen, args, kwargs, tried=tried)
+        checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
+            block, scope.module, seen, args, kwargs, tried=tried
+        )
         self._check_room()
-        hooks = offloading(engine, block, inputs, checkpointed=whole)
+        hooks = offloading(engine, block, inputs, checkpointed=checkpointed)
         try:
             # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
             scope.open = True
             with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
-                if whole:
+                if checkpointed:
                     context = ForwardContext(scope.module, run, state)
                     output = run_checkpointed(forward, args, kwargs, context, run, seen.unique)
                 else:

@@ -32,7 +32,7 @@ from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2
 LARGE_CHILD = 0.1
 """Where nothing repeats, modules that hold at least this share of the model's parameters are blocks."""
 
-WHOLE_MODEL = "(model)"
+ENTIRE_MODEL = "(model)"
 """Name of the block that is the model itself."""
 
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
@@ -104,14 +104,14 @@ def _by_structure(model: nn.Module) -> Found:
     found = stacks_in("", model)
     if found or not any(True for _ in model.parameters()):
         return found
-    return _largest(model) or whole_model(model)
+    return _largest(model) or entire_model(model)
 
 
-def whole_model(model: nn.Module) -> Found:
+def entire_model(model: nn.Module) -> Found:
     """Return the model as one block: behind its wrappers, whose forward is not the model's."""
     while is_ddp(model) or is_fsdp1(model):
         model = under_fsdp1(model.module if is_ddp(model) else model)  # pyright: ignore[reportArgumentType]
-    return [(WHOLE_MODEL, model)]
+    return [(ENTIRE_MODEL, model)]
 
 
 def stacks_in(name: str, module: nn.Module) -> Found:

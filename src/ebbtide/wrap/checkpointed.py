@@ -122,15 +122,15 @@ def run_checkpointed(
         saved_bytes: What such a block saves when its tensors are treated one by one.
     """
     leaves, spec = tree_flatten((args, kwargs))
-    given_first = [(args, kwargs)]
+    first_call = [(args, kwargs)]
 
-    def flat(*given: Any) -> Any:
-        if given_first:
-            first_args, first_kwargs = given_first.pop()
+    def flat(*arguments: Any) -> Any:
+        if first_call:
+            first_args, first_kwargs = first_call.pop()
             hooks = _Checked(run)
             with saved_tensors_hooks(hooks.pack, hooks.unpack):
                 return forward(*first_args, **first_kwargs)
-        again_args, again_kwargs = tree_unflatten(list(given), spec)
+        again_args, again_kwargs = tree_unflatten(list(arguments), spec)
         with context.back():
             return forward(*again_args, **again_kwargs)
 
@@ -138,7 +138,7 @@ def run_checkpointed(
     try:
         return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
     finally:
-        run.add_rerun(saved_bytes)
+        run.add_checkpointed(saved_bytes)
 
 
 class _Packed:

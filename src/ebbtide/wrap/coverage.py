@@ -35,7 +35,7 @@ from ebbtide.engine.layout import Layout
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.wrap.blocks import WHOLE_MODEL, blocks_of, stacks_in, whole_model
+from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, stacks_in
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -129,14 +129,14 @@ class Watch:
         if not (self._may_choose and alone and low) or coverage.checkpointed:
             return None
         names = [block.name for _, block in blocks]
-        if names == [WHOLE_MODEL]:
+        if names == [ENTIRE_MODEL]:
             return None
         added = list(_savers(self._model, [module for module, _ in blocks], coverage))
         saved = sum(_below(path, coverage.outside) for path, _ in added)
         found = [(block.name, module) for module, block in blocks]
         still_low = 100 * (coverage.inside_bytes + saved) < LOW_PERCENT * coverage.total_bytes
         if still_low and not stacks_in("", self._model):
-            return blocks_of(whole_model(self._model))
+            return blocks_of(entire_model(self._model))
         return blocks_of(found + added) if added else None
 
 

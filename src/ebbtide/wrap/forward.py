@@ -154,12 +154,12 @@ def running_transform() -> str | None:
     return None
 
 
-def while_tracing(told: Callable[..., None] | None) -> Callable[..., None]:
+def while_tracing(on_trace: Callable[..., None] | None) -> Callable[..., None]:
     """Return a function that Dynamo calls while it traces and that is no part of what it compiles."""
 
-    def call(*given: Any) -> None:
-        if told is not None:
-            told(*given)
+    def call(*arguments: Any) -> None:
+        if on_trace is not None:
+            on_trace(*arguments)
 
     # What torch.compiler.assume_constant_result sets, without importing Dynamo.
     call._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -119,8 +119,8 @@ class PlainBlocks:
         plain = isinstance(run, PlainRun) and (run.previous is not None or self._engine.bus.active)
         if timer is None or not (plain or timer.times_blocks):
             return
-        given = set(map(node_of, inputs))
-        for node in set(map(node_of, tensors_in(output))) - given:
+        input_nodes = set(map(node_of, inputs))
+        for node in set(map(node_of, tensors_in(output))) - input_nodes:
             if node is not None:
                 node.register_prehook(functools.partial(self._backward_begins, run))
 
@@ -138,7 +138,7 @@ class PlainBlocks:
     def _settle(self) -> None:
         """Let the copies end that run beside the block: on a CPU they take cores and memory from it."""
         with self._engine.lock:
-            self._engine._stalls.serve_nobody()
+            self._engine._stalls.clear_reader()
             self._engine._copy_out.retire(settle=True)
 
 

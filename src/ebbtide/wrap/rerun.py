@@ -28,7 +28,7 @@ from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
-from ebbtide.wrap.blocks import WHOLE_MODEL
+from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.state import State, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -37,7 +37,7 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 """What a block can be given and cannot change behind our back (tensors carry versions)."""
 
 
-_STUBBORN = {"input_bytes": 1, "stubborn_bytes": 2**62}
+_MUST_KEEP = {"input_bytes": 1, "must_keep_bytes": 2**62}
 """What a block has seen of which nothing can be recomputed: a plan that does not re-run it re-runs none."""
 
 
@@ -78,7 +78,7 @@ class Reruns:
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
         action = self._plan.block_action(
-            block.kind, block.index, input_bytes=seen.input_bytes, stubborn_bytes=seen.stubborn
+            block.kind, block.index, input_bytes=seen.input_bytes, must_keep_bytes=seen.must_keep
         )
         again = action is Action.CHECKPOINT
         allowed = again and self._allowed(block.kind, args, kwargs)
@@ -98,7 +98,7 @@ class Reruns:
             args: What it is called with.
             kwargs: What it is called with, by name.
         """
-        watched = block.name in self._looked and block.name != WHOLE_MODEL
+        watched = block.name in self._looked and block.name != ENTIRE_MODEL
         return watched and not has_collectives(module) and self._allowed(block.kind, args, kwargs)
 
     @contextmanager
@@ -120,8 +120,8 @@ class Reruns:
         if first and generators_of(module):
             self._refuse(kind, "have a random generator of their own, which a second forward would advance again")
         # Some kernels move no version of what they change: batch norm's of its running statistics.
-        before = _own_tensors(state, Compared.WHOLE if first else Compared.NOT)
-        given = _contents(args, kwargs)
+        before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
+        before_contents = _contents(args, kwargs)
         try:
             yield state
         finally:
@@ -129,20 +129,20 @@ class Reruns:
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
             if run.jagged:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
-            if _contents(args, kwargs) != given:
+            if _contents(args, kwargs) != before_contents:
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        return self._plan.block_action(block.kind, block.index, **_STUBBORN) is Action.CHECKPOINT
+        return self._plan.block_action(block.kind, block.index, **_MUST_KEEP) is Action.CHECKPOINT
 
     def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a block of this kind may be run again with these arguments."""
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
-            given = type(changeable).__name__
-            self._refuse(kind, f"are given a {given}, which a second forward would read changed", "use_cache=False")
+            name = type(changeable).__name__
+            self._refuse(kind, f"are given a {name}, which a second forward would read changed", "use_cache=False")
         if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
             return False  # autograd does not save them
         return kind not in self._refused

@@ -20,7 +20,7 @@ import torch
 logger = logging.getLogger("ebbtide.wrap")
 
 
-class Turns:
+class SerialCalls:
     """Knows the thread whose forward is offloaded now. See [Note: threads]."""
 
     def __init__(self) -> None:
@@ -59,15 +59,15 @@ class Turns:
             self._refused.discard(me)
 
 
-def in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
+def serially(call: Callable[..., Any]) -> Callable[..., Any]:
     """Let a method that stands in place of a forward run in one thread at a time.
 
-    Its last arguments are the forward and its arguments; its object has ``turns``.
+    Its last arguments are the forward and its arguments; its object has ``calls``.
     """
 
     @functools.wraps(call)
-    def method(self: Any, *given: Any) -> Any:
-        forward, args, kwargs = given[-3:]
-        return self.turns.call(lambda: call(self, *given), lambda: forward(*args, **kwargs))
+    def method(self: Any, *arguments: Any) -> Any:
+        forward, args, kwargs = arguments[-3:]
+        return self.calls.call(lambda: call(self, *arguments), lambda: forward(*args, **kwargs))
 
     return method

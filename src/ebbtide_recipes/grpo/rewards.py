@@ -208,11 +208,11 @@ def _load(name: str) -> Reward:
         )
     path = Path(place).expanduser()
     if not path.is_file():
-        there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        names = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise ConfigError(
             f"there is no file {place!r} with a reward function",
             expected="path.py:function",
-            hint=nearest(path.name, there) or f"looked in {path.parent.resolve()}",
+            hint=nearest(path.name, names) or f"looked in {path.parent.resolve()}",
         )
     found = vars(_module(path)).get(function)
     if not callable(found):

@@ -83,7 +83,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return result
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with self._phase("generation"), self._whole_root(), self._together():
+        with self._phase("generation"), self._full_root(), self._together():
             return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Sequence[Any], *args: Any) -> Any:
@@ -159,7 +159,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             del model.generate
 
     @contextmanager
-    def _whole_root(self) -> Generator[None, None, None]:
+    def _full_root(self) -> Generator[None, None, None]:
         """Gather what FSDP2 shards with the root (embeddings, head) while a part inside the root generates."""
         root = self.model_wrapped
         if not isinstance(root, FSDPModule):

@@ -26,16 +26,16 @@ def rows_to_one(input_ids: torch.Tensor, attention_mask: torch.Tensor, keep: int
     Returns:
         ``input_ids``, ``position_ids`` and ``shift_labels``, each ``[1, T]`` with ``T`` tokens.
     """
-    there = attention_mask.bool()
+    present = attention_mask.bool()
     following = input_ids.roll(-1, dims=1)
-    scored = there & there.roll(-1, dims=1)
+    scored = present & present.roll(-1, dims=1)
     scored[:, -1] = False
     scored[:, : -keep - 1] = False
     positions = attention_mask.cumsum(dim=1) - 1
     return {
-        "input_ids": input_ids[there][None],
-        "position_ids": positions[there][None],
-        "shift_labels": following.masked_fill(~scored, -100)[there][None],
+        "input_ids": input_ids[present][None],
+        "position_ids": positions[present][None],
+        "shift_labels": following.masked_fill(~scored, -100)[present][None],
     }
 
 
@@ -50,8 +50,8 @@ def one_to_rows(values: torch.Tensor, attention_mask: torch.Tensor, keep: int) -
     Returns:
         ``[B, keep]``, zero where there is padding.
     """
-    there = attention_mask.bool()
-    batch = values.new_zeros(there.shape).masked_scatter(there, values[0])
+    present = attention_mask.bool()
+    batch = values.new_zeros(present.shape).masked_scatter(present, values[0])
     return batch[:, -keep - 1 : -1]
 
 

@@ -77,12 +77,12 @@ def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
             found,
             forward_seconds=found.forward_seconds + longer,
             backward_seconds=found.backward_seconds + longer,
-            forward_beside_bytes=smaller(found.forward_beside_bytes),
-            backward_beside_bytes=smaller(found.backward_beside_bytes),
+            forward_base_bytes=smaller(found.forward_base_bytes),
+            backward_base_bytes=smaller(found.backward_base_bytes),
         )
 
     blocks = tuple(map(block, profile.blocks))
-    return replace(profile, blocks=blocks, turn_beside_bytes=smaller(profile.turn_beside_bytes))
+    return replace(profile, blocks=blocks, head_base_bytes=smaller(profile.head_base_bytes))
 
 
 def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> Profile:
@@ -109,13 +109,13 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     blocks = tuple(
         replace(
             block,
-            forward_beside_bytes=block.forward_beside_bytes + total // shards,
-            backward_beside_bytes=block.backward_beside_bytes + (rest + largest.get(block.name, 0)) // shards,
+            forward_base_bytes=block.forward_base_bytes + total // shards,
+            backward_base_bytes=block.backward_base_bytes + (rest + largest.get(block.name, 0)) // shards,
         )
         for block, rest in zip(profile.blocks, before, strict=False)
     )
     return replace(
-        profile, blocks=blocks, turn_beside_bytes=profile.turn_beside_bytes + total // shards,
+        profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total // shards,
         tail_seconds=profile.tail_seconds / steps,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from ebbtide.base.errors import BudgetError
 from ebbtide.base.units import format_size, parse_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner import plan_for
-from ebbtide.planner.checkpointing import rerun_blocks
+from ebbtide.planner.checkpointing import checkpointed_step
 from ebbtide.planner.machines import Machine
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution, keep_everything
@@ -21,7 +21,7 @@ from ebbtide.store.share import share_of
 ROOM = 0.9
 """Of a device's memory: what a plan may fill and still be said to fit. The rest is for what is not predicted."""
 
-RERUN = "ebbtide-minimal, checkpointed"
+CHECKPOINTED = "ebbtide-minimal, checkpointed"
 """Name of ebbtide-minimal where the recompute rules cover a block badly; shown as if every block were re-run."""
 
 ALIKE = 0.005
@@ -168,7 +168,11 @@ def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
         return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
     offloaded = sum(input_bytes)
     return replace(
-        checkpointing, name=RERUN, policy=Minimal(), offloaded_bytes=offloaded, fits_host=room.fits_host(offloaded)
+        checkpointing,
+        name=CHECKPOINTED,
+        policy=Minimal(),
+        offloaded_bytes=offloaded,
+        fits_host=room.fits_host(offloaded),
     )
 
 
@@ -176,23 +180,23 @@ def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
     """Whether ebbtide-minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
     plan = plan_for(Minimal())
     for place, (block, nbytes) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
-        stubborn = sum(
+        must_keep = sum(
             unit.nbytes
             for unit in block.units
             # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
             if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
-        if plan.block_action(block.kind, place, input_bytes=nbytes, stubborn_bytes=stubborn) is Action.CHECKPOINT:
+        if plan.block_action(block.kind, place, input_bytes=nbytes, must_keep_bytes=must_keep) is Action.CHECKPOINT:
             return True
     return False
 
 
 def _checkpointing(profile: Profile, input_bytes: Sequence[int] | None, room: Limits) -> Option:
-    rerun = rerun_blocks(profile, input_bytes)
+    checkpointed = checkpointed_step(profile, input_bytes)
     return Option(
         name="checkpointing",
         policy=None,
-        peak_bytes=rerun.peak_bytes,
-        step_ratio=1 + rerun.overhead_seconds / profile.step_seconds,
-        fits=room.fits_device(rerun.peak_bytes),
+        peak_bytes=checkpointed.peak_bytes,
+        step_ratio=1 + checkpointed.overhead_seconds / profile.step_seconds,
+        fits=room.fits_device(checkpointed.peak_bytes),
     )

@@ -67,11 +67,11 @@ def pareto(profile: Profile, options: Sequence[Option]) -> Pareto:
         except BudgetError:
             continue
         auto.append(Point(name="auto", peak_bytes=found.peak_bytes, step_ratio=found.step_seconds / step))
-    floor = profile.turn_beside_bytes + profile.stubborn_bytes
+    floor = profile.head_base_bytes + profile.must_keep_bytes
     line: list[Point] = []
     for part in range(SAMPLES + 1):
         peak = floor + (most - floor) * part // SAMPLES
-        seconds = bound.least(peak - profile.turn_beside_bytes)[0]
+        seconds = bound.least(peak - profile.head_base_bytes)[0]
         line.append(Point(name="bound", peak_bytes=peak, step_ratio=1 + seconds / step))
     points = [
         Point(name=option.name, peak_bytes=option.peak_bytes, step_ratio=option.step_ratio)

@@ -96,7 +96,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
     return sealed, ""
 
 
-def whole(folder: Path) -> list[Sealed]:
+def complete(folder: Path) -> list[Sealed]:
     """Return the whole checkpoints in an output folder, oldest first."""
     found = [read_seal(path)[0] for path in _folders(folder)]
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
@@ -118,7 +118,7 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
         return None
     output = Path(config.output_dir).expanduser()
     if name.lower() in LATEST:
-        sealed = next(reversed(whole(output)), None)
+        sealed = next(reversed(complete(output)), None)
         if sealed is None:
             LOGGER.warning("%s holds no complete checkpoint: the run starts at the first step", output)
             return None
@@ -137,7 +137,7 @@ def prune(folder: Path, keep: int | None) -> None:
     """Remove what is older than the newest ``keep`` whole checkpoints, and older half-written ones."""
     if keep is None:
         return
-    kept = {one.folder for one in whole(folder)[-keep:]}
+    kept = {one.folder for one in complete(folder)[-keep:]}
     newest = max((_step(path) for path in kept), default=0)
     for path in _folders(folder):
         if path not in kept and _step(path) < newest:
@@ -161,14 +161,14 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     full = (isinstance(error, OSError) and error.errno in _FULL) or any(w in str(error) for w in _FULL_WORDS)
     if not full:
         return error
-    last = next(reversed(whole(output)), None)
-    there = f"resume from {last.folder}" if last is not None else "no checkpoint was written before"
+    last = next(reversed(complete(output)), None)
+    hint = f"resume from {last.folder}" if last is not None else "no checkpoint was written before"
     return DiskFullError(
         f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
         expected="room for it on the disk",
-        hint=f"free some space, or lower --save_total_limit; {there} (--resume_from_checkpoint latest)"
+        hint=f"free some space, or lower --save_total_limit; {hint} (--resume_from_checkpoint latest)"
         if last is not None
-        else f"free some space, or name another --output_dir; {there}",
+        else f"free some space, or name another --output_dir; {hint}",
     )
 
 
@@ -183,7 +183,7 @@ def _named(folder: Path) -> Sealed:
         )
     sealed, wrong = read_seal(folder)
     if sealed is None:
-        others = whole(folder.parent)
+        others = complete(folder.parent)
         hint = f"the last complete one is {others[-1].folder}" if others else f"{folder.parent} holds no complete one"
         raise DataError(f"checkpoint {str(folder)!r} {wrong}", expected="a complete checkpoint", hint=hint)
     return sealed

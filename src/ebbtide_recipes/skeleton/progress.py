@@ -39,7 +39,7 @@ class StepBar:
         if self._shown and interactive():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-            text = TextColumn("{task.fields[said]}")
+            text = TextColumn("{task.fields[text]}")
             self._progress = Progress(
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -67,6 +67,6 @@ class StepBar:
         saved = f"  saved {saved_bytes / GIB:.2f} GiB" if saved_bytes is not None else ""
         text = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
         if self._task is None:
-            self._task = self._progress.add_task("", total=steps, said=text)
+            self._task = self._progress.add_task("", total=steps, text=text)
         # Refreshed here alone: a thread that redraws would take time from the training it shows.
-        self._progress.update(self._task, completed=step, total=steps, said=text, refresh=True)
+        self._progress.update(self._task, completed=step, total=steps, text=text, refresh=True)

@@ -293,8 +293,8 @@ def name_present_blocks(model: PreTrainedModel) -> None:
     accelerate shards by these names and stops at one that it does not find; a vision-language model names blocks of
     both halves of CLIP, of which it has one.
     """
-    there = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = [name for name in model._no_split_modules or () if name in there]
+    names = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = [name for name in model._no_split_modules or () if name in names]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:

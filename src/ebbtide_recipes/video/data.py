@@ -124,8 +124,8 @@ def _folder(folder: Path) -> list[Clip]:
 
 def _caption_file(path: Path) -> str:
     """Return what stands in the .txt beside a clip, or in ``caption.txt`` inside a folder of frames."""
-    beside = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
-    places = [beside, path / "caption.txt"] if path.is_dir() else [beside]
+    caption = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
+    places = [caption, path / "caption.txt"] if path.is_dir() else [caption]
     for place in places:
         if place.is_file():
             caption = place.read_text(encoding="utf-8-sig").strip()
@@ -133,7 +133,7 @@ def _caption_file(path: Path) -> str:
                 return caption
     raise DataError(
         f"{path} has no caption",
-        expected=f"{beside.name} in its folder, or a metadata.jsonl with video and caption in its folder",
+        expected=f"{caption.name} in its folder, or a metadata.jsonl with video and caption in its folder",
         hint="one sentence that describes the clip",
     )
 

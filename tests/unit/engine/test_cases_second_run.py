@@ -138,7 +138,7 @@ def test_a_layer_computes_with_what_it_had_when_it_ran(layer: type[Layer]) -> No
 # Blocks that are run again whole
 
 
-def stubborn(h: Tensor) -> Tensor:
+def must_keep(h: Tensor) -> Tensor:
     """A chain that no rule covers: a block of it is run again."""
     for _ in range(6):
         h = torch.special.erfcx(torch.logcumsumexp(h, -1).asinh().atan())
@@ -154,7 +154,7 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, given: Any = None) -> Tensor:
-        return x + stubborn(self.inner(self.a(x), given))
+        return x + must_keep(self.inner(self.a(x), given))
 
     def inner(self, h: Tensor, given: Any) -> Tensor:
         return h

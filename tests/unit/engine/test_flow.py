@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
-from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, LivingBytes, Window
+from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, LiveBytes, Window
 from ebbtide.engine.passes import Pass
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
@@ -53,7 +53,7 @@ class Entry:
         self.slot, self.nbytes, self.last = slot, nbytes, 4
         self.source: Tensor | None = torch.zeros(1) if source else None
         self.restored: Tensor | None = None
-        self.living_storage: torch.UntypedStorage | None = None
+        self.live_storage: torch.UntypedStorage | None = None
         self.changed = self.tainted = False
         self.action, self.site = Action.OFFLOAD, "site"
 
@@ -61,8 +61,8 @@ class Entry:
 class Tier:
     """A store that gives slots, done or not, or refuses."""
 
-    def __init__(self, *, withdraws: bool = False, error: Exception | None = None) -> None:
-        self.withdraws, self.error = withdraws, error
+    def __init__(self, *, can_cancel: bool = False, error: Exception | None = None) -> None:
+        self.can_cancel, self.error = can_cancel, error
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
 
@@ -81,7 +81,7 @@ class Tier:
     def park(self, source: Tensor) -> Slot:
         if self.error is not None:
             raise self.error
-        self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.withdraws))
+        self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.can_cancel))
         return self.slots[-1]
 
 
@@ -138,10 +138,10 @@ def test_a_source_that_was_changed_is_marked() -> None:
 
 def test_turn_around_withdraws_what_has_not_begun() -> None:
     waiting, flying = Entry(), Entry()
-    out = copy_out(100, Tier(withdraws=True))
+    out = copy_out(100, Tier(can_cancel=True))
     pass_ = offer(out, waiting, flying)
     flying.slot.begun = True
-    out.withdraw(pass_)
+    out.cancel(pass_)
     assert waiting.slot is None and waiting.source is not None
     assert flying.slot is not None and out.in_flight_bytes == 10
     out.retire()
@@ -150,9 +150,9 @@ def test_turn_around_withdraws_what_has_not_begun() -> None:
 
 def test_turn_around_of_one_pass_leaves_the_copies_of_another() -> None:
     first, second = Entry(), Entry()
-    out = copy_out(100, Tier(withdraws=True))
+    out = copy_out(100, Tier(can_cancel=True))
     one, _ = offer(out, first), offer(out, second)
-    out.withdraw(one)
+    out.cancel(one)
     assert begun([first, second]) == [False, True] and second.slot.asked == []
 
 
@@ -164,7 +164,7 @@ def one_pass(out: Any, count: int) -> list[Any]:
     for entry in entries:
         if entry.slot is not None:
             entry.slot.parked = True
-    out.withdraw(pass_)
+    out.cancel(pass_)
     assert out.held_bytes == 0
     out.retire()
     assert all(entry.source is not None for entry, copied in zip(entries, found, strict=True) if not copied)
@@ -226,7 +226,7 @@ def test_what_is_held_back_by_a_pass_begins_in_the_next_one() -> None:
     assert begun(first) == [True, True, False, False]
     pass_ = offer(out, *second)
     assert begun(first) == [True] * 4 and begun(second) == [True, True, False, False] and out.held_bytes == 20
-    out.withdraw(pass_)
+    out.cancel(pass_)
     assert out.held_bytes == 0
 
 
@@ -252,7 +252,7 @@ def test_what_lost_its_memory_while_it_was_held_is_not_copied() -> None:
 
 
 def test_a_store_that_withdraws_holds_nothing_back() -> None:
-    out = copy_out(20, Tier(withdraws=True))
+    out = copy_out(20, Tier(can_cancel=True))
     one_pass(out, 4)
     entries = [Entry() for _ in range(4)]
     offer(out, *entries)
@@ -320,7 +320,7 @@ def test_what_is_larger_than_the_window_comes_alone() -> None:
 def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
     here, recomputed, gone, wanted, lives = Entry(Slot()), away(), away(), away(), away()
     recomputed.restored = torch.zeros(1)
-    lives.living_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
+    lives.live_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
     run = Run([wanted, gone, recomputed, here, lives])
     del gone
     flow = CopyIn(run, Window(10))  # type: ignore[arg-type]
@@ -444,19 +444,19 @@ def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() ->
     offer(out, *more, pass_=pass_)
     assert out.held_bytes == 40 and begun(entries) == [True, False, False]
     other = offer(out, Entry())  # dies at once
-    out.withdraw(pass_)
+    out.cancel(pass_)
     assert out.held_bytes == 0
     out.end_pass(other)
     assert not out._held
 
 
 def test_bytes_of_entries_that_are_alive_are_counted_as_they_die() -> None:
-    living, entries = LivingBytes(), [Entry() for _ in range(5)]
+    live, entries = LiveBytes(), [Entry() for _ in range(5)]
     sizes = [entry.nbytes for entry in entries]
     for entry in entries:
-        living.add(entry)  # type: ignore[arg-type]
-    assert living.total == sum(sizes)
+        live.add(entry)  # type: ignore[arg-type]
+    assert live.total == sum(sizes)
     del entry, entries[1:3]
-    assert living.total == sum(sizes) - sum(sizes[1:3])
+    assert live.total == sum(sizes) - sum(sizes[1:3])
     entries.clear()
-    assert living.total == 0
+    assert live.total == 0

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared
-from ebbtide.engine.guard import WHOLE_BYTES, Watched, WeightGuard, _guards
+from ebbtide.engine.guard import FULL_BYTES, Watched, WeightGuard, _guards
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.weights import Weights
@@ -44,7 +44,7 @@ def test_a_weight_at_another_version_is_not_the_same(compared: Compared) -> None
 def test_other_bytes_under_the_same_version_are_not_the_same(view: str, whole: bool) -> None:
     weight = parameter(96, 512)
     seen = {"itself": weight, "transposed": weight.t(), "a part": weight[5:80, 3:500]}[view]
-    watched = guard().watch(seen, seen._version, compared=Compared.WHOLE if whole else Compared.SAMPLE)
+    watched = guard().watch(seen, seen._version, compared=Compared.FULL if whole else Compared.SAMPLE)
     version = weight._version
     assert watched.same is True
     weight.data.mul_(1.001)
@@ -52,7 +52,7 @@ def test_other_bytes_under_the_same_version_are_not_the_same(view: str, whole: b
 
 
 def test_one_number_of_a_small_weight_is_missed_by_nobody() -> None:
-    weight = parameter(WHOLE_BYTES // 4)
+    weight = parameter(FULL_BYTES // 4)
     watched = guard().watch(weight, None, compared=Compared.SAMPLE)
     for place in range(0, weight.numel(), 997):
         old = weight.data[place].item()

@@ -50,10 +50,10 @@ def test_a_view_over_its_own_source_is_itself(name: str) -> None:
 
 def test_whole_means_dense_and_alone() -> None:
     nbytes = BASE.untyped_storage().nbytes()
-    whole = {name for name, view in VIEWS.items() if Layout.of(view).whole(nbytes)}
+    whole = {name for name, view in VIEWS.items() if Layout.of(view).covers(nbytes)}
     assert whole == {"whole", "transposed"}
-    assert Layout.of(torch.empty(3, 1, 4)).whole(48)
-    assert not Layout.of(torch.empty(3, 1, 4)).whole(64)
+    assert Layout.of(torch.empty(3, 1, 4)).covers(48)
+    assert not Layout.of(torch.empty(3, 1, 4)).covers(64)
 
 
 def test_with_layout_copies_only_what_lies_otherwise() -> None:

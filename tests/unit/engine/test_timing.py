@@ -25,13 +25,13 @@ class Clock:
         self.now, self.peak = 0.0, 0
         self.ahead = False  # whether the device has come to every moment by the time that anybody asks
 
-    def moment(self, where: torch.device | None) -> float:
+    def timestamp(self, where: torch.device | None) -> float:
         return self.now
 
     def seconds(self, begin: float, end: float) -> float:
         return end - begin
 
-    def reached(self, moment: float) -> bool:
+    def reached(self, timestamp: float) -> bool:
         return self.ahead
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
@@ -107,8 +107,8 @@ def test_every_second_of_a_step_belongs_to_one_stretch() -> None:
     assert [block.name for block in step.blocks] == ["a", "b"]
     assert [block.forward_seconds for block in step.blocks] == [1.25, 1.0]
     assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
-    assert (step.turn_seconds, step.tail_seconds) == (3.25, 5.0)
-    assert step.turn_peak_bytes is None
+    assert (step.head_seconds, step.tail_seconds) == (3.25, 5.0)
+    assert step.head_peak_bytes is None
 
 
 def test_waits_for_copies_are_taken_out() -> None:
@@ -148,9 +148,9 @@ def test_what_others_hold_is_there_anyway() -> None:
     scene.forward(Pass(), "first")
     (step,) = scene.found
     # What came into the first is there in its whole forward, and gone in the second's; what that made dies at last.
-    assert [block.forward_anyway_bytes for block in step.blocks] == [10, 0]
-    assert step.turn_anyway_bytes == 100
-    assert [block.backward_anyway_bytes for block in step.blocks] == [0, 0]
+    assert [block.forward_resident_bytes for block in step.blocks] == [10, 0]
+    assert step.head_resident_bytes == 100
+    assert [block.backward_resident_bytes for block in step.blocks] == [0, 0]
 
 
 def test_peaks_are_those_of_their_stretch() -> None:
@@ -162,7 +162,7 @@ def test_peaks_are_those_of_their_stretch() -> None:
     (step,) = scene.found
     assert [block.forward_peak_bytes for block in step.blocks] == [10, 10]
     assert [block.backward_peak_bytes for block in step.blocks] == [20, 20]
-    assert step.turn_peak_bytes == 30
+    assert step.head_peak_bytes == 30
 
 
 def test_blocks_of_other_graphs_count_for_nobody() -> None:
@@ -175,7 +175,7 @@ def test_blocks_of_other_graphs_count_for_nobody() -> None:
     (step,) = scene.found
     assert [block.forward_seconds for block in step.blocks] == [1.25, 1.0]
     assert [block.backward_seconds for block in step.blocks] == [2.0, 2.0]
-    assert step.turn_seconds == 0.25
+    assert step.head_seconds == 0.25
 
 
 def test_a_graph_that_was_dropped_is_forgotten() -> None:

@@ -70,12 +70,12 @@ def test_what_has_no_memory_of_its_own_has_no_fingerprint() -> None:
 
 def test_the_first_run_of_a_block_and_then_one_in_some_are_compared_whole() -> None:
     trust, blocks = Trust(Bus()), 4
-    assert [trust.begin_block((n,), blocks, accelerator=True) for n in range(blocks)] == [Compared.WHOLE] * blocks
+    assert [trust.begin_block((n,), blocks, accelerator=True) for n in range(blocks)] == [Compared.FULL] * blocks
     steps = 200 * STEPS_BETWEEN
     found = [trust.begin_block((n % blocks,), blocks, accelerator=True) for n in range(steps * blocks)]
-    assert 100 < found.count(Compared.WHOLE) < 400 and Compared.SAMPLE not in found
+    assert 100 < found.count(Compared.FULL) < 400 and Compared.SAMPLE not in found
     on_host = {trust.begin_block((0,), blocks, accelerator=False) for _ in range(2000)}
-    assert on_host == {Compared.SAMPLE, Compared.WHOLE}
+    assert on_host == {Compared.SAMPLE, Compared.FULL}
 
 
 def test_what_a_device_answers_later_is_raised_before_an_optimizer_steps() -> None:

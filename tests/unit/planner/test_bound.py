@@ -40,7 +40,7 @@ def test_what_crosses_in_a_narrower_type_is_worth_twice_its_crossing() -> None:
 
 def test_time_of_the_head_hides_no_copy() -> None:
     """What leaves during the head is there when it begins."""
-    profile = alike(2, (unit("a", 10, 1.0),), SLOW, turn_seconds=1000.0)
+    profile = alike(2, (unit("a", 10, 1.0),), SLOW, head_seconds=1000.0)
     assert Bound(profile).least(0)[0] > 0
 
 
@@ -59,7 +59,7 @@ def test_what_must_stay_cannot_leave() -> None:
 @given(profiles(), st.floats(0, 1))
 def test_it_is_the_minimum_over_what_crosses(profile: Profile, share: float) -> None:
     bound = Bound(profile)
-    kept = profile.stubborn_bytes + share * (profile.saved_bytes - profile.stubborn_bytes)
+    kept = profile.must_keep_bytes + share * (profile.saved_bytes - profile.must_keep_bytes)
     least, moved = bound.least(kept)
     assert 0 <= moved <= profile.saved_bytes + 1e-6
     others = [bound.overhead(kept, profile.saved_bytes * i / 400) for i in range(401)]

@@ -21,11 +21,11 @@ def run(profile: Profile, *actions: Action) -> Simulated:
 
 
 def test_everything_kept_is_plain_training() -> None:
-    profile = alike(3, (unit("a", 10), unit("b", 5)), FAST, beside=7, turn_beside_bytes=11, turn_seconds=2.0)
+    profile = alike(3, (unit("a", 10), unit("b", 5)), FAST, beside=7, head_base_bytes=11, head_seconds=2.0)
     found = run(profile, K, K)
     assert found.step_seconds == profile.step_seconds == 3 * 1 + 2 + 3 * 2
     assert (found.overhead_seconds, found.stall_seconds, found.kept_bytes) == (0, 0, 45)
-    assert (found.peak_bytes, found.peak_at[0]) == (45 + 11, "turn")
+    assert (found.peak_bytes, found.peak_at[0]) == (45 + 11, "head")
 
 
 def test_a_copy_that_hides_costs_nothing_and_frees_the_memory() -> None:
@@ -57,7 +57,7 @@ def test_what_has_not_left_at_the_turn_is_read_where_it_is() -> None:
 
 
 def test_what_is_recomputed_costs_its_time_in_backward_and_no_memory_before() -> None:
-    profile = alike(2, (unit("a", 10, 0.5),), FAST, turn_beside_bytes=3)
+    profile = alike(2, (unit("a", 10, 0.5),), FAST, head_base_bytes=3)
     found = run(profile, R)
     assert found.overhead_seconds == found.recompute_seconds == 1.0
     assert (found.recomputed_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")

@@ -29,26 +29,26 @@ def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def took(machine: FakeMachine, before: float) -> float:
-    return machine.seconds(before, machine.moment(None))
+    return machine.seconds(before, machine.timestamp(None))
 
 
 def test_a_product_costs_its_flop_and_an_addition_its_bytes(machine: FakeMachine) -> None:
     one = fake(1000, 1000)
-    before = machine.moment(None)
+    before = machine.timestamp(None)
     _ = one @ one
     assert took(machine, before) == pytest.approx(2e9 / 1e8)
-    before = machine.moment(None)
+    before = machine.timestamp(None)
     _ = one + one
     assert took(machine, before) == pytest.approx(3 * 4e6 / 1e6)
     half = one.bfloat16()
-    before = machine.moment(None)
+    before = machine.timestamp(None)
     _ = half @ half
     assert took(machine, before) == pytest.approx(max(2e9 / 1e9, 3 * 2e6 / 1e6))
 
 
 def test_views_and_empty_memory_cost_nothing(machine: FakeMachine) -> None:
     one = fake(100, 100)
-    before = machine.moment(None)
+    before = machine.timestamp(None)
     _ = one.view(-1)[10:].reshape(-1, 90).t(), torch.empty(10, 10), one.detach()
     assert took(machine, before) == 0
     one.add_(1)
@@ -59,7 +59,7 @@ def test_causal_attention_needs_half_of_the_pairs(machine: FakeMachine) -> None:
     query = fake(1, 2, 512, 64, dtype=torch.bfloat16)
     seconds: list[float] = []
     for causal in (False, True):
-        before = machine.moment(None)
+        before = machine.timestamp(None)
         torch.nn.functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
         seconds.append(took(machine, before))
     assert seconds[0] == pytest.approx(4 * 2 * 512 * 512 * 64 / 1e7)

@@ -45,7 +45,7 @@ def step(
             )
             for i in range(blocks)
         ),
-        turn_seconds=0.5, tail_seconds=0.25, turn_peak_bytes=peak,
+        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 
@@ -74,13 +74,13 @@ def test_memory_beside_is_what_was_measured_less_what_the_schedule_holds() -> No
     profile = profile_of(measured, RATES, None)
     again = simulate(profile, [[unit.action for unit in block.units] for block in measured.blocks])
     assert again.peak_bytes == 10**9
-    assert profile.turn_beside_bytes + again.levels_bytes[4] == 10**9
+    assert profile.head_base_bytes + again.levels_bytes[4] == 10**9
 
 
 def test_without_measured_memory_nothing_is_made_up() -> None:
     profile = profile_of(step(), RATES, None)
-    assert profile.turn_beside_bytes == 0
-    assert all(block.forward_beside_bytes == block.backward_beside_bytes == 0 for block in profile.blocks)
+    assert profile.head_base_bytes == 0
+    assert all(block.forward_base_bytes == block.backward_base_bytes == 0 for block in profile.blocks)
 
 
 def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> None:

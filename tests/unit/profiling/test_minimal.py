@@ -18,7 +18,7 @@ from tests.unit.profiling.test_promise import step, tier
 
 
 def action(plan: MinimalPlan, kind: str = "Layer") -> Action:
-    return plan.block_action(kind, 0, input_bytes=100, stubborn_bytes=0)
+    return plan.block_action(kind, 0, input_bytes=100, must_keep_bytes=0)
 
 
 def stack(count: int, *, able: bool = True, kind: str = "Layer") -> TimedStep:

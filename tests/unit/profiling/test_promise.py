@@ -47,7 +47,7 @@ def step(*, forward: float = 1.0, backward: float = 2.5, peak: int | None = None
             )
             for i in range(4)
         ),
-        turn_seconds=0.5, tail_seconds=0.25, turn_peak_bytes=peak,
+        head_seconds=0.5, tail_seconds=0.25, head_peak_bytes=peak,
     )  # fmt: skip
 
 
@@ -236,7 +236,7 @@ def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
         rounds += 1
     assert rounds < CORRECTIONS
     assert plan.table is not None and set(plan.table.actions.values()) == {Action.KEEP}
-    assert "everything stays, so blocks run without hooks, as in plain training" in plan.explain()
+    assert "everything stays, so blocks run without hooks, as in ordinary training" in plan.explain()
 
 
 def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
@@ -460,7 +460,7 @@ def test_with_a_budget_no_block_runs_without_hooks_but_those_that_are_kept() -> 
     plan = MeasuredPlan(Auto(memory_budget=2_000 * MB), tier(), None, Bus())
     plan._timer = timer = SimpleNamespace(plain=frozenset(), unhooked=None, spans=None)  # type: ignore[assignment]
     for _ in range(3):
-        plan.saw_step(replace(many(12), turn_peak_bytes=1_300 * MB))
+        plan.saw_step(replace(many(12), head_peak_bytes=1_300 * MB))
     assert plan._check is not None and timer.unhooked == kept_blocks(plan._check.solution)
 
 

@@ -72,13 +72,13 @@ def task(net: nn.Module, job: Job) -> _Task:
 def assert_same(one: Profile, other: Profile) -> None:
     """Compare bytes exactly, and times but for the order in which they were added."""
     assert [(b.name, b.kind, b.units) for b in one.blocks] == [(b.name, b.kind, b.units) for b in other.blocks]
-    for name in ("forward_beside_bytes", "backward_beside_bytes"):
+    for name in ("forward_base_bytes", "backward_base_bytes"):
         assert [getattr(b, name) for b in one.blocks] == [getattr(b, name) for b in other.blocks]
-    assert one.turn_beside_bytes == other.turn_beside_bytes
+    assert one.head_base_bytes == other.head_base_bytes
 
     def times(profile: Profile) -> list[float]:
         blocks = [seconds for b in profile.blocks for seconds in (b.forward_seconds, b.backward_seconds)]
-        return [profile.lead_seconds, profile.turn_seconds, profile.tail_seconds, *blocks]
+        return [profile.lead_seconds, profile.head_seconds, profile.tail_seconds, *blocks]
 
     assert all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-12) for a, b in zip(times(one), times(other), strict=True))
 

@@ -102,9 +102,9 @@ def test_checkpointing_keeps_the_inputs_and_runs_every_block_again(result: Resul
     assert option.step_ratio == pytest.approx(1 + profile.forward_seconds / profile.step_seconds)
     inputs = 4 * 1024 * 64 * 2  # four blocks, 1024 tokens, hidden size 64, bfloat16
     assert (option.peak_bytes or 0) <= inputs + max(b.saved_bytes for b in profile.blocks) + max(
-        [profile.turn_beside_bytes, *(b.backward_beside_bytes for b in profile.blocks)]
+        [profile.head_base_bytes, *(b.backward_base_bytes for b in profile.blocks)]
     )
-    assert (option.peak_bytes or 0) >= inputs + profile.turn_beside_bytes
+    assert (option.peak_bytes or 0) >= inputs + profile.head_base_bytes
 
 
 def test_what_fits_plainly_is_trained_plainly(result: Result) -> None:
@@ -498,10 +498,10 @@ def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:
 def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result) -> None:
     several = found(qwen, gradient_accumulation_steps=8)
     gradients = 2 * result.outline.trained
-    assert several.profile.turn_beside_bytes - result.profile.turn_beside_bytes == gradients
+    assert several.profile.head_base_bytes - result.profile.head_base_bytes == gradients
     first, last = several.profile.blocks[0], several.profile.blocks[-1]
-    assert first.forward_beside_bytes - result.profile.blocks[0].forward_beside_bytes == gradients
-    added = last.backward_beside_bytes - result.profile.blocks[-1].backward_beside_bytes
+    assert first.forward_base_bytes - result.profile.blocks[0].forward_base_bytes == gradients
+    added = last.backward_base_bytes - result.profile.blocks[-1].backward_base_bytes
     assert 0 < added < gradients
     assert several.profile.tail_seconds == pytest.approx(result.profile.tail_seconds / 8)
     assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])

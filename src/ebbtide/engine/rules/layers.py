@@ -84,12 +84,12 @@ def _normed(
     n: NodeView, call: Callable[..., torch.Tensor], weight: Affine, bias: Affine,
     *, more: Sequence[Operand | None] = (),
 ) -> Expr | None:  # fmt: skip
-    there = [not isinstance(a, _Absent) for a in (weight, bias)]
+    present = [not isinstance(a, _Absent) for a in (weight, bias)]
     affine = [a for a in (weight, bias) if not isinstance(a, _Absent)]
 
-    def again(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-        left = iter(given)
-        w, b = (next(left) if is_there else None for is_there in there)
+    def again(x: torch.Tensor, *values: torch.Tensor) -> torch.Tensor:
+        left = iter(values)
+        w, b = (next(left) if is_present else None for is_present in present)
         return call(x, w, b, *left)
 
     return expression(n, again, [n.operand("input", 0), *affine, *more])
@@ -160,16 +160,16 @@ def _grouped_product(n: NodeView) -> Expr | None:
 
 def _convolution(n: NodeView) -> Expr | None:
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-    given = [n.constant(name) for name in names]
+    values = [n.constant(name) for name in names]
     operands = [n.operand("input", 0), n.operand("weight", 1)]
     if any(n.constant("bias_sym_sizes_opt")):
         operands.append(_bias(n, 2, _Convolution))
 
     def again(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return torch.convolution(x, weight, bias, *given)
+        return torch.convolution(x, weight, bias, *values)
 
     shape = n.input_shape(1) or _shape_of(operands[1])
-    moved = n.input_shape(0) if given[3] else n.shape
+    moved = n.input_shape(0) if values[3] else n.shape
     work = 2.0 * math.prod(moved or n.shape) * math.prod(shape[1:])
     return expression(n, again, operands, flops=work)
 

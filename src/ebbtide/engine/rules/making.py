@@ -38,8 +38,8 @@ def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
     """Rule for an operator of one tensor; ``constants`` maps keyword arguments of ``fn`` to saved attributes."""
 
     def rule(n: NodeView) -> Expr | None:
-        given = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
-        return expression(n, lambda x: fn(x, **given), [n.operand(slot, 0)])
+        values = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
+        return expression(n, lambda x: fn(x, **values), [n.operand(slot, 0)])
 
     return rule
 
@@ -48,8 +48,8 @@ def typed(fn: Fn, *constants: str) -> Rule:
     """Rule for a reduction: ``fn(x, *constants, dtype=...)``, in the dtype of the value."""
 
     def rule(n: NodeView) -> Expr | None:
-        given, dtype = [n.constant(name) for name in constants], n.dtype
-        return expression(n, lambda x: fn(x, *given, dtype=dtype), [n.operand("self", 0)])
+        values, dtype = [n.constant(name) for name in constants], n.dtype
+        return expression(n, lambda x: fn(x, *values, dtype=dtype), [n.operand("self", 0)])
 
     return rule
 
@@ -81,8 +81,8 @@ def method(name: str, *constants: str) -> Rule:
     """Rule for a tensor's method of some constants."""
 
     def rule(n: NodeView) -> Expr | None:
-        given = tuple(n.constant(c) for c in constants)
-        return expression(n, lambda x: getattr(x, name)(*given), [n.input(0)])
+        values = tuple(n.constant(c) for c in constants)
+        return expression(n, lambda x: getattr(x, name)(*values), [n.input(0)])
 
     return rule
 
@@ -91,7 +91,7 @@ def operator(fn: Fn, *constants: str, slot: str = "self") -> Rule:
     """Rule for an operator of one tensor and some constants, in their order."""
 
     def rule(n: NodeView) -> Expr | None:
-        given = [n.constant(c) for c in constants]
-        return expression(n, lambda x: fn(x, *given), [n.operand(slot, 0)])
+        values = [n.constant(c) for c in constants]
+        return expression(n, lambda x: fn(x, *values), [n.operand(slot, 0)])
 
     return rule

@@ -25,8 +25,8 @@ def _part(name: str, *constants: str) -> Rule:
     """Rule for an operator with several outputs, all views of its input."""
 
     def rule(n: NodeView) -> Expr | None:
-        given, which = tuple(n.constant(c) for c in constants), n.output_nr
-        return expression(n, lambda x: getattr(x, name)(*given)[which], [n.input(0)])
+        values, which = tuple(n.constant(c) for c in constants), n.output_nr
+        return expression(n, lambda x: getattr(x, name)(*values)[which], [n.input(0)])
 
     return rule
 
@@ -47,11 +47,11 @@ def _joined(join: Callable[[list[torch.Tensor], int], torch.Tensor]) -> Rule:
 
 def _index(n: NodeView) -> Expr | None:
     """Rule for ``x[i, :, j]``: the indices were saved, None where a whole dimension is taken."""
-    indices, there = n.slots("indices")
+    indices, present = n.slots("indices")
 
     def pick(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         left = iter(tensors)
-        chosen: list[torch.Tensor | None] = [next(left) if given else None for given in there]
+        chosen: list[torch.Tensor | None] = [next(left) if found else None for found in present]
         return torch.ops.aten.index(x, chosen)
 
     return expression(n, pick, [n.input(0), *indices])
@@ -76,10 +76,10 @@ def _upsample(name: str, *constants: str) -> Rule:
     upsample: Any = getattr(torch.ops.aten, name)
 
     def rule(n: NodeView) -> Expr | None:
-        size, given = n.constant("output_size"), [n.constant(c) for c in constants]
+        size, values = n.constant("output_size"), [n.constant(c) for c in constants]
         ends = {1: ("",), 2: ("_h", "_w"), 3: ("_d", "_h", "_w")}[len(size)]
         scales = [n.constant("scales" + end) for end in ends]
-        return expression(n, lambda x: upsample(x, size, *given, *scales), [n.input(0)])
+        return expression(n, lambda x: upsample(x, size, *values, *scales), [n.input(0)])
 
     return rule
 
