@@ -14,18 +14,23 @@ from ebbtide.track.runfile import RunFile
 def track_memory(
     folder: str | os.PathLike[str], *, sample_seconds: float = 0.05, overwrite: bool = False, **fields: Any
 ) -> Generator[RunFile, None, None]:
-    """Record host and device memory, and every event of ebbtide, into a run folder.
+    """Record memory, steps and every event of ebbtide into a run folder, around any training loop.
 
-    A thread samples memory, and every event of ebbtide is written as one JSON line; ``ebbtide report`` draws them. Use
-    it around any training loop, with or without offloading.
+    A thread samples host and device memory. Steps are numbered and timed by a hook on every optimizer of torch, phases
+    by the passes of ebbtide's engine; a loop may mark both by hand (``run.phase``, ``run.step``), and then does alone.
+    Use it with or without offloading, in one process of several.
 
     Example::
 
-        model = torch.nn.Linear(8, 8)
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with ebbtide.track_memory("run", model="my model") as run:
-            for step in range(2):
-                with run.phase("forward", step=step):
-                    loss = model(torch.randn(4, 8)).sum()
+            for _ in range(2):
+                loss = model(torch.randn(4, 8)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step(loss=loss.item())  # optional: the loss, for the curve
 
     Then ``ebbtide report run`` writes ``run/report.html``.
 
@@ -42,5 +47,8 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    with RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, **fields) as run:
+    from ebbtide.track.steps import StepMarker  # torch, which reports do without
+
+    with RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, **fields) as run, StepMarker() as marker:
+        run.marker = marker
         yield run

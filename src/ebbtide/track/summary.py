@@ -100,9 +100,15 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
         "tokens_per_second": median(rates) if known else None,
-        "loss": [step.get("loss") for step in steps],
+        "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
+
+
+def _losses(events: Sequence[Event], steps: Sequence[Event]) -> list[Any]:
+    """Return one loss a step: its own, else the one that the trainer logged for it."""
+    logged = {event.get("step"): (event.get("logs") or {}).get("loss") for event in _all(events, "log")}
+    return [logged.get(s.get("step")) if s.get("loss") is None else s["loss"] for s in steps]
 
 
 def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:
