@@ -26,10 +26,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS, Bus
+from ebbtide.base.runs import BOTH_PHASE
 from ebbtide.track.parts import optimizer_parts
 
-BOTH = "forward and backward"
-"""The phase of a step in which nothing tells forward from backward."""
 _MARKED = ("forward", "backward", "optimizer")
 
 
@@ -166,7 +165,7 @@ class StepMarker:
             if self._phase is None and self._turned is not None:  # nothing told of backward's begin
                 self._begin_phase("backward", at=self._turned)
             elif not self._passes and not self._stepped and self._since is not None:
-                self._begin_phase(BOTH, at=self._since)
+                self._begin_phase(BOTH_PHASE, at=self._since)
             self._turned = None
             self._end_phase()
             self._begin_phase("optimizer")

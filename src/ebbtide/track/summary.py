@@ -7,6 +7,7 @@ single step, from that one, except the views of memory, which then are unknown. 
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -214,7 +215,8 @@ def _view(
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
-    during = [size for t, size in curve if counted and counted[0][0] <= t <= last]
+    first = counted[0][0] if counted else steady.begins if math.isfinite(steady.begins) else math.inf
+    during = [size for t, size in curve if first <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
         "floor_bytes": median(floors) if floors else None,
