@@ -27,7 +27,7 @@ WORK, OTHER = "work of backward", "other"
 
 COLORS = {
     WEIGHTS: "part-weights", OPTIMIZER: "part-optimizer", GRADIENTS: "part-gradients", AVERAGE: "part-average",
-    KEPT: "kept", PLAIN: "kept", LOGITS: "part-logits", WORK: "part-work", OTHER: "part-other",
+    KEPT: "kept", PLAIN: "part-activations", LOGITS: "part-logits", WORK: "part-work", OTHER: "part-other",
 }  # fmt: skip
 """In the order in which parts are listed and stacked."""
 

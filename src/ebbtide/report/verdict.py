@@ -115,7 +115,7 @@ def _per_step(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], fiel
 def _copying(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], way: str) -> float | None:
     moved = _per_step(pairs, f"total_copy_{way}_bytes")
     rate = pairs[-1][1].get(f"copy_{way}_bytes_per_second") if pairs else None
-    return moved / rate if moved is not None and rate else None
+    return moved / rate if moved and rate else None
 
 
 def _seconds(value: float | None) -> str:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.track.runfile import RunFile
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @contextmanager
 def track_memory(
-    folder: str | os.PathLike[str], *, sample_seconds: float = 0.05, overwrite: bool = False, **fields: Any
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | str | None = None,
+    sample_seconds: float = 0.05,
+    overwrite: bool = False,
+    **fields: Any,
 ) -> Generator[RunFile, None, None]:
     """Record memory, steps and every event of ebbtide into a run folder, around any training loop.
 
@@ -24,7 +32,7 @@ def track_memory(
 
         model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        with ebbtide.track_memory("run", model="my model") as run:
+        with ebbtide.track_memory("run", model=model) as run:
             for _ in range(2):
                 loss = model(torch.randn(4, 8)).sum()
                 loss.backward()
@@ -36,9 +44,11 @@ def track_memory(
 
     Args:
         folder: Where ``run.jsonl`` and, at the end, ``summary.json`` are written.
+        model: The module whose forward and backward are to be told apart where ebbtide is not enabled on it; or just a
+            name for the report.
         sample_seconds: Time between two samples.
         overwrite: Replace the files of an earlier run in the same folder.
-        **fields: Fields of ``run_begin``, such as ``model``, ``mode`` and ``config``.
+        **fields: Fields of ``run_begin``, such as ``mode`` and ``config``.
 
     Yields:
         The open run file.
@@ -49,6 +59,10 @@ def track_memory(
     """
     from ebbtide.track.steps import StepMarker  # torch, which reports do without
 
-    with RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, **fields) as run, StepMarker() as marker:
+    name = model if model is None or isinstance(model, str) else type(model).__name__
+    run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)
+    with run, StepMarker() as marker:
+        if model is not None and not isinstance(model, str):
+            marker.follow(model)
         run.marker = marker
         yield run

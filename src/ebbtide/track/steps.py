@@ -6,9 +6,10 @@ calls it. Gradient accumulation is one step, for the optimizer steps once; optim
 step too, so the end is told late, when the next forward begins or one of them steps again. A step takes the time from
 the end of the step before to its own end, so that loading of data counts.
 
-Forward begins and ends with a pass of the engine; backward ends with autograd's graph task. A loss that is computed
-outside of the model's forward is therefore a part of the phase ``backward``. Without ebbtide on the model nothing tells
-the two apart: the phase is called ``forward and backward`` then.
+Forward begins and ends with a pass of the engine, or with the forward of a module that is followed; backward ends with
+autograd's graph task. A loss that is computed outside of the model's forward is therefore a part of the phase
+``backward``. Without ebbtide on the model, and with no module to follow, nothing tells the two apart: the phase is
+called ``forward and backward`` then. (Hooks on all modules would tell, but ``torch.compile`` does not bear them.)
 
 What a loop marks by hand (``run.phase``, ``run.step``, the recipes) is left to it: phases that have a mark by hand are
 not marked, nor steps.
@@ -22,12 +23,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import BOTH_PHASE
-from ebbtide.track.parts import optimizer_parts
+from ebbtide.track.parts import held_bytes, optimizer_parts
 
 _MARKED = ("forward", "backward", "optimizer")
 
@@ -75,6 +78,16 @@ class StepMarker:
         with self._lock:
             self._settle()
 
+    def follow(self, model: nn.Module) -> None:
+        """Mark forward and backward by a module's own forward, while the marker is open."""
+
+        def weights() -> dict[str, int]:
+            return {type(model).__name__: held_bytes(model.parameters())}
+
+        before = model.register_forward_pre_hook(self._before_forward)
+        after = model.register_forward_hook(self._after_forward, always_call=True)
+        self._undo += [before.remove, after.remove, self._bus.provide("weights", weights)]
+
     def finish(self, **figures: Any) -> None:
         """Tell the step that an optimizer has just ended, with further figures.
 
@@ -89,6 +102,30 @@ class StepMarker:
                     hint="with an optimizer that is not torch's, pass number and time: run.step(n, seconds=...)",
                 )
             self._settle(**figures)
+
+    # What a followed module tells
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or not _in_training_forward():
+            return
+        with self._lock:
+            if self._stepping is None:
+                self._forward_begins()
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not _in_training_forward():
+            return
+        with self._lock:
+            if self._stepping is None:
+                self._forward_ends()
+        for node in {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
+            if node is not None:
+                node.register_prehook(self._before_backward)
+
+    def _before_backward(self, gradients: object) -> None:
+        with self._lock:
+            if self._stepping is None:
+                self._backward_begins()
 
     # What is heard
 
@@ -125,6 +162,8 @@ class StepMarker:
         self._settle()
 
     def _forward_begins(self) -> None:
+        if self._phase == "forward" and self._passes:
+            return  # of a followed module, which the engine tells of too
         self._settle()
         self._end_phase()
         self._turned = None
@@ -145,7 +184,7 @@ class StepMarker:
             self._end_phase()
         self._begin_phase("backward", at=self._turned)
         self._turned = None
-        if torch._C._current_graph_task_id() != -1:
+        if _in_backward():
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
@@ -160,7 +199,7 @@ class StepMarker:
             if any(other is optimizer for other in self._stepped):
                 self._settle()
             self._stepping = optimizer
-            if torch._C._current_graph_task_id() != -1:
+            if _in_backward():
                 return  # it steps inside backward, as soon as a gradient is there
             if self._phase is None and self._turned is not None:  # nothing told of backward's begin
                 self._begin_phase("backward", at=self._turned)
@@ -179,7 +218,7 @@ class StepMarker:
                 self._end_phase()
             self._stepped.append(optimizer)
             self._ended = time.monotonic()
-            if torch._C._current_graph_task_id() == -1:
+            if not _in_backward():
                 self._look()
 
     def _look(self) -> None:
@@ -232,3 +271,12 @@ class StepMarker:
             self._bus.emit(kind, **fields)
         finally:
             self._emitting = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_training_forward() -> bool:
+    """Whether a forward is one that a backward follows: no evaluation, and no checkpoint that runs it again."""
+    return torch.is_grad_enabled() and not _in_backward()

@@ -108,6 +108,44 @@ def test_without_offloading_forward_and_backward_are_one_phase(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("offloads", [False, True])
+def test_a_model_that_is_followed_has_its_phases_with_and_without_offloading(tmp_path: Path, offloads: bool) -> None:
+    model = model_of()
+    plain = model_of()
+    list(loop(plain, adam(plain), micro=2))
+    with ebbtide.track_memory(tmp_path, model=model):
+        if offloads:
+            with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+                list(loop(model, adam(model), micro=2))
+        else:
+            list(loop(model, adam(model), micro=2))
+        with torch.no_grad():
+            model(torch.ones(2, 16, 32))
+    assert all(a.equal(b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    for number in (1, 2, 3, 4):
+        assert spans(tmp_path, number) == ["forward", "backward"] * 2 + ["optimizer"]
+    assert {e["step"] for e in marks(tmp_path)} == {1, 2, 3, 4}, "the evaluation has no phase"
+    assert marks(tmp_path, "parts")[0]["weights"] == {"Sequential": sum(p.nbytes for p in model.parameters())}
+    run = load_run(tmp_path)
+    assert (run.summary["model"], run.summary["inside"]["activation_bytes"] is not None) == ("Sequential", True)
+
+
+def test_a_model_that_is_compiled_is_followed_without_a_break(tmp_path: Path) -> None:
+    model = model_of()
+    graphs: list[object] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=counted)
+    with ebbtide.track_memory(tmp_path, model=compiled):
+        list(loop(compiled, adam(model), steps=3))
+    assert len(graphs) == 1
+    assert spans(tmp_path, 3) == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
 def test_accumulation_and_optimizers_back_to_back_are_one_step(tmp_path: Path, offloads: bool) -> None:
     model = model_of()
     first, *rest = model.children()
