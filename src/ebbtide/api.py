@@ -51,7 +51,7 @@ class Handle:
     def __init__(self, engine: Engine, attachment: Attachment, model: nn.Module) -> None:
         self._engine, self._attachment = engine, attachment
         self._closed = False
-        self._withdraw = provide(engine, model)
+        self._unlist = provide(engine, model)
 
     @property
     def plan(self) -> SavablePlan:
@@ -100,7 +100,7 @@ class Handle:
         if not self._closed:
             self._closed = True
             self._attachment.remove()
-            self._withdraw()
+            self._unlist()
             log_saved(self.stats(), self._engine.options.min_bytes)
             if not self._engine.live_entries:
                 self._engine.tier.close()

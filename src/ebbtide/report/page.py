@@ -13,7 +13,7 @@ from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
 from ebbtide.report.losses import losses_svg
-from ebbtide.report.peak import Split, split, splits_svg, splits_table
+from ebbtide.report.peak import PeakParts, split, splits_svg, splits_table
 from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import (
     Summary,
@@ -110,7 +110,7 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
 
 
 def verdicts(
-    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, Split], baseline: int | None = None
+    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
 ) -> list[str]:
     """Return the answer in one line for each run that is held against another; for all runs if none is.
 

@@ -45,7 +45,7 @@ LOWERED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class PeakParts:
     """A peak and its parts.
 
     Attributes:
@@ -70,7 +70,7 @@ class Split:
         return ", ".join(f"{name} {size(count)}" for name, count in ordered)
 
 
-def split(run: Run) -> Split | None:
+def split(run: Run) -> PeakParts | None:
     """Divide a run's peak into its parts; ``None`` without memory samples. See [Note: the parts of a peak]."""
     peak = run.peak(counted=True)
     if peak is None:
@@ -109,7 +109,7 @@ def split(run: Run) -> Split | None:
         take(LOGITS if before_blocks else WORK, peak.bytes_ - height)
     if left:
         parts[OTHER] = left
-    return Split(peak=peak, parts=parts)
+    return PeakParts(peak=peak, parts=parts)
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
@@ -138,7 +138,7 @@ def _at(curve: Sequence[tuple[float, int]], t: float) -> int:
     return min(around, key=lambda point: abs(point[0] - t))[1]
 
 
-def splits_table(splits: Sequence[tuple[str, Split]]) -> Table:
+def splits_table(splits: Sequence[tuple[str, PeakParts]]) -> Table:
     """Make the table of parts: one row a part, one column a run."""
     names = [name for name in COLORS if any(name in found.parts for _, found in splits)]
     rows = [(name, *(size(found.parts.get(name)) for _, found in splits)) for name in names]
@@ -149,7 +149,7 @@ def splits_table(splits: Sequence[tuple[str, Split]]) -> Table:
 _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 960.0, 116.0, 92.0, 34.0, 22.0
 
 
-def splits_svg(splits: Sequence[tuple[str, Split]]) -> str | None:
+def splits_svg(splits: Sequence[tuple[str, PeakParts]]) -> str | None:
     """Draw a stacked bar for each run's peak, all to one scale; ``None`` without any."""
     if not splits:
         return None

@@ -104,8 +104,8 @@ def _stalled(run: Run, step: PhaseSpan) -> str | None:
 def _phase_legend(y: float, phases: Mapping[str, str], stalls: Mapping[str, str]) -> list[str]:
     pieces: list[str] = []
     x = LEFT
-    told = "; ".join(f"{name} {words}" for name, words in stalls.items())
-    entries = [*phases.items(), *([(f"stalls, to scale: {told}", "stall")] if stalls else [])]
+    sums = "; ".join(f"{name} {words}" for name, words in stalls.items())
+    entries = [*phases.items(), *([(f"stalls, to scale: {sums}", "stall")] if stalls else [])]
     for name, color in entries:
         pieces.append(style.rect(x, y - 10, 12, 12, color, radius=2))
         pieces.append(style.text(x + 18, y, name, "soft"))

@@ -1,4 +1,4 @@
-"""The answer in one line, and the plan's prediction beside what was measured."""
+"""The answer in one line, and the plan's prediction next to what was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ebbtide.report.peak import Split
+from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
     ABSENT,
@@ -22,7 +22,9 @@ from ebbtide.report.table import (
 )
 
 
-def verdict(name: str, summary: Summary, plain: Summary | None, found: Split | None, *, against: str = "plain") -> str:
+def verdict(
+    name: str, summary: Summary, plain: Summary | None, found: PeakParts | None, *, against: str = "plain"
+) -> str:
     """Say in one line what the run saved, at what price, what is left of its peak and what would lower that.
 
     Args:
@@ -33,8 +35,8 @@ def verdict(name: str, summary: Summary, plain: Summary | None, found: Split | N
         against: The name of ``plain``.
     """
     held = plain is not None and plain is not summary
-    said = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
-    line = f"{name}: {', '.join(said)}"
+    facts = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
+    line = f"{name}: {', '.join(facts)}"
     if found is not None:
         line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
         if found.advice is not None:
@@ -44,27 +46,27 @@ def verdict(name: str, summary: Summary, plain: Summary | None, found: Split | N
 
 def _against(summary: Summary, plain: Summary) -> str:
     ours, theirs = measured(summary).get("peak_bytes"), measured(plain).get("peak_bytes")
-    said: list[str] = []
+    facts: list[str] = []
     if ours is not None and theirs:
         less = theirs - ours
         change = "unchanged" if abs(less) < NOISE_BYTES else f"{_signed(-less)} ({100 * abs(less) / theirs:.0f} %)"
-        said.append(f"peak {change}")
+        facts.append(f"peak {change}")
     if (times := ratio_value(summary, plain)) is not None:
-        said.append(f"step {100 * (times - 1):+.0f} %")
+        facts.append(f"step {100 * (times - 1):+.0f} %")
     if (losses := loss_verdict(summary, plain)) != ABSENT:
-        said.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
-    return ", ".join(said) or "nothing was measured"
+        facts.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
+    return ", ".join(facts) or "nothing was measured"
 
 
 def _alone(summary: Summary) -> list[str]:
     peak = measured(summary).get("peak_bytes") or summary.get("peak_device_bytes")
-    said: list[str] = []
+    facts: list[str] = []
     saved, of = summary.get("memory_saved_bytes"), summary.get("baseline_activation_bytes")
     if saved is not None and of:
-        said.append(f"{size(saved)} of the {size(of)} that blocks save is not kept")
+        facts.append(f"{size(saved)} of the {size(of)} that blocks save is not kept")
     if summary.get("step_seconds_median") is not None:
-        said.append(f"step {number(summary['step_seconds_median'], '{:.3f} s')}")
-    return [*said, f"peak {size(peak)}"]
+        facts.append(f"step {number(summary['step_seconds_median'], '{:.3f} s')}")
+    return [*facts, f"peak {size(peak)}"]
 
 
 def _signed(count: float) -> str:
@@ -101,8 +103,8 @@ def step_costs(run: Run) -> dict[str, float]:
     found = {
         "stalls": _per_step(pairs, "total_stall_seconds"),
         "recomputing (host time)": _per_step(pairs, "total_recompute_seconds"),
-        "copying out, beside compute": _copying(pairs, "out"),
-        "copying in, beside compute": _copying(pairs, "in"),
+        "copying out, during compute": _copying(pairs, "out"),
+        "copying in, during compute": _copying(pairs, "in"),
     }
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 

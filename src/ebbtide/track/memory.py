@@ -44,8 +44,8 @@ def track_memory(
 
     Args:
         folder: Where ``run.jsonl`` and, at the end, ``summary.json`` are written.
-        model: The module whose forward and backward are to be told apart where ebbtide is not enabled on it; or just a
-            name for the report.
+        model: The module whose forward and backward are distinguished where ebbtide is not enabled on it; or just
+            a name for the report.
         sample_seconds: Time between two samples.
         overwrite: Replace the files of an earlier run in the same folder.
         **fields: Fields of ``run_begin``, such as ``mode`` and ``config``.

@@ -3,7 +3,7 @@
 [Note: steps mark themselves]
 A step is over when an optimizer has stepped: torch calls hooks before and after every optimizer's ``step``, whoever
 calls it. Gradient accumulation is one step, for the optimizer steps once; optimizers that step back to back are one
-step too, so the end is told late, when the next forward begins or one of them steps again. A step takes the time from
+step too, so the event comes late, when the next forward begins or one of them steps again. A step takes the time from
 the end of the step before to its own end, so that loading of data counts.
 
 Forward begins and ends with a pass of the engine, or with the forward of a module that is followed; backward ends with
@@ -64,7 +64,7 @@ class StepMarker:
         """When the last of them was done."""
         self._stats: list[Mapping[str, Any]] | None = None
         self._parts: dict[str, Any] | None = None
-        self._parts_told = False
+        self._parts_emitted = False
 
     def __enter__(self) -> StepMarker:
         before = register_optimizer_step_pre_hook(self._before_optimizer)
@@ -89,7 +89,7 @@ class StepMarker:
         self._undo += [before.remove, after.remove, self._bus.provide("weights", weights)]
 
     def finish(self, **figures: Any) -> None:
-        """Tell the step that an optimizer has just ended, with further figures.
+        """Emit the step that an optimizer has just ended, with further figures.
 
         Raises:
             ConfigError: No optimizer has stepped since the step before.
@@ -103,7 +103,7 @@ class StepMarker:
                 )
             self._settle(**figures)
 
-    # What a followed module tells
+    # Hooks of a followed module
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if torch.compiler.is_compiling() or not _in_training_forward():
@@ -127,7 +127,7 @@ class StepMarker:
             if self._stepping is None:
                 self._backward_begins()
 
-    # What is heard
+    # Events of the bus and of optimizers
 
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         with self._lock:
@@ -201,7 +201,7 @@ class StepMarker:
             self._stepping = optimizer
             if _in_backward():
                 return  # it steps inside backward, as soon as a gradient is there
-            if self._phase is None and self._turned is not None:  # nothing told of backward's begin
+            if self._phase is None and self._turned is not None:  # no event marked backward's begin
                 self._begin_phase("backward", at=self._turned)
             elif not self._passes and not self._stepped and self._since is not None:
                 self._begin_phase(BOTH_PHASE, at=self._since)
@@ -222,17 +222,17 @@ class StepMarker:
                 self._look()
 
     def _look(self) -> None:
-        """Take the figures of the step now: when it is told, handles may be closed and gradients gone."""
+        """Take the figures of the step now: when it is emitted, handles may be closed and gradients gone."""
         self._stats = self._bus.ask("stats")
-        if not self._parts_told:
+        if not self._parts_emitted:
             weights = {name: size for found in self._bus.ask("weights") for name, size in found.items()}
             parts = optimizer_parts(self._stepped)
             self._parts = {**parts, "weights": weights or parts["weights"]}
 
-    # What is told
+    # Emitting
 
     def _settle(self, **figures: Any) -> None:
-        """End the step if an optimizer has stepped; tell of it, unless the loop does."""
+        """End the step if an optimizer has stepped; emit it, unless the loop does."""
         end, self._ended = self._ended, None
         if end is None:
             return
@@ -244,12 +244,12 @@ class StepMarker:
         self._step = step + 1 if isinstance(step, int) else None
         if self._hand_steps:
             return
-        told = {"step": step, "loss": None, "seconds": seconds, "tokens": None, **figures}
-        self._emit("step", t=end, **told)
-        for fields in stats:
-            self._emit("stats", t=end, step=step, **fields)
-        if not self._parts_told and self._parts is not None:
-            self._parts_told = True
+        fields = {"step": step, "loss": None, "seconds": seconds, "tokens": None, **figures}
+        self._emit("step", t=end, **fields)
+        for one in stats:
+            self._emit("stats", t=end, step=step, **one)
+        if not self._parts_emitted and self._parts is not None:
+            self._parts_emitted = True
             self._emit("parts", t=end, step=step, **self._parts)
 
     def _begin_phase(self, name: str, at: float | None = None) -> None:

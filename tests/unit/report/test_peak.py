@@ -143,7 +143,7 @@ def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> No
 def test_the_prediction_stands_beside_the_measurement_with_what_a_step_spends(tmp_path: Path) -> None:
     run = device_run(tmp_path)
     assert step_costs(run) == {
-        "stalls": 0.5, "recomputing (host time)": 0.25, "copying out, beside compute": 0.5,
+        "stalls": 0.5, "recomputing (host time)": 0.25, "copying out, during compute": 0.5,
     }  # fmt: skip
     table = prediction(run)
     assert table.columns[1] == "predicted (+2.0 % of the step that keeps everything)"
