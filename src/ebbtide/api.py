@@ -28,6 +28,7 @@ from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import machine_here
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
+from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.attach import offloading
@@ -47,9 +48,10 @@ STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp
 class Handle:
     """Activation offloading on one model, until ``close()`` or the end of a ``with``; may be switched at any step."""
 
-    def __init__(self, engine: Engine, attachment: Attachment) -> None:
+    def __init__(self, engine: Engine, attachment: Attachment, model: nn.Module) -> None:
         self._engine, self._attachment = engine, attachment
         self._closed = False
+        self._unlist = provide(engine, model)
 
     @property
     def plan(self) -> SavablePlan:
@@ -98,15 +100,8 @@ class Handle:
         if not self._closed:
             self._closed = True
             self._attachment.remove()
-            stats = self.stats()
-            if not stats.packs:
-                logger.warning(
-                    "nothing was offloaded: no forward with gradients came through the handle "
-                    "(was the model compiled after offloading was enabled? compile its blocks instead)"
-                )
-            if stats.memory_saved_percent is not None:
-                saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
-                logger.info("Memory saved: %.2f GiB of the %.2f GiB that blocks save for the backward pass", saved, of)
+            self._unlist()
+            log_saved(self.stats(), self._engine.options.min_bytes)
             if not self._engine.live_entries:
                 self._engine.tier.close()
 
@@ -199,11 +194,11 @@ def enable_activation_offloading(
     except BaseException:
         engine.tier.close()
         raise
-    _warn_of_idle(engine, host_budget=host_budget)
+    warn_of_idle(engine, host_budget=host_budget)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
-    BUS.emit("plan", name=engine.plan.name, text=engine.plan.explain())
-    return Handle(engine, attachment)
+    BUS.emit("plan", **plan_fields(engine.plan))
+    return Handle(engine, attachment, model)
 
 
 def make_plan(
@@ -276,9 +271,10 @@ class offload_saved_tensors(ContextDecorator):
     Example::
 
         x = torch.randn(64, 1024, requires_grad=True)
-        with ebbtide.offload_saved_tensors():
+        with ebbtide.offload_saved_tensors() as offloaded:
             loss = x.exp().sum()
         loss.backward()
+        print(offloaded.stats())
 
     Args:
         policy: ``Offload()`` (the default), another policy, or its name.
@@ -306,8 +302,13 @@ class offload_saved_tensors(ContextDecorator):
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
         self._entered: list[tuple[Engine, offloading]] = []  # a context may be entered anew inside itself
+        self._latest: Engine | None = None
 
-    def __enter__(self) -> None:
+    def stats(self) -> Stats:
+        """Return the figures of the context that was entered last; its engine's totals may be older."""
+        return Stats() if self._latest is None else self._latest.stats()
+
+    def __enter__(self) -> offload_saved_tensors:
         check_version("torch")
         idle = self._idle()
         engine = idle.pop() if idle else _open_engine(self._policy, self._options)
@@ -318,6 +319,8 @@ class offload_saved_tensors(ContextDecorator):
             logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
         else:
             hooks.__enter__()
+        self._latest = engine
+        return self
 
     def __exit__(self, *exception: object) -> None:
         engine, hooks = self._entered.pop()
@@ -354,12 +357,6 @@ def register_recompute(name: str, rule: Rule) -> None:
     if not callable(rule):
         raise ConfigError(f"rule is a {type(rule).__name__}", expected="a function of a NodeView", hint=guide)
     _custom_rules[name] = rule
-
-
-def _warn_of_idle(engine: Engine, *, host_budget: object) -> None:
-    """Warn of an option without effect on the chosen target. A disk path has one: the host target spills to it."""
-    if host_budget is not None and engine.tier.name != "host":
-        logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
 
 
 def _rules() -> dict[str, Rule]:

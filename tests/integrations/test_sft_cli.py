@@ -87,6 +87,7 @@ def test_ctrl_c_and_sigterm_close_the_run_file(
         assert process.wait(timeout=60) == code
     assert before[-1] == f"{word}\n"
     assert not any("Traceback" in line for line in before)
+    assert any("stopped after step" in line and "no checkpoint was written before" in line for line in before)
     record = events(settings.parent / "out")
     assert (record[-1]["event"], record[-1]["status"]) == ("run_end", "interrupted")
     summary = json.loads((settings.parent / "out" / "summary.json").read_text())

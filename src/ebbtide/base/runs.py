@@ -17,6 +17,8 @@ OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 SCHEMA = 1
+BOTH_PHASE = "forward and backward"
+"""The phase of a step in which nothing tells forward from backward."""
 
 Event = dict[str, Any]
 

@@ -12,8 +12,7 @@ from ebbtide.base.errors import DataError
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import latest_complete_round, merge
-from ebbtide.report import Run, html, load_run
-from ebbtide.report.story import peak_parts
+from ebbtide.report import Run, html, load_run, split, verdicts
 from ebbtide.report.table import headline, measured, number, size
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
@@ -69,7 +68,7 @@ class Board:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
             self._print("")
-            for line in [*_counted(shown), *late, *_peaks(shown)]:
+            for line in [*_counted(shown), *late, *_verdicts(shown, modes)]:
                 self._print(line)
             self._print(f"\n{self._out / REPORT_FILE}")
         return modes
@@ -124,10 +123,10 @@ def _counted(runs: Sequence[Run]) -> list[str]:
     return [text + (f" Activation memory is step {steps}'s, times are those of the other {timed}." if trimmed else "")]
 
 
-def _peaks(runs: Sequence[Run]) -> list[str]:
-    """Say what holds the peak of plain training and of the first mode with ebbtide."""
-    chosen = [next((run for run in runs if run.name.startswith(name)), None) for name in ("plain", "ebbtide")]
-    return [words for run in chosen if run is not None and (words := peak_parts(run)) is not None]
+def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what the modes with ebbtide saved, and what holds the rest of the peak."""
+    splits = {run.name: found for run in runs if (found := split(run)) is not None}
+    return verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
 
 
 def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:

@@ -1,4 +1,4 @@
-"""``ebbtide report``: text, HTML, Chrome trace or JSON from a run folder."""
+"""``ebbtide report``: text, HTML, Chrome trace or JSON from a run folder, or several runs over each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SUMMARY_FILE
 from ebbtide.cli.merge import latest_complete_round
 from ebbtide.cli.parsing import Parser, choice
-from ebbtide.report import Run, as_values, chrome_trace, html, load_run, text
+from ebbtide.report import Run, as_values, chrome_trace, load_run, page, split, text, verdicts
 from ebbtide.report.table import headline
 from ebbtide.report.text import grid
 from ebbtide.track import write_summary
@@ -33,7 +33,7 @@ def report(
         run_folder: What a run or ``ebbtide compare`` wrote.
         format: ``text`` and ``json`` are printed unless ``output`` is given; ``html`` and ``trace`` are files in the
             run folder unless it is. A comparison has ``text`` and ``html``.
-        output: The file to write.
+        output: The file to write; ``-`` prints.
         force: Make ``summary.json`` again, and replace ``output`` if it is there.
 
     Returns:
@@ -43,28 +43,87 @@ def report(
         DataError: The folder holds no run, or a damaged one; or ``output`` already exists.
         ConfigError: A format that a comparison does not have.
     """
-    if not run_folder.is_dir():
-        what = "is a file" if run_folder.exists() else "is not there"
-        raise DataError(
-            f"run folder {str(run_folder)!r} {what}",
-            expected="the folder of a run or of `ebbtide compare`",
-            hint=nearest(run_folder.name, _neighbours(run_folder)) or "pass the folder of --output_dir or --out",
-        )
-    target = output if output is not None else _default_file(run_folder, format)
-    if target is not None:
-        _check_target(target, replaces=output is None or force)
+    _check_folder(run_folder)
+    target = _target(output, _default_file(run_folder, format), force)
     comparison = _comparison(run_folder)
     if comparison is not None:
         return _report_comparison(run_folder, comparison, format, target)
-    if (run_folder / EVENTS_FILE).exists() and (force or not (run_folder / SUMMARY_FILE).exists()):
-        write_summary(run_folder)
-    run_ = load_run(run_folder)
-    if format == "html" and target is not None:
-        return html([run_], target)
+    run_ = _loaded(run_folder, force)
+    if format == "html":
+        return _put(page([run_]), target)
     if format == "text":
         return _put(text(run_), target)
     values = chrome_trace(run_) if format == "trace" else as_values(run_)
     return _put(json.dumps(values, indent=None if format == "trace" else 1, allow_nan=False) + "\n", target)
+
+
+def report_runs(
+    folders: Sequence[Path], *, format: Format = "text", output: Path | None = None, force: bool = False
+) -> Path | None:
+    """Report on several runs over each other.
+
+    They are held against the run of the mode ``plain``, or against the first one.
+
+    Args:
+        folders: Folders of runs.
+        format: ``text``, or ``html``: a file ``against-FIRST.html`` in the last folder unless ``output`` is given.
+        output: As ``report`` takes it.
+        force: As ``report`` takes it.
+
+    Returns:
+        The file written, ``None`` if the report was printed.
+
+    Raises:
+        DataError: As ``report``.
+        ConfigError: Another format, a folder twice, or the folder of a comparison.
+    """
+    for folder in folders:
+        _check_folder(folder)
+        if _comparison(folder) is not None:
+            raise ConfigError(f"{folder} holds a comparison", expected="folders of runs", hint="name it alone")
+    if len({folder.resolve() for folder in folders}) < len(folders):
+        raise ConfigError("a folder is named twice", expected="folders of different runs", hint="name each one once")
+    if format not in ("text", "html"):
+        raise ConfigError(f"format is {format!r} for several runs", expected="text or html", hint="name one folder")
+    default = folders[-1] / f"against-{folders[0].resolve().name}.html" if format == "html" else None
+    target = _target(output, default, force)
+    runs = [_loaded(folder, force) for folder in folders]
+    by_mode = [run.name for run in runs]
+    names = by_mode if len(set(by_mode)) == len(runs) else [folder.resolve().name for folder in folders]
+    names = names if len(set(names)) == len(runs) else [str(folder) for folder in folders]
+    runs = [dataclasses.replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    baseline = next((place for place, run in enumerate(runs) if run.summary.get("mode") == "plain"), 0)
+    if format == "html":
+        return _put(page(runs, baseline=baseline), target)
+    summaries = [run.summary for run in runs]
+    splits = {run.name: found for run in runs if (found := split(run)) is not None}
+    lines = [*verdicts(summaries, names, splits, baseline), "", *grid(headline(summaries, names, baseline=baseline))]
+    return _put("\n".join(lines) + "\n", target)
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "is not there"
+        raise DataError(
+            f"run folder {str(folder)!r} {what}",
+            expected="the folder of a run or of `ebbtide compare`",
+            hint=nearest(folder.name, _neighbours(folder)) or "pass the folder of --output_dir or --out",
+        )
+
+
+def _loaded(folder: Path, force: bool) -> Run:
+    """Read a run; a killed one has no summary yet."""
+    if (folder / EVENTS_FILE).exists() and (force or not (folder / SUMMARY_FILE).exists()):
+        write_summary(folder)
+    return load_run(folder)
+
+
+def _target(output: Path | None, default: Path | None, force: bool) -> Path | None:
+    """Return the file to write, after a check; ``None``: print."""
+    target = default if output is None else None if str(output) == "-" else output
+    if target is not None:
+        _check_target(target, replaces=output is None or force)
+    return target
 
 
 def _default_file(folder: Path, format: Format) -> Path | None:
@@ -110,11 +169,12 @@ def _comparison(folder: Path) -> dict[str, Any] | None:
 
 def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, target: Path | None) -> Path | None:
     modes = [str(mode["mode"]) for mode in summary["modes"]]
+    if format == "html":
+        return _put(page(_last_round(folder, modes), comparison=summary), target)
     if format == "text":
-        lines = grid(headline(summary["modes"], modes))
+        splits = {run.name: found for run in _last_round(folder, modes) if (found := split(run)) is not None}
+        lines = [*verdicts(summary["modes"], modes, splits), "", *grid(headline(summary["modes"], modes))]
         return _put("\n".join(lines) + "\n", target)
-    if format == "html" and target is not None:
-        return html(_last_round(folder, modes), target, comparison=summary)
     raise ConfigError(
         f"{folder} holds a comparison and format is {format!r}",
         expected="text or html",
@@ -135,7 +195,7 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Report as the arguments say: ``ebbtide report FOLDER [--format F] [--output FILE] [--force]``.
+    """Report as the arguments say: ``ebbtide report FOLDER... [--format F] [--output FILE] [--force]``.
 
     Args:
         argv: The arguments after ``report``.
@@ -147,19 +207,25 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: An argument that cannot be read.
         DataError: As ``report``.
     """
-    parser = Parser(prog="ebbtide report", description="A report of a run folder, or of a comparison.")
-    parser.add_argument("run_folder", type=Path, help="folder of a run or of `ebbtide compare`")
+    about = "A report of a run folder, of a comparison, or of several runs over each other."
+    parser = Parser(prog="ebbtide report", description=about)
+    listed = "folder of a run or of `ebbtide compare`; folders of several runs to compare them"
+    parser.add_argument("run_folder", type=Path, nargs="+", help=listed)
     formats = cast("tuple[str, ...]", get_args(Format))
     listed = f"one of {', '.join(formats)} (default: %(default)s)"
     parser.add_argument("--format", metavar="NAME", default="html", help=listed)
-    parser.add_argument("--output", metavar="FILE", type=Path, help="file to write")
+    parser.add_argument("--output", metavar="FILE", type=Path, help="file to write; - prints")
     parser.add_argument("--force", action="store_true", help="write summary.json again; replace --output")
     try:
         own = parser.read(argv)
     except SystemExit:  # --help has been printed
         return 0
     format_ = cast("Format", choice("--format", own.format, formats))
-    path = report(own.run_folder, format=format_, output=own.output, force=own.force)
+    folders = cast("list[Path]", own.run_folder)
+    if len(folders) > 1:
+        path = report_runs(folders, format=format_, output=own.output, force=own.force)
+    else:
+        path = report(folders[0], format=format_, output=own.output, force=own.force)
     if path is not None:
         print(path)
     return 0

@@ -4,23 +4,32 @@
 A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
 offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback does not see an
 exception: the handle that was left open then is closed when the next training begins, or by ``close()``.
+
+[Note: figures in the trainer's own logs]
+A trainer hands one dictionary of logs to its callbacks in turn, and adds those of TensorBoard, W&B and the like before
+the user's. So that they see ebbtide's figures too, the callback moves to the front of the trainer's list when training
+begins. transformers gives a callback no way to its trainer; the list is that of the ``CallbackHandler`` that calls it.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from types import FrameType
 from typing import Any, cast
 
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
-from ebbtide import Handle, enable_activation_offloading
+from ebbtide import Handle, Stats, enable_activation_offloading
 from ebbtide.arguments import check_choosers, chosen_policy, options_of
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.base.events import BUS
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.wrap.strategy import check_strategy_name
 
@@ -42,6 +51,17 @@ class OffloadCallback(TrainerCallback):
 
         trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback(policy="minimal")])
         trainer.train()
+
+    Each training log gets these figures, which TensorBoard, W&B and the other trackers of ``report_to`` show. Seconds
+    are those since the log before.
+
+    ==================== =================================================================
+    ``memory_saved(GiB)`` of what blocks save for backward, what is not kept (latest pass)
+    ``kept(GiB)``         what is kept on the device
+    ``offloaded(GiB)``    what is offloaded
+    ``stall(s)``          time compute waited for copies
+    ``recompute(s)``      host time of recomputing tensors
+    ==================== =================================================================
 
     Args: as of ``ebbtide.enable_activation_offloading``, without the model.
 
@@ -75,6 +95,7 @@ class OffloadCallback(TrainerCallback):
             "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
         }  # fmt: skip
         self.handle: Handle | None = None
+        self._logged = Stats()
         self._trainer: Callable[[], Trainer | None] = lambda: None
 
     def follow(self, trainer: Trainer) -> OffloadCallback:
@@ -97,10 +118,37 @@ class OffloadCallback(TrainerCallback):
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
         self.close()
+        self._logged = Stats()
         refuse_other_offloaders(args)
         trainer = self._trainer()
+        frame = inspect.currentframe()
+        _move_to_front(self, None if frame is None else frame.f_back)
         model = kwargs["model"] if trainer is None else trainer.model_wrapped
         self.handle = enable_activation_offloading(cast("nn.Module", model), **self.options)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add ebbtide's figures to a log of training, and record it where ``track_memory`` does."""
+        if self.handle is None or not logs or "loss" not in logs:
+            return
+        stats = self.handle.stats()
+        figures = {
+            "memory_saved(GiB)": stats.memory_saved_bytes / _GIB,
+            "kept(GiB)": stats.kept_bytes / _GIB,
+            "offloaded(GiB)": stats.offloaded_bytes / _GIB,
+            "stall(s)": stats.total_stall_seconds - self._logged.total_stall_seconds,
+            "recompute(s)": stats.total_recompute_seconds - self._logged.total_recompute_seconds,
+        }
+        self._logged = stats
+        for known in (logs, *state.log_history[-1:]):  # the trainer has put a copy of the logs into its history
+            known.update({name: value for name, value in figures.items() if name not in known})
+        BUS.emit("log", step=state.global_step, logs=dict(logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -114,6 +162,22 @@ class OffloadCallback(TrainerCallback):
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.close()
+
+
+_GIB = 1024**3
+
+
+def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
+    """Move a callback before the trackers' ones. See [Note: figures in the trainer's own logs].
+
+    Args:
+        callback: The callback that is being called.
+        frame: Of the caller.
+    """
+    handler = None if frame is None else frame.f_locals.get("self")
+    if isinstance(handler, CallbackHandler):
+        handler.callbacks.remove(callback)
+        handler.callbacks.insert(0, callback)
 
 
 def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:

@@ -133,8 +133,8 @@ class Profile:
         for block in self.blocks:
             _check(f"forward_seconds of {block.name}", block.forward_seconds)
             _check(f"backward_seconds of {block.name}", block.backward_seconds)
-            _check(f"forward_beside_bytes of {block.name}", block.forward_base_bytes)
-            _check(f"backward_beside_bytes of {block.name}", block.backward_base_bytes)
+            _check(f"forward_base_bytes of {block.name}", block.forward_base_bytes)
+            _check(f"backward_base_bytes of {block.name}", block.backward_base_bytes)
             for unit in block.units:
                 _check(f"nbytes of {unit.site}", unit.nbytes)
                 _check(f"moved_bytes of {unit.site}", unit.moved_bytes)

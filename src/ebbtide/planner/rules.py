@@ -10,7 +10,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 
 CHECKPOINT_ABOVE = 3.0
-"""A block whose stubborn bytes exceed this many times its inputs is re-run whole under ``Minimal``."""
+"""A block whose bytes without a recipe exceed this many times its inputs is re-run whole under ``Minimal``."""
 
 CHEAP_FLOP_PER_BYTE = 4.0
 """``Auto`` recomputes tensors that cost no more than this: element-wise chains, depthwise convolutions of a few taps.

@@ -52,6 +52,10 @@ class Prediction:
     moved_bytes: int
     recomputed_bytes: int
 
+    def as_dict(self) -> dict[str, float]:
+        """Return the fields as a dictionary."""
+        return {slot: getattr(self, slot) for slot in Prediction.__dataclass_fields__}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
@@ -138,7 +142,7 @@ class TablePlan:
         document = {
             "schema": SCHEMA,
             "name": self.name,
-            "predicted": {slot: getattr(self.predicted, slot) for slot in Prediction.__dataclass_fields__},
+            "predicted": self.predicted.as_dict(),
             "reasons": list(self.reasons),
             "actions": rows,
         }

@@ -217,7 +217,7 @@ class MeasuredPlan:
         logger.info("plan made (%s): %s", self._aim(), self.table.explain().splitlines()[0])
         for line in self.table.reasons:
             logger.debug("%s", line)
-        self._bus.emit("plan", name=self.name, text=self.explain())
+        self._bus.emit("plan", name=self.name, text=self.explain(), predicted=self.table.predicted.as_dict())
 
     def _compared(self, check: Check) -> frozenset[str]:
         """Return blocks that run without hooks until a plan is judged, beside those of which it keeps everything."""

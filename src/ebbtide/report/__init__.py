@@ -2,6 +2,9 @@
 
 from ebbtide.report.loading import loading_svg as loading_svg
 from ebbtide.report.page import html as html
+from ebbtide.report.page import page as page
+from ebbtide.report.page import verdicts as verdicts
+from ebbtide.report.peak import split as split
 from ebbtide.report.run import Run as Run
 from ebbtide.report.run import load_run as load_run
 from ebbtide.report.text import as_values as as_values

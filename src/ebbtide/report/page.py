@@ -12,20 +12,39 @@ from ebbtide.base.extras import require
 from ebbtide.report import run_memory, story, style
 from ebbtide.report.blocks import blocks_svg
 from ebbtide.report.loading import loading_svg
+from ebbtide.report.losses import losses_svg
+from ebbtide.report.peak import PeakParts, split, splits_svg, splits_table
 from ebbtide.report.run import Run, common_step
-from ebbtide.report.table import bytes_table, headline, losses_table, measured, phases_table, section
+from ebbtide.report.table import (
+    Summary,
+    bytes_table,
+    headline,
+    losses_table,
+    measured,
+    phases_table,
+    plain_of,
+    section,
+)
 from ebbtide.report.timeline import timeline_svg
+from ebbtide.report.verdict import prediction, verdict
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 
-def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: Mapping[str, Any] | None = None) -> Path:
+def html(
+    runs: Sequence[Run],
+    out_path: str | os.PathLike[str],
+    *,
+    comparison: Mapping[str, Any] | None = None,
+    baseline: int | None = None,
+) -> Path:
     """Write the report of one run, or of several over each other.
 
     Args:
-        runs: The runs; the pictures show the last step that all of them finished.
+        runs: The runs; the pictures show the most typical step of those that all of them finished.
         out_path: The file to write.
         comparison: ``summary.json`` of a comparison: its merged rounds then make the head table and the loss verdicts.
+        baseline: The place of the run against which others are held; default: that of the mode ``plain``.
 
     Returns:
         The path written.
@@ -33,17 +52,22 @@ def html(runs: Sequence[Run], out_path: str | os.PathLike[str], *, comparison: M
     Raises:
         EbbtideError: Jinja2 is not installed.
     """
+    path = Path(out_path)
+    path.write_text(page(runs, comparison=comparison, baseline=baseline), encoding="utf-8")
+    return path
+
+
+def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: int | None = None) -> str:
+    """Return the text of the page that ``html`` writes, which see."""
     jinja2 = require("jinja2", extra="track", use="report.html")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    path = Path(out_path)
-    path.write_text(template.render(_view(runs, comparison)), encoding="utf-8")
-    return path
+    return template.render(_view(runs, comparison, baseline))
 
 
-def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str, Any]:
+def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: int | None) -> dict[str, Any]:
     """Gather everything the page shows; the template decides nothing."""
     step = common_step(runs)
     names, summaries = [run.name for run in runs], [run.summary for run in runs]
@@ -51,32 +75,54 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> dict[str
     pictures = [picture for run in runs if (picture := blocks_svg(run, step)) is not None]
     engine = [run for run in runs if section(run.summary, "activation_bytes").get("unique") is not None]
     lead = modes[-1] if modes else {}
+    labels = [str(mode.get("mode")) for mode in modes] if comparison else names
+    splits = [(run.name, found) for run in runs if (found := split(run)) is not None]
     return {
         "style": style.STYLE,
         "title": " · ".join(str(value) for value in ("ebbtide", lead.get("model")) if value),
         "about": _about(runs),
         "endings": [words for run in runs if (words := story.ending(run))] + _failures(modes),
-        "headline": headline(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
+        "verdicts": verdicts(modes, labels, dict(splits), baseline),
+        "headline": headline(modes, labels, baseline=baseline),
         "colors": dict(zip(names, style.run_classes(names), strict=True)),
         "rounds": _rounds(comparison),
         "memory_words": _memory_words(lead),
         "timeline": timeline_svg(runs),
         "loads": [words for run in runs if (words := story.loading(run))],
         "loading": loading_svg([run for run in runs if run.loading() is not None]),
-        "phases": phases_table(modes, [str(mode.get("mode")) for mode in modes] if comparison else names),
+        "phases": phases_table(modes, labels),
         "rewards": [words for run in runs if (words := story.rewards(run))],
+        "split": splits_svg(splits),
+        "parts": splits_table(splits),
         "peaks": [story.peak_sentence(run) for run in runs],
         "holdings": run_memory.holdings(runs),
         "whole": run_memory.phases(runs),
         "sheets": [sheet for run in runs for sheet in run_memory.sheets(run)],
         "blocks": pictures,
         "bytes": bytes_table([run.summary for run in engine], [run.name for run in engine]),
-        "plans": [(run.name, story.plans(run), story.happened(run)) for run in engine],
+        "plans": [(run.name, story.plans(run), story.happened(run), prediction(run)) for run in engine],
         "stalls": [(run.name, story.stalls_table(run)) for run in engine],
+        "curve": losses_svg(summaries, names),
         "losses": losses_table(summaries, names),
         "messages": [(run.name, words) for run in runs for words in story.messages(run)],
         "environment": _flat(section(comparison, "environment")) if comparison else [],
     }
+
+
+def verdicts(
+    summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
+) -> list[str]:
+    """Return the answer in one line for each run that is held against another; for all runs if none is.
+
+    Of a comparison with modes of ebbtide, these have a line.
+    """
+    plain = plain_of(summaries) if baseline is None else summaries[baseline]
+    pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
+    against = next((name for name, summary in pairs if summary is plain), "plain")
+    if plain is not None and len(pairs) > 1:
+        pairs = [(name, summary) for name, summary in pairs if summary is not plain]
+        pairs = [pair for pair in pairs if pair[0].startswith("ebbtide")] or pairs
+    return [verdict(name, summary, plain, splits.get(name), against=against) for name, summary in pairs]
 
 
 def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:

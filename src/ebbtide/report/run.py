@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.runs import EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FILE, Event, read_events
+from ebbtide.base.runs import BOTH_PHASE, EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FILE, Event, read_events
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,10 @@ class Run:
 
     def phases(self) -> list[PhaseSpan]:
         """Return the finished phases."""
+        return self._phases
+
+    @cached_property
+    def _phases(self) -> list[PhaseSpan]:
         spans: list[PhaseSpan] = []
         begun: dict[str, Event] = {}
         for event in self.all("phase"):
@@ -110,11 +116,31 @@ class Run:
 
     def step_span(self, step: Any) -> PhaseSpan | None:
         """Return a step from its first phase's begin to the end of its last; ``None`` without a whole forward."""
-        spans = [span for span in self.phases() if span.step == step]
-        if not any(span.name == "forward" for span in spans):
-            return None
-        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
-        return PhaseSpan(name="step", step=step, begin=begin, end=end)
+        return next((span for span in self._steps if span.step == step), None)
+
+    @cached_property
+    def _steps(self) -> list[PhaseSpan]:
+        """The steps that have a whole forward, in the order of their first phases."""
+        by_step: dict[Any, list[PhaseSpan]] = {}
+        for span in sorted(self._phases, key=lambda span: span.begin):
+            by_step.setdefault(span.step, []).append(span)
+        return [
+            PhaseSpan(name="step", step=step, begin=spans[0].begin, end=max(span.end for span in spans))
+            for step, spans in by_step.items()
+            if any(span.name in ("forward", BOTH_PHASE) for span in spans)
+        ]
+
+    def finished_steps(self) -> list[PhaseSpan]:
+        """Return the steps that have a whole forward and a whole backward."""
+        done = {span.step for span in self._phases if span.name in ("backward", BOTH_PHASE)}
+        return [span for span in self._steps if span.step in done]
+
+    def counted_steps(self) -> list[PhaseSpan]:
+        """Return the finished steps whose time counts: after the warm-up, and not trimmed; all if there is none."""
+        steps = self.finished_steps()
+        first = self.all("step")[: self.summary.get("warm_up_steps") or 0]
+        left_out = {event.get("step") for event in [*first, *self.all("trim")]}
+        return [span for span in steps if span.step not in left_out] or steps
 
     def blocks(self, step: Any) -> list[Event]:
         """Return the ``block`` events of the last forward of a step, in the order of their execution."""
@@ -123,9 +149,15 @@ class Run:
         latest = {(event.get("kind"), event.get("index")): event for event in within}
         return sorted(latest.values(), key=lambda event: event["t"])
 
-    def peak(self) -> Peak | None:
-        """Return the highest sample, and the phase and block it fell into."""
+    def peak(self, *, counted: bool = False) -> Peak | None:
+        """Return the highest sample, and the phase and block it fell into.
+
+        Args:
+            counted: Look at the steps after the warm-up only, if there are any.
+        """
         curve = self.curve()
+        begin, end = self._counted_time() if counted else (float("-inf"), float("inf"))
+        curve = [point for point in curve if begin <= point[0] <= end] or curve
         if not curve:
             return None
         t, size = max(curve, key=lambda point: point[1])
@@ -138,6 +170,13 @@ class Run:
             step=span.step if span is not None else None,
             block=block,
         )
+
+    def _counted_time(self) -> tuple[float, float]:
+        """Return when the warm-up was over, and when the last phase or step was."""
+        ends = [event["t"] for event in self.all("step")]
+        warm_up = self.summary.get("warm_up_steps") or 0
+        begin = ends[warm_up - 1] if 0 < warm_up < len(ends) else float("-inf")
+        return begin, max([*ends, *(span.end for span in self._phases)], default=float("inf"))
 
     def _block_at(self, t: float, span: PhaseSpan) -> str | None:
         """Return the block at work: forward events tell a block's end, backward events its begin."""
@@ -190,10 +229,20 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def common_step(runs: Sequence[Run]) -> Any | None:
-    """Return the step that pictures of several runs show: the last that all of them finished; ``None`` without one."""
-    shared: list[Any] = []
-    for index, run in enumerate(runs):
-        steps = [span.step for span in run.phases() if span.name == "backward"]
-        steps = [step for step in dict.fromkeys(steps) if run.step_span(step) is not None]
-        shared = steps if index == 0 else [step for step in shared if step in steps]
-    return shared[-1] if shared else None
+    """Return the step that pictures of several runs show; ``None`` if there is none that all of them finished.
+
+    It is the most typical one: over all runs, its times are nearest to the medians of the steps that count; of equals
+    the last.
+    """
+    if not runs:
+        return None
+    finished = [{span.step: span.end - span.begin for span in run.finished_steps()} for run in runs]
+    shared = [step for step in finished[0] if all(step in times for times in finished)]
+    counted = [{span.step for span in run.counted_steps()} for run in runs]
+    preferred = [step for step in shared if all(step in steps for steps in counted)] or shared
+    middles = [median([times[step] for step in preferred]) if preferred else 0.0 for times in finished]
+
+    def distance(step: Any) -> float:
+        return sum(abs(times[step] / middle - 1) for times, middle in zip(finished, middles, strict=True) if middle)
+
+    return min(reversed(preferred), key=lambda step: round(distance(step), 6), default=None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
-from ebbtide.report.table import Table, measured, size
+from ebbtide.report.table import Table, size
 
 
 def peak_sentence(run: Run) -> str:
@@ -27,44 +27,6 @@ def peak_sentence(run: Run) -> str:
         elif peak.phase == "backward" and run.blocks(peak.step):
             where += ", before the first block (head and loss)"
     return f"{run.name}: {size(peak.bytes_)} {where}."
-
-
-def peak_parts(run: Run) -> str | None:
-    """Say what holds the peak, as far as it was recorded, and what would lower its largest part.
-
-    Returns:
-        ``None`` without memory samples or without a record of weights and optimizer.
-    """
-    peak, found = run.peak(), (run.all("parts") or [None])[-1]
-    if peak is None or found is None:
-        return None
-    gradients = found.get("gradient_bytes") if peak.phase in ("backward", "optimizer") else None
-    parts: dict[str, int] = {
-        "weights": sum((found.get("weights") or {}).values()),
-        "optimizer state": found.get("optimizer_bytes") or 0,
-        "moving average": found.get("average_bytes") or 0,
-        "gradients": gradients or 0,
-        "activations": max(round(measured(run.summary).get("activation_bytes") or 0), 0),
-    }
-    stays = sum(parts[name] for name in ("weights", "optimizer state", "moving average"))
-    parts["libraries"] = max(round(measured(run.summary).get("floor_bytes") or 0) - stays, 0)
-    rest = peak.bytes_ - sum(parts.values())
-    parts[_REST] = max(rest, 0)
-    held = [f"{name} {size(count)}" for name, count in parts.items() if count]
-    largest = max(parts, key=lambda name: parts[name])
-    words = peak_sentence(run).replace(f"{run.name}: ", f"{run.name}: the peak is ", 1).removesuffix(".")
-    words += f": {', '.join(held)}" + (", not all of it at once" if rest < 0 else "")
-    return f"{words}. The largest part: {largest}{_LOWERED.get(largest, '')}."
-
-
-_REST = "the rest (head and loss, workspace, unused heap)"
-_LOWERED = {
-    _REST: "; fewer tokens in a forward (--max_length, --per_device_train_batch_size) have less",
-    "optimizer state": "; adapters (--train_type lora) have little",
-    "gradients": "; adapters (--train_type lora) have few",
-    "weights": "; --torch_dtype bfloat16 halves them",
-}
-"""What lowers a part of the peak that ebbtide leaves alone."""
 
 
 def plans(run: Run) -> list[tuple[str, str]]:

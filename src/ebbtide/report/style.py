@@ -20,12 +20,14 @@ STYLE = """
 --plain:#7a8594;--checkpointing:#c9780a;--ebbtide:#0b7f8a;
 --other-a:#7c4dbd;--other-b:#2f6fd0;--other-c:#a8446b;--other-d:#5b8a1e;
 --forward:#9db8dd;--backward:#c9b3df;--optimizer:#c7cfd9;--phase-a:#a9d3b4;--phase-b:#ecd49a;--phase-c:#9fd3d6;--phase-d:#e3b7c4;--stall:#d6303c;
+--part-weights:#4a6fa5;--part-optimizer:#7d6bb0;--part-gradients:#4f9d8f;--part-average:#8a8f3c;--part-logits:#d17a2c;--part-work:#c2a23a;--part-activations:#d793ad;--part-other:#a9b2bd;
 --kept:#b9527a;--offloaded:#3d7fd6;--recomputed:#6f9f3c;--checkpointed:#d39a2a;--good:#1a7f4b;--bad:#c62f3a}
 @media (prefers-color-scheme: dark){
 .eb{--bg:#11161d;--fg:#e3e8ef;--soft:#97a3b3;--grid:#27303b;--panel:#181f28;
 --plain:#a3adba;--checkpointing:#f0a53c;--ebbtide:#35c3cf;
 --other-a:#b48ef0;--other-b:#74a9f5;--other-c:#e58ab0;--other-d:#a3cf66;
 --forward:#3c5f92;--backward:#664d86;--optimizer:#4a5563;--phase-a:#3f6b4c;--phase-b:#7a6430;--phase-c:#33696d;--phase-d:#77485a;--stall:#ff6670;
+--part-weights:#7f9fd0;--part-optimizer:#a896db;--part-gradients:#6fc4b5;--part-average:#b8bd62;--part-logits:#ef9d55;--part-work:#dcc063;--part-activations:#a35f7b;--part-other:#5b6674;
 --kept:#dd7ba2;--offloaded:#6aa5f2;--recomputed:#9ac866;--checkpointed:#ecbd5c;--good:#4fc487;--bad:#ff7078}}
 svg.eb text{font-family:ui-sans-serif,system-ui,"Segoe UI",Helvetica,Arial,sans-serif;font-size:12px;fill:var(--fg)}
 svg.eb .soft{fill:var(--soft)}

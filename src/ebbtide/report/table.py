@@ -38,36 +38,37 @@ def measured(summary: Summary) -> Mapping[str, Any]:
     return (section(summary, "outside") if on_cpu else {}) or section(summary, "inside")
 
 
-_SMALLEST_BYTES = 4 * 1024**2
-"""Less activation memory than this in plain training is within the noise of a process's resident size."""
+NOISE_BYTES = 4 * 1024**2
+"""Less memory than this is within the noise of a process's resident size."""
 
 
 def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
-    """Return by how much the measured activation memory is below plain's, in percent.
+    """Return by how much the measured activation memory is below plain's, in percent; None if by a few MiB at most.
 
     A forward that ends with less memory than it began with has saved all of plain's, not more: it took memory that an
     earlier phase had left.
     """
     ours = measured(summary).get("activation_bytes")
     theirs = measured(plain).get("activation_bytes") if plain else None
-    if ours is None or theirs is None or theirs < _SMALLEST_BYTES:
+    if ours is None or theirs is None or theirs < NOISE_BYTES or abs(theirs - ours) < NOISE_BYTES:
         return None
     return 100 * (1 - max(ours, 0) / theirs)
 
 
 def plain_of(summaries: Sequence[Summary]) -> Summary | None:
-    """Return the summary of the mode ``plain``, against which others are held."""
+    """Return the summary against which others are held: of the mode ``plain``; None if there is none."""
     return next((summary for summary in summaries if summary.get("mode") == "plain"), None)
 
 
-def headline(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
+def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: int | None = None) -> Table:
     """Make the table that answers the question: how much memory, at what price, with the same losses?
 
     Args:
         summaries: One a run or mode.
         names: What to call them.
+        baseline: The place of the run against which others are held; default: that of the mode ``plain``.
     """
-    plain = plain_of(summaries)
+    plain = plain_of(summaries) if baseline is None else summaries[baseline]
     rows: list[tuple[str, ...]] = []
     for name, summary in zip(names, summaries, strict=True):
         view = measured(summary)
@@ -91,7 +92,7 @@ def headline(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
         "activation memory",
         "saved",
         "step",
-        "step / plain",
+        "step / plain" if baseline is None else f"step / {names[baseline]}",
         "tokens / s",
         "stall",
         "losses",
@@ -141,8 +142,17 @@ def ratio(summary: Summary, plain: Summary | None) -> str:
     if pairs and pairs.get("median") is not None:
         spread = f" ({pairs['low']:.2f} to {pairs['high']:.2f})" if pairs["low"] != pairs["high"] else ""
         return f"×{pairs['median']:.2f}{spread}"
+    times = ratio_value(summary, plain)
+    return f"×{times:.2f}" if times is not None else ABSENT
+
+
+def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
+    """Return the step time against plain's: of rounds that were compared pair by pair, the median of the pairs."""
+    pairs = summary.get("step_ratio")
+    if pairs and pairs.get("median") is not None:
+        return pairs["median"]
     ours, theirs = summary.get("step_seconds_median"), plain.get("step_seconds_median") if plain else None
-    return f"×{ours / theirs:.2f}" if ours is not None and theirs else ABSENT
+    return ours / theirs if ours is not None and theirs else None
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:

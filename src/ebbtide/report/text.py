@@ -7,8 +7,10 @@ from typing import Any
 
 from ebbtide.report import story
 from ebbtide.report.blocks import block_bytes
+from ebbtide.report.peak import split, splits_table
 from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import Table, bytes_table, headline, phases_table, section
+from ebbtide.report.verdict import prediction, verdict
 
 
 def text(run: Run) -> str:
@@ -16,11 +18,14 @@ def text(run: Run) -> str:
     summary = run.summary
     about = [str(summary[key]) for key in ("model", "device") if summary.get(key)]
     about.append(f"{summary.get('steps')} steps")
-    lines = [f"{run.name}: {', '.join(about)}"]
+    held = split(run)
+    lines = [verdict(run.name, summary, None, held), f"{run.name}: {', '.join(about)}"]
     lines += [ending for ending in (story.ending(run),) if ending]
     lines += ["", *_across(headline([summary], [run.name]))]
     if section(summary, "activation_bytes").get("unique") is not None:
         lines += ["", *_across(bytes_table([summary], [run.name]))]
+    if held is not None:
+        lines += ["", *grid(splits_table([(run.name, held)]))]
     lines += ["", f"peak      {story.peak_sentence(run).partition(': ')[2]}"]
     if (loaded := story.loading(run)) is not None:
         lines.append(f"loading   {loaded.partition(': ')[2]}")
@@ -29,6 +34,8 @@ def text(run: Run) -> str:
     for name, words in story.plans(run):
         lines.append(f"plan      {name}: {words}")
     lines += [f"happened  {sentence}" for sentence in story.happened(run)]
+    if (predicted := prediction(run)).rows:
+        lines += ["", *grid(predicted)]
     phases = phases_table([summary], [run.name])
     if phases.rows:
         own = Table(columns=phases.columns[1:], rows=tuple(row[1:] for row in phases.rows))
@@ -48,6 +55,7 @@ def as_values(run: Run) -> dict[str, Any]:
         "summary": run.summary,
         "error": run.error,
         "peak": dataclasses.asdict(peak) if peak is not None else None,
+        "peak_parts": held.parts if (held := split(run)) is not None else None,
         "step": step,
         "phases": [dataclasses.asdict(span) for span in run.phases() if span.step == step],
         "blocks": [

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 
+from ebbtide.base.runs import Event
 from ebbtide.report import style
 from ebbtide.report.frame import LEFT, RIGHT, WIDTH, Frame, axes, curve, legend, legend_width, peaks, window
 from ebbtide.report.run import PhaseSpan, Run, common_step
 from ebbtide.report.table import size as size_text
 
-_STRIP, _STRIP_GAP = 18.0, 8.0
+_STRIP, _STALLS, _STRIP_GAP = 18.0, 5.0, 9.0
+_PITCH = _STRIP + _STALLS + _STRIP_GAP
 
 
 def timeline_svg(runs: Sequence[Run]) -> str:
     """Draw memory over the same step of several runs, aligned where it begins.
 
-    Under the curves each run has a strip with the phases of the step and its stalls. The last step that all runs
-    finished is shown.
+    Under the curves each run has a strip with the phases of the step, and a thin one with its stalls, to scale. The
+    step is the most typical one of those that all runs finished.
 
     Args:
         runs: In the order in which they are to be listed.
@@ -38,15 +39,16 @@ def timeline_svg(runs: Sequence[Run]) -> str:
     colors = style.run_classes([run.name for run, _, _ in windows])
     sizes = style.ticks(max(size for _, _, points in windows for _, size in points) * 1.02, base=2)
     frame = Frame(max(span.end - span.begin for _, span, _ in windows), sizes[-1])
-    height = frame.bottom + 34 + len(windows) * (_STRIP + _STRIP_GAP) + 30
+    height = frame.bottom + 34 + len(windows) * _PITCH + 30
     pieces = [*axes(frame, sizes), *_legend(windows, colors, step)]
     pieces += [curve(frame, points, color) for (_, _, points), color in zip(windows, colors, strict=True)]
     pieces += peaks(frame, [points for _, _, points in windows], colors)
     named = [phase.name for run, span, _ in windows for phase in run.phases() if phase.step == span.step]
     phases = style.phase_classes(named)
     for row, ((run, span, _), color) in enumerate(zip(windows, colors, strict=True)):
-        pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * (_STRIP + _STRIP_GAP), phases)
-    pieces += _phase_legend(height - 10, phases)
+        pieces += _strip(frame, run, span, color, frame.bottom + 34 + row * _PITCH, phases)
+    sums = {run.name: _stalled(run, span) for run, span, _ in windows}
+    pieces += _phase_legend(height - 10, phases, {name: found for name, found in sums.items() if found is not None})
     return style.svg(WIDTH, height, pieces, label=f"Memory over step {step}: " + ", ".join(run.name for run in runs))
 
 
@@ -77,21 +79,35 @@ def _strip(frame: Frame, run: Run, step: PhaseSpan, color: str, y: float, phases
         words = f"{span.name} {span.end - span.begin:.2f} s"
         if width > 7 * len(words):
             pieces.append(style.text(x + 6, y + 13, words, "num"))
-    for stall in run.all("stall"):
-        begin = stall["t"] - stall["seconds"]
-        if step.begin <= begin and stall["t"] <= step.end:
-            x = frame.x(begin - step.begin)
-            title = f"stall in {stall.get('where')}, block {stall.get('block')}: {stall['seconds']:.4f} s"
-            width = max(frame.x(stall["t"] - step.begin) - x, 1.5)
-            pieces.append(style.rect(x, y - 2, width, _STRIP + 4, "stall", title=title))
+    for begin, stall in _stalls(run, step):
+        x = frame.x(begin - step.begin)
+        title = f"stall in {stall.get('where')}, block {stall.get('block')}: {stall['seconds']:.4f} s"
+        width = frame.x(stall["t"] - step.begin) - x
+        pieces.append(style.rect(x, y + _STRIP + 1, width, _STALLS, "stall", title=title))
     return pieces
 
 
-def _phase_legend(y: float, phases: Mapping[str, str]) -> list[str]:
+def _stalls(run: Run, step: PhaseSpan) -> list[tuple[float, Event]]:
+    """Return when each stall of a step began, and its event."""
+    begun = [(event["t"] - event["seconds"], event) for event in run.all("stall")]
+    return [(begin, event) for begin, event in begun if step.begin <= begin and event["t"] <= step.end]
+
+
+def _stalled(run: Run, step: PhaseSpan) -> str | None:
+    """Say how long a step stalled; ``None`` of a run without the engine."""
+    if not run.all("pass_end"):
+        return None
+    seconds = sum(event["seconds"] for _, event in _stalls(run, step))
+    return f"{seconds:.3f} s ({100 * seconds / max(step.end - step.begin, 1e-9):.2f} %)"
+
+
+def _phase_legend(y: float, phases: Mapping[str, str], stalls: Mapping[str, str]) -> list[str]:
     pieces: list[str] = []
     x = LEFT
-    for name, color in {**phases, "stall": "stall"}.items():
+    sums = "; ".join(f"{name} {words}" for name, words in stalls.items())
+    entries = [*phases.items(), *([(f"stalls, to scale: {sums}", "stall")] if stalls else [])]
+    for name, color in entries:
         pieces.append(style.rect(x, y - 10, 12, 12, color, radius=2))
-        pieces.append(f'<g transform="translate({x + 18:.1f} {y:.1f})">{style.text(0, 0, escape(name), "soft")}</g>')
+        pieces.append(style.text(x + 18, y, name, "soft"))
         x += 44 + 6.6 * len(name)
     return pieces

@@ -5,35 +5,50 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.track.runfile import RunFile
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @contextmanager
 def track_memory(
-    folder: str | os.PathLike[str], *, sample_seconds: float = 0.05, overwrite: bool = False, **fields: Any
+    folder: str | os.PathLike[str],
+    *,
+    model: nn.Module | str | None = None,
+    sample_seconds: float = 0.05,
+    overwrite: bool = False,
+    **fields: Any,
 ) -> Generator[RunFile, None, None]:
-    """Record host and device memory, and every event of ebbtide, into a run folder.
+    """Record memory, steps and every event of ebbtide into a run folder, around any training loop.
 
-    A thread samples memory, and every event of ebbtide is written as one JSON line; ``ebbtide report`` draws them. Use
-    it around any training loop, with or without offloading.
+    A thread samples host and device memory. Steps are numbered and timed by a hook on every optimizer of torch, phases
+    by the passes of ebbtide's engine; a loop may mark both by hand (``run.phase``, ``run.step``), and then does alone.
+    Use it with or without offloading, in one process of several.
 
     Example::
 
-        model = torch.nn.Linear(8, 8)
-        with ebbtide.track_memory("run", model="my model") as run:
-            for step in range(2):
-                with run.phase("forward", step=step):
-                    loss = model(torch.randn(4, 8)).sum()
+        model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ebbtide.track_memory("run", model=model) as run:
+            for _ in range(2):
+                loss = model(torch.randn(4, 8)).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step(loss=loss.item())  # optional: the loss, for the curve
 
     Then ``ebbtide report run`` writes ``run/report.html``.
 
     Args:
         folder: Where ``run.jsonl`` and, at the end, ``summary.json`` are written.
+        model: The module whose forward and backward are distinguished where ebbtide is not enabled on it; or just
+            a name for the report.
         sample_seconds: Time between two samples.
         overwrite: Replace the files of an earlier run in the same folder.
-        **fields: Fields of ``run_begin``, such as ``model``, ``mode`` and ``config``.
+        **fields: Fields of ``run_begin``, such as ``mode`` and ``config``.
 
     Yields:
         The open run file.
@@ -42,5 +57,12 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    with RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, **fields) as run:
+    from ebbtide.track.steps import StepMarker  # torch, which reports do without
+
+    name = model if model is None or isinstance(model, str) else type(model).__name__
+    run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)
+    with run, StepMarker() as marker:
+        if model is not None and not isinstance(model, str):
+            marker.follow(model)
+        run.marker = marker
         yield run

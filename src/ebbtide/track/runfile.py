@@ -22,13 +22,16 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
+
+if TYPE_CHECKING:
+    from ebbtide.track.steps import StepMarker
 
 logger = logging.getLogger("ebbtide.track")
 
@@ -66,6 +69,8 @@ class RunFile:
         self._lock = threading.RLock()
         self._file: int | None = None
         self._remove: Callable[[], None] | None = None
+        self.marker: StepMarker | None = None
+        """Numbers and times the steps that the loop does not."""
 
     def __enter__(self) -> RunFile:
         self._open()
@@ -74,6 +79,8 @@ class RunFile:
         self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
         self._sampler.start()
         self._remove = self._bus.subscribe(self._hear)
+        for plan in self._bus.ask("plan"):  # of models that were enabled before
+            self._write("plan", plan)
         return self
 
     def __exit__(
@@ -98,9 +105,40 @@ class RunFile:
         finally:
             self._bus.emit("phase", name=name, edge="end", step=step)
 
-    def step(self, step: int, *, seconds: float, loss: float | None = None, tokens: int | None = None) -> None:
-        """Mark the end of a step, for loops that do so by hand."""
-        self._bus.emit("step", step=step, loss=loss, seconds=seconds, tokens=tokens)
+    def step(
+        self,
+        step: int | None = None,
+        *,
+        seconds: float | None = None,
+        loss: float | None = None,
+        tokens: int | None = None,
+    ) -> None:
+        """Add figures to the step that an optimizer has just ended, or mark the end of a step by hand.
+
+        ::
+
+            optimizer.step()
+            run.step(loss=loss.item(), tokens=batch.numel())
+
+        Args:
+            step: Its number, of a loop that marks all its steps by hand; default: counted.
+            seconds: Its time, of such a loop; default: measured.
+            loss: Its loss.
+            tokens: Tokens of the step, over all processes.
+
+        Raises:
+            ConfigError: One of number and time without the other, or no optimizer has stepped since the step before.
+        """
+        if step is None and seconds is None and self.marker is not None:
+            self.marker.finish(loss=loss, tokens=tokens)
+        elif step is None or seconds is None:
+            raise ConfigError(
+                f"run.step has step={step} and seconds={seconds}",
+                expected="both, to mark the step by hand, or under ebbtide.track_memory neither",
+                hint="such as run.step(loss=loss.item()) after optimizer.step()",
+            )
+        else:
+            self._bus.emit("step", step=step, loss=loss, seconds=seconds, tokens=tokens)
 
     def _open(self) -> None:
         path = self.folder / EVENTS_FILE
@@ -141,6 +179,7 @@ class RunFile:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
+        # Fields may have a "t" of their own: of what happened before it was known what it was.
         line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
         with self._lock:
             if self._file is None:

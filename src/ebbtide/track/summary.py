@@ -7,6 +7,7 @@ single step, from that one, except the views of memory, which then are unknown. 
 from __future__ import annotations
 
 import json
+import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -100,9 +101,15 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
         "tokens_per_second": median(rates) if known else None,
-        "loss": [step.get("loss") for step in steps],
+        "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
+
+
+def _losses(events: Sequence[Event], steps: Sequence[Event]) -> list[Any]:
+    """Return one loss a step: its own, else the one that the trainer logged for it."""
+    logged = {event.get("step"): (event.get("logs") or {}).get("loss") for event in _all(events, "log")}
+    return [logged.get(s.get("step")) if s.get("loss") is None else s["loss"] for s in steps]
 
 
 def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:
@@ -208,7 +215,8 @@ def _view(
             floors.append(curve[low][1])
             activations.append(curve[high][1] - curve[low][1])
     last = max((e["t"] for e in events if e["event"] in ("phase", "step")), default=0.0)
-    during = [size for t, size in curve if counted and counted[0][0] <= t <= last]
+    first = counted[0][0] if counted else steady.begins if math.isfinite(steady.begins) else math.inf
+    during = [size for t, size in curve if first <= t <= last]
     return {
         "peak_bytes": max(during, default=None),
         "floor_bytes": median(floors) if floors else None,

@@ -160,6 +160,7 @@ class Attachment:
         moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
         self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
+        self.engine.bus.emit("pass_begin")
 
     @serially
     def _block_call(

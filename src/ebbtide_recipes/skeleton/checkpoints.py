@@ -161,15 +161,20 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
     full = (isinstance(error, OSError) and error.errno in _FULL) or any(w in str(error) for w in _FULL_WORDS)
     if not full:
         return error
-    last = next(reversed(complete(output)), None)
-    hint = f"resume from {last.folder}" if last is not None else "no checkpoint was written before"
+    remedy = "lower --save_total_limit" if complete(output) else "name another --output_dir"
     return DiskFullError(
         f"{what} could not be written: {(str(error) or repr(error)).splitlines()[0]}",
         expected="room for it on the disk",
-        hint=f"free some space, or lower --save_total_limit; {hint} (--resume_from_checkpoint latest)"
-        if last is not None
-        else f"free some space, or name another --output_dir; {hint}",
+        hint=f"free some space, or {remedy}; {resumable(output)}",
     )
+
+
+def resumable(output: Path) -> str:
+    """Say from which checkpoint of an output folder a run that has ended early can be resumed."""
+    last = next(reversed(complete(output)), None)
+    if last is None:
+        return "no checkpoint was written before"
+    return f"resume from {last.folder} (--resume_from_checkpoint latest)"
 
 
 def _named(folder: Path) -> Sealed:

@@ -232,6 +232,10 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:
             LOGGER.debug("the plan: %s", offload.handle.explain())
+    except KeyboardInterrupt:
+        if launch.is_main():
+            LOGGER.warning("stopped after step %d; %s", trainer.state.global_step, checkpoints.resumable(folder))
+        raise
     finally:
         if offload is not None:
             offload.close()

@@ -1,10 +1,11 @@
 import json
+from pathlib import Path
 
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError
-from ebbtide.cli.report import report, run
-from tests.unit.report.runs import write_run
+from ebbtide.cli.report import report, report_runs, run
+from tests.unit.report.runs import MIB, write_run
 
 
 def test_html_goes_into_the_run_folder(tmp_path, capsys):
@@ -54,7 +55,7 @@ def test_an_output_is_replaced_only_by_force(tmp_path):
         report(tmp_path, output=target)
     assert target.read_text() == "mine"
     assert report(tmp_path, output=target, force=True) == target
-    assert target.read_text().startswith("plain: tiny-llama")
+    assert target.read_text().startswith("plain: step 3.300 s, peak 1.84 GiB; it holds: activations")
 
 
 def write_comparison(folder):
@@ -69,13 +70,43 @@ def write_comparison(folder):
 def test_the_folder_of_a_comparison_is_known(tmp_path, capsys):
     write_comparison(tmp_path)
     report(tmp_path)
-    lines = capsys.readouterr().out.splitlines()
+    verdict, empty, *lines = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("ebbtide: peak −149.2 MiB (12 %), step") and not empty
     assert [line.split()[0] for line in lines] == ["mode", "plain", "ebbtide"]
     assert "75.0 %" in lines[2]
     page = report(tmp_path, format="html").read_text()
     assert "plain: 3.30 s, peak 1.26 GiB" in page, "the last round that has both modes"
     with pytest.raises(ConfigError, match="(?s)expected text or html.*round-1/plain"):
         report(tmp_path, format="trace")
+
+
+def test_several_runs_are_held_against_plain_or_the_first(tmp_path, capsys):
+    first = write_run(tmp_path / "first", None, height=800 * MIB)
+    second = write_run(tmp_path / "second", None, height=300 * MIB, slow=1.5)
+    assert run([str(first), str(second), "--format", "text"]) == 0
+    verdict, _, heads, *rows = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("second: peak −497.0 MiB (26 %), step +30 %, losses bitwise equal (against first)")
+    assert "step / first" in heads and [row.split()[0] for row in rows] == ["first", "second"]
+    assert "62.5 %" in rows[1]
+    assert run([str(first), str(second)]) == 0
+    page = (second / "against-first.html").read_text()
+    assert "(against first)" in page and not (second / "report.html").exists()
+    plain = write_run(tmp_path / "third", "plain", height=800 * MIB)
+    report_runs([second, plain], output=Path("-"))
+    assert "(against plain)" in capsys.readouterr().out
+    write_comparison(tmp_path / "compared")
+    with pytest.raises(ConfigError, match="holds a comparison; expected folders of runs"):
+        report_runs([second, tmp_path / "compared"])
+    with pytest.raises(ConfigError, match="format is 'json' for several runs"):
+        report_runs([second, plain], format="json")
+
+
+@pytest.mark.parametrize("format", ["text", "json", "html", "trace"])
+def test_a_dash_prints(tmp_path, monkeypatch, capsys, format):
+    monkeypatch.chdir(tmp_path)
+    assert run([str(write_run(tmp_path / "run")), "--format", format, "--output", "-"]) == 0
+    assert len(capsys.readouterr().out) > 400
+    assert not (tmp_path / "-").exists() and not (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_folder_without_anything_is_an_error(tmp_path):
@@ -93,7 +124,8 @@ def test_a_folder_without_anything_is_an_error(tmp_path):
         (["RUN", "--format", "jsno"], "hint: did you mean 'json'"),
         (["RUN", "--formt", "json"], "unknown argument '--formt'; .*\nhint: did you mean '--format'"),
         (["RUN", "--form", "json"], "unknown argument '--form'"),
-        (["RUN", "again"], "unknown argument 'again'"),
+        (["RUN", "again"], "run folder 'again' is not there"),
+        (["RUN", "RUN"], "a folder is named twice; expected folders of different runs\nhint: "),
         (["RUN", "--output"], "expected one argument; expected arguments of `ebbtide report`"),
         ([], "arguments are required: run_folder; .*\nhint: `ebbtide report --help`"),
         (["rnu"], "run folder 'rnu' is not there; .*\nhint: did you mean 'run'"),

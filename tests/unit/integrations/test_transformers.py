@@ -20,6 +20,7 @@ from ebbtide.integrations.transformers import (
     refuse_other_offloaders,
     wanted,
 )
+from ebbtide.report import load_run
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -58,6 +59,56 @@ def test_a_callback_offloads_while_training_and_changes_nothing_else(tmp_path: P
     assert handle.stats().memory_saved_bytes > 0
     ours.train()  # again: a new handle
     assert callback.handle is not handle
+
+
+class Tracker(TrainerCallback):
+    """Keeps the logs that it is handed, as those of TensorBoard and W&B do, which come before a user's callbacks."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+FIGURES = ("memory_saved(GiB)", "kept(GiB)", "offloaded(GiB)", "stall(s)", "recompute(s)")
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_trackers_see_the_figures_of_each_training_log(tmp_path: Path, position: int) -> None:
+    tracker, callback = Tracker(), OffloadCallback(target="disk", disk_path=tmp_path, policy="offload")
+    callbacks: list[TrainerCallback] = [tracker]
+    callbacks.insert(position, callback)
+    trainer = Trainer(args=arguments(tmp_path, logging_steps=1), callbacks=callbacks, **parts())
+    trainer.train()
+    assert callbacks[position] is callback  # the user's own list is as it was
+    steps = [logs for logs in tracker.seen if "loss" in logs]
+    assert len(steps) == 2
+    for logs in steps:
+        assert all(logs[name] >= 0 for name in FIGURES)
+    stats = callback.handle.stats()
+    assert steps[-1]["offloaded(GiB)"] == stats.offloaded_bytes / 1024**3 > 0
+    assert steps[-1]["memory_saved(GiB)"] == stats.memory_saved_bytes / 1024**3 > 0
+    assert not any(name in logs for logs in tracker.seen if "loss" not in logs for name in FIGURES)
+    assert [logs["offloaded(GiB)"] for logs in trainer.state.log_history if "loss" in logs] == [
+        logs["offloaded(GiB)"] for logs in steps
+    ]
+
+
+def test_a_stock_trainer_under_track_memory_has_the_whole_report(tmp_path: Path) -> None:
+    changes = {"logging_steps": 1, "gradient_accumulation_steps": 2, "max_steps": 3, "per_device_train_batch_size": 2}
+    callback = OffloadCallback(target="disk", disk_path=tmp_path, policy="offload")
+    trainer = Trainer(args=arguments(tmp_path, **changes), callbacks=[callback], **parts())
+    with ebbtide.track_memory(tmp_path / "run"):
+        trainer.train()
+    run = load_run(tmp_path / "run")
+    assert [e["step"] for e in run.all("step")] == [1, 2, 3] == [e["step"] for e in run.all("log") if e["logs"]]
+    assert run.summary["loss"] == [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
+    names = [span.name for span in sorted(run.phases(), key=lambda span: span.begin) if span.step == 2]
+    assert names == ["forward", "backward"] * 2 + ["optimizer"]
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    assert run.all("parts")[0]["weights"] == {"LlamaForCausalLM": weights}
+    assert run.summary["stall_seconds"] is not None and run.summary["activation_bytes"]["offloaded"] > 0
 
 
 def test_an_error_in_training_leaves_a_handle_that_close_closes(tmp_path: Path) -> None:

@@ -86,8 +86,14 @@ def test_a_peak_is_placed_where_it_was(runs, t, phase, block, words):
     assert words in peak_sentence(run)
 
 
-def test_pictures_show_the_last_step_that_all_finished(runs):
-    assert common_step(runs) == 3
+def test_pictures_show_the_most_typical_step_that_all_finished(runs, tmp_path):
+    assert common_step(runs) == 3, "of equals the last"
+    longer = load_run(write_run(tmp_path, "plain", steps=4))
+    slow = [e for e in longer.events if e["event"] == "phase" and e.get("step") == 4 and e["name"] == "optimizer"]
+    late = [{**e, "t": e["t"] + 5} if e["edge"] == "end" else e for e in slow]
+    others = [e for e in longer.events if e not in slow]
+    assert common_step([longer]) == 4
+    assert common_step([dataclasses.replace(longer, events=others + late)]) == 3
     cut = [e for e in runs[0].events if not (e["event"] == "phase" and e.get("step") == 3 and e["edge"] == "end")]
     assert common_step([dataclasses.replace(runs[0], events=cut), *runs[1:]]) == 2
     assert common_step([dataclasses.replace(runs[0], events=[]), *runs[1:]]) is None
@@ -102,7 +108,11 @@ def test_the_timeline_is_one_svg_that_stands_alone(runs):
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == 3
     assert "ebbtide: backward, 2.200 s" in titles(picture)
-    assert "stall in backward, block layers.4: 0.2500 s" in titles(picture)
+    (stall,) = [r for r in root.iter("{http://www.w3.org/2000/svg}rect") if "stall)" in r.get("style") and len(r)]
+    assert stall[0].text == "stall in backward, block layers.4: 0.2500 s"
+    wide = max(float(r.get("width")) for r in root.iter("{http://www.w3.org/2000/svg}rect") if len(r))
+    assert float(stall.get("width")) / wide == pytest.approx(0.25 / 2.8, abs=1e-3), "to the scale of backward"
+    assert "stalls, to scale: ebbtide 0.250 s (7.14 %)" in words(picture)
     assert any(word.startswith("plain: 3.30 s, peak 1.8") for word in words(picture))
 
 
@@ -151,7 +161,10 @@ def test_the_page_is_one_offline_file_without_scripts(runs, tmp_path):
     parser = Strict()
     parser.feed(page)
     assert parser.open_tags == []
-    assert page.count("<svg") == 2
+    assert page.count("<svg") == 4  # timeline, peak, blocks, losses
+    verdict = page.index('class="verdict"')
+    assert page.index("<h1>") < verdict < page.index('class="head"') and page.count('class="verdict"') == 1
+    assert 'data-head="saved">81.2 %' in page  # at the width of a phone a cell has no head but its own
     for part in (PLAN, "Compute", "layers.4", "equal", "81.2 %", "×1.24", "What holds the peak"):
         assert (part in page) is (part != "Compute"), part
 

@@ -1,0 +1,80 @@
+"""What a handle says of itself: to whoever records the run, and to the log when it is closed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ebbtide.base.actions import Plan
+from ebbtide.base.events import BUS
+from ebbtide.base.units import format_size
+from ebbtide.engine import Engine, Stats
+from ebbtide.planner.table import Prediction
+from ebbtide.track.parts import held_bytes
+
+logger = logging.getLogger("ebbtide")
+
+
+def plan_fields(plan: Plan) -> dict[str, Any]:
+    """Return the fields of the event ``plan``."""
+    predicted = getattr(getattr(plan, "table", plan), "predicted", None)
+    known = {"predicted": predicted.as_dict()} if isinstance(predicted, Prediction) else {}
+    return {"name": plan.name, "text": plan.explain(), **known}
+
+
+def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
+    """Answer whoever records for the plan, the figures and the weights of a model, until the returned call.
+
+    The bus holds neither the engine nor the model: a handle may be dropped without being closed.
+    """
+    engine_of, model_of = weakref.ref(engine), weakref.ref(model)
+
+    def plan() -> Mapping[str, Any] | None:
+        engine = engine_of()
+        return None if engine is None else plan_fields(engine.plan)
+
+    def stats() -> Mapping[str, Any] | None:
+        engine = engine_of()
+        return None if engine is None else engine.stats().as_dict()
+
+    def weights() -> Mapping[str, Any] | None:
+        model = model_of()
+        return None if model is None else {type(model).__name__: held_bytes(model.parameters())}
+
+    removes = [BUS.provide("plan", plan), BUS.provide("stats", stats), BUS.provide("weights", weights)]
+
+    def remove() -> None:
+        for call in removes:
+            call()
+
+    weakref.finalize(engine, remove)
+    return remove
+
+
+def log_saved(stats: Stats, min_bytes: int) -> None:
+    """Log what a handle has saved, and warn if that is nothing."""
+    if not stats.packs:
+        logger.warning(
+            "nothing was offloaded: no forward with gradients came through the handle "
+            "(was the model compiled after offloading was enabled? compile its blocks instead)"
+        )
+    elif not stats.unique_bytes and stats.small_bytes:
+        logger.warning(
+            "nothing was offloaded: all %d storages that blocks save are below min_bytes=%s and stay on the device; "
+            "hint: a larger batch or model has larger ones, and min_bytes=0 treats every storage",
+            stats.small_storages,
+            format_size(min_bytes),
+        )
+    elif stats.memory_saved_percent is not None:
+        saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
+        logger.info("Memory saved: %.2f GiB of the %.2f GiB that blocks save for the backward pass", saved, of)
+
+
+def warn_of_idle(engine: Engine, *, host_budget: object) -> None:
+    """Warn of an option without effect on the chosen target. A disk path has one: the host target spills to it."""
+    if host_budget is not None and engine.tier.name != "host":
+        logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)

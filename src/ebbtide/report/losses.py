@@ -1,0 +1,65 @@
+"""The picture of the losses, runs over each other, as SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ebbtide.report import style
+from ebbtide.report.table import Summary
+
+_WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 116.0, 24.0, 44.0, 180.0
+_MOST = 800
+"""Points of a curve: more than the picture has room for are left out evenly."""
+
+
+def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None:
+    """Draw a curve of losses for each run; ``None`` if fewer than two steps of all have a finite loss.
+
+    Args:
+        summaries: One a run.
+        names: What to call them.
+    """
+    curves = [_points(summary) for summary in summaries]
+    values = [loss for points in curves for _, loss in points]
+    last = max((step for points in curves for step, _ in points), default=0)
+    if len(values) < 2 or last < 2:
+        return None
+    low, high = min(values), max(values)
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    low, high = low - margin, high + margin
+
+    def place(step: int, loss: float) -> tuple[float, float]:
+        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - 1) / (last - 1)
+        return x, _TOP + _PLOT * (high - loss) / (high - low)
+
+    pieces = [style.text(_LEFT, 22, "Loss of each step", "strong")]
+    for loss in (low + (high - low) * share for share in (0.05, 0.35, 0.65, 0.95)):
+        y = place(1, loss)[1]
+        pieces.append(style.line(_LEFT, y, _WIDTH - _RIGHT, y))
+        pieces.append(style.text(_LEFT - 10, y + 4, f"{loss:.4g}", "soft", "num", "end"))
+    for step in sorted({1, *(round(1 + (last - 1) * share / 4) for share in range(5))}):
+        pieces.append(style.text(place(step, low)[0], _TOP + _PLOT + 19, f"{step}", "soft", "num", "mid"))
+    x = _LEFT + 150
+    for points, name, color in zip(curves, names, style.run_classes(names), strict=True):
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, loss) for step, loss in points))
+        if line:
+            pieces.append(
+                f'<polyline points="{line}" style="fill:none;stroke:var(--{color});stroke-width:2;'
+                'stroke-linejoin:round"/>'
+            )
+        pieces += [style.rect(x, 16, 14, 4, color, radius=2), style.text(x + 20, 22, name, "num")]
+        x += 44 + 6.6 * len(name)
+    return style.svg(_WIDTH, _TOP + _PLOT + 28, pieces, label="Losses: " + ", ".join(names))
+
+
+def _points(summary: Summary) -> list[tuple[int, float]]:
+    """Return the number and the loss of the steps whose loss is a finite number."""
+    losses = list(summary.get("loss") or [])
+    found = [
+        (number, float(loss))
+        for number, loss in enumerate(losses, start=1)
+        if isinstance(loss, (int, float)) and math.isfinite(loss)
+    ]
+    every = -(-len(found) // _MOST) or 1
+    return [*found[::every], *(found[-1:] if (len(found) - 1) % every else [])]

@@ -1,0 +1,176 @@
+"""What holds the peak: the highest sample of the counted steps, divided into the parts that are known.
+
+[Note: the parts of a peak]
+Every part is a figure that was recorded; what no record explains is ``other``, so the parts add up to the peak.
+Weights and optimizer state are those of the event ``parts``. Memory as the forward began is theirs and ``other``
+(libraries, data). What the forward added is what the engine kept, then what is saved outside of the blocks (logits and
+loss: from the share of saved bytes that blocks hold), then ``other``; without the engine, all of it is activations.
+What backward added before it reached the last block is the loss's; later it is the work of backward: gradients so far,
+copies in flight and recomputed tensors, which nothing tells apart. In the optimizer all gradients are there, and no
+activations.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ebbtide.report import style
+from ebbtide.report.run import Peak, PhaseSpan, Run
+from ebbtide.report.table import Table, size
+
+WEIGHTS, OPTIMIZER, GRADIENTS, AVERAGE = "weights", "optimizer state", "gradients", "moving average"
+KEPT, PLAIN, LOGITS = "kept activations", "activations", "logits and loss"
+WORK, OTHER = "work of backward", "other"
+
+COLORS = {
+    WEIGHTS: "part-weights", OPTIMIZER: "part-optimizer", GRADIENTS: "part-gradients", AVERAGE: "part-average",
+    KEPT: "kept", PLAIN: "part-activations", LOGITS: "part-logits", WORK: "part-work", OTHER: "part-other",
+}  # fmt: skip
+"""In the order in which parts are listed and stacked."""
+
+LOWERED = {
+    LOGITS: "a chunked or fused cross-entropy, or fewer tokens in a forward",
+    WEIGHTS: "weights in bfloat16 or 4 bits, or shards (FSDP)",
+    OPTIMIZER: "adapters (LoRA), an 8-bit optimizer, or shards (FSDP)",
+    GRADIENTS: "adapters (LoRA), or shards (FSDP)",
+    KEPT: "enable_ckpt=True (policy Minimal) keeps fewer",
+    PLAIN: "ebbtide.enable_activation_offloading(model)",
+    WORK: "fewer tokens in a forward",
+    AVERAGE: "a moving average in host memory",
+}
+"""What lowers a part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakParts:
+    """A peak and its parts.
+
+    Attributes:
+        peak: The highest sample of the counted steps.
+        parts: Bytes by part; they add up to the peak.
+    """
+
+    peak: Peak
+    parts: dict[str, int]
+
+    @property
+    def advice(self) -> str | None:
+        """What would lower the largest part that something lowers; ``None`` if nothing is known to."""
+        known = [name for name in self.parts if name in LOWERED]
+        largest = max(known, key=lambda name: self.parts[name], default=None)
+        return None if largest is None else f"{largest}: {LOWERED[largest]}"
+
+    @property
+    def words(self) -> str:
+        """The parts in words, the largest first."""
+        ordered = sorted(self.parts.items(), key=lambda part: (part[0] == OTHER, -part[1]))
+        return ", ".join(f"{name} {size(count)}" for name, count in ordered)
+
+
+def split(run: Run) -> PeakParts | None:
+    """Divide a run's peak into its parts; ``None`` without memory samples. See [Note: the parts of a peak]."""
+    peak = run.peak(counted=True)
+    if peak is None:
+        return None
+    left, parts = peak.bytes_, dict[str, int]()
+
+    def take(name: str, count: float, most: float | None = None) -> None:
+        nonlocal left
+        found = max(0, min(round(count), left, left if most is None else round(most)))
+        left -= found
+        if found:
+            parts[name] = parts.get(name, 0) + found
+
+    held: dict[str, Any] = (run.all("parts") or [{}])[-1]
+    forward, curve = _forward_before(run, peak), run.curve()
+    base = floor = left if forward is None else min(_at(curve, forward.begin), left)
+    for name, count in (
+        (WEIGHTS, sum((held.get("weights") or {}).values())),
+        (OPTIMIZER, held.get("optimizer_bytes") or 0),
+        (AVERAGE, held.get("average_bytes") or 0),
+    ):
+        take(name, count, most=base)  # what is there as forward begins holds them all
+        base -= parts.get(name, 0)
+    if peak.phase == "optimizer":
+        take(GRADIENTS, held.get("gradient_bytes") or 0)
+    elif forward is not None:
+        height = peak.bytes_ if peak.t < forward.end else _at(curve, forward.end)
+        grown = max(height - floor, 0)
+        kept, outside = _saved(run, forward)
+        if kept is None:
+            take(PLAIN, grown)
+        else:
+            take(KEPT, kept, most=grown)
+            take(LOGITS, outside, most=max(grown - kept, 0))
+        before_blocks = peak.phase == "backward" and peak.block is None and bool(run.all("block_backward"))
+        take(LOGITS if before_blocks else WORK, peak.bytes_ - height)
+    if left:
+        parts[OTHER] = left
+    return PeakParts(peak=peak, parts=parts)
+
+
+def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
+    """Return the latest forward of the peak's step that had begun; ``None`` in a phase that is neither."""
+    if peak.phase not in ("forward", "backward"):
+        return None
+    forwards = [s for s in run.phases() if s.name == "forward" and s.step == peak.step and s.begin <= peak.t]
+    return max(forwards, key=lambda span: span.begin, default=None)
+
+
+def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
+    """Return what the engine kept of a forward, and what was saved outside of its blocks."""
+    passes = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
+    if not passes:
+        return None, 0.0
+    stats = (run.all("stats") or [{}])[-1]
+    share = stats.get("coverage_percent")
+    inside = (passes[-1].get("unique_bytes") or 0) + (stats.get("small_bytes") or 0)
+    return passes[-1].get("kept_bytes") or 0, inside * (100 - share) / share if share else 0.0
+
+
+def _at(curve: Sequence[tuple[float, int]], t: float) -> int:
+    """Return the sample nearest to a time."""
+    after = bisect_left(curve, (t, 0))
+    around = curve[max(after - 1, 0) : after + 1] or curve[-1:]
+    return min(around, key=lambda point: abs(point[0] - t))[1]
+
+
+def splits_table(splits: Sequence[tuple[str, PeakParts]]) -> Table:
+    """Make the table of parts: one row a part, one column a run."""
+    names = [name for name in COLORS if any(name in found.parts for _, found in splits)]
+    rows = [(name, *(size(found.parts.get(name)) for _, found in splits)) for name in names]
+    total = ("peak", *(size(found.peak.bytes_) for _, found in splits))
+    return Table(columns=("part", *(name for name, _ in splits)), rows=(*rows, total) if rows else ())
+
+
+_WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 960.0, 116.0, 92.0, 34.0, 22.0
+
+
+def splits_svg(splits: Sequence[tuple[str, PeakParts]]) -> str | None:
+    """Draw a stacked bar for each run's peak, all to one scale; ``None`` without any."""
+    if not splits:
+        return None
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(max(found.peak.bytes_ for _, found in splits), 1)
+    pieces: list[str] = []
+    for row, (name, found) in enumerate(splits):
+        x, y = _LEFT, 10 + row * _ROW
+        pieces.append(style.text(_LEFT - 10, y + 15, name, "end"))
+        for part in (part for part in COLORS if part in found.parts):
+            width = found.parts[part] * scale
+            title = f"{name}: {part} {size(found.parts[part])}"
+            pieces.append(style.rect(x, y, width, _BAR, COLORS[part], title=title))
+            x += width
+        pieces.append(style.text(x + 8, y + 15, size(found.peak.bytes_), "num", "strong"))
+    y = 10 + len(splits) * _ROW + 14
+    x = _LEFT
+    for part in dict.fromkeys(part for part in COLORS if any(part in found.parts for _, found in splits)):
+        width = 34 + 6.4 * len(part)
+        if x + width > _WIDTH:
+            x, y = _LEFT, y + 20
+        pieces.append(style.rect(x, y - 10, 12, 12, COLORS[part], radius=2))
+        pieces.append(style.text(x + 18, y, part, "soft"))
+        x += width
+    return style.svg(_WIDTH, y + 14, pieces, label="What holds the peak: " + ", ".join(name for name, _ in splits))

@@ -1,0 +1,124 @@
+"""The answer in one line, and the plan's prediction next to what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ebbtide.report.peak import PeakParts
+from ebbtide.report.run import Run
+from ebbtide.report.table import (
+    ABSENT,
+    NOISE_BYTES,
+    Summary,
+    Table,
+    loss_verdict,
+    measured,
+    number,
+    ratio_value,
+    section,
+    size,
+)
+
+
+def verdict(
+    name: str, summary: Summary, plain: Summary | None, found: PeakParts | None, *, against: str = "plain"
+) -> str:
+    """Say in one line what the run saved, at what price, what is left of its peak and what would lower that.
+
+    Args:
+        name: The run's.
+        summary: Its summary, or the merged one of its mode.
+        plain: What it is held against, if there is such a run.
+        found: What holds its peak.
+        against: The name of ``plain``.
+    """
+    held = plain is not None and plain is not summary
+    facts = [f"{_against(summary, plain)} (against {against})"] if plain and held else _alone(summary)
+    line = f"{name}: {', '.join(facts)}"
+    if found is not None:
+        line += f"; {'what is left of the peak' if plain and held else 'it holds'}: {found.words}"
+        if found.advice is not None:
+            line += f" → {found.advice}"
+    return line + "."
+
+
+def _against(summary: Summary, plain: Summary) -> str:
+    ours, theirs = measured(summary).get("peak_bytes"), measured(plain).get("peak_bytes")
+    facts: list[str] = []
+    if ours is not None and theirs:
+        less = theirs - ours
+        change = "unchanged" if abs(less) < NOISE_BYTES else f"{_signed(-less)} ({100 * abs(less) / theirs:.0f} %)"
+        facts.append(f"peak {change}")
+    if (times := ratio_value(summary, plain)) is not None:
+        facts.append(f"step {100 * (times - 1):+.0f} %")
+    if (losses := loss_verdict(summary, plain)) != ABSENT:
+        facts.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
+    return ", ".join(facts) or "nothing was measured"
+
+
+def _alone(summary: Summary) -> list[str]:
+    peak = measured(summary).get("peak_bytes") or summary.get("peak_device_bytes")
+    facts: list[str] = []
+    saved, of = summary.get("memory_saved_bytes"), summary.get("baseline_activation_bytes")
+    if saved is not None and of:
+        facts.append(f"{size(saved)} of the {size(of)} that blocks save is not kept")
+    if summary.get("step_seconds_median") is not None:
+        facts.append(f"step {number(summary['step_seconds_median'], '{:.3f} s')}")
+    return [*facts, f"peak {size(peak)}"]
+
+
+def _signed(count: float) -> str:
+    return ("−" if count < 0 else "+") + size(abs(count))
+
+
+def prediction(run: Run) -> Table:
+    """Hold the last plan that predicts against the counted steps; no rows without such a plan."""
+    plans = [event["predicted"] for event in run.all("plan") if isinstance(event.get("predicted"), Mapping)]
+    if not plans:
+        return Table(columns=(), rows=())
+    plan, counted = plans[-1], section(run.summary, "activation_bytes")
+    step = run.summary.get("step_seconds_median")
+    rows = [("step", _seconds(plan.get("step_seconds")), _seconds(step))]
+    rows += [(f"of it, {words}", ABSENT, _seconds(value)) for words, value in step_costs(run).items()]
+    rows += [
+        (words, size(plan.get(f"{words}_bytes")), size(counted.get(words)))
+        for words in ("kept", "offloaded", "recomputed")
+    ]
+    overhead = number(plan.get("overhead_percent"), "{:+.1f} %")
+    head = f"predicted ({overhead} of the step that keeps everything)"
+    return Table(columns=("a step", head, "measured"), rows=tuple(rows))
+
+
+def step_costs(run: Run) -> dict[str, float]:
+    """Return what a counted step spends on stalls, recomputing and copies: seconds, medians over the steps."""
+    stats = run.all("stats")
+    left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
+    pairs = [
+        (before, after)
+        for before, after in zip(stats, stats[1:], strict=False)
+        if after.get("step") not in left_out and before.get("step") != after.get("step")
+    ]
+    found = {
+        "stalls": _per_step(pairs, "total_stall_seconds"),
+        "recomputing (host time)": _per_step(pairs, "total_recompute_seconds"),
+        "copying out, during compute": _copying(pairs, "out"),
+        "copying in, during compute": _copying(pairs, "in"),
+    }
+    return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+
+def _per_step(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], field: str) -> float | None:
+    steps = [after[field] - before[field] for before, after in pairs if field in before and field in after]
+    return median(steps) if steps else None
+
+
+def _copying(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], way: str) -> float | None:
+    moved = _per_step(pairs, f"total_copy_{way}_bytes")
+    rate = pairs[-1][1].get(f"copy_{way}_bytes_per_second") if pairs else None
+    return moved / rate if moved and rate else None
+
+
+def _seconds(value: float | None) -> str:
+    return number(value, "{:.3f} s")

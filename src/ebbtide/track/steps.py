@@ -1,0 +1,282 @@
+"""Marks the steps and phases of any training loop.
+
+[Note: steps mark themselves]
+A step is over when an optimizer has stepped: torch calls hooks before and after every optimizer's ``step``, whoever
+calls it. Gradient accumulation is one step, for the optimizer steps once; optimizers that step back to back are one
+step too, so the event comes late, when the next forward begins or one of them steps again. A step takes the time from
+the end of the step before to its own end, so that loading of data counts.
+
+Forward begins and ends with a pass of the engine, or with the forward of a module that is followed; backward ends with
+autograd's graph task. A loss that is computed outside of the model's forward is therefore a part of the phase
+``backward``. Without ebbtide on the model, and with no module to follow, nothing tells the two apart: the phase is
+called ``forward and backward`` then. (Hooks on all modules would tell, but ``torch.compile`` does not bear them.)
+
+What a loop marks by hand (``run.phase``, ``run.step``, the recipes) is left to it: phases that have a mark by hand are
+not marked, nor steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from ebbtide.base.errors import ConfigError
+from ebbtide.base.events import BUS, Bus
+from ebbtide.base.runs import BOTH_PHASE
+from ebbtide.track.parts import held_bytes, optimizer_parts
+
+_MARKED = ("forward", "backward", "optimizer")
+
+
+class StepMarker:
+    """Emits ``phase``, ``step``, ``stats`` and ``parts`` while it is open. See [Note: steps mark themselves].
+
+    Args:
+        bus: Where the engine's passes are heard, and where the marks go.
+    """
+
+    def __init__(self, bus: Bus = BUS) -> None:
+        self._bus = bus
+        # Backward may run in autograd's threads; an event may be emitted by a finaliser in the middle of a mark.
+        self._lock = threading.RLock()
+        self._undo: list[Callable[[], None]] = []
+        self._emitting = False
+        self._hand_phases = self._hand_steps = False
+        self._step: Any = 1
+        self._since: float | None = None
+        """When the step before was over; of the first step, when its forward began."""
+        self._phase: str | None = None
+        self._passes = 0
+        """Forwards of the step."""
+        self._turned: float | None = None
+        """When a forward was over whose backward has not begun."""
+        self._stepping: torch.optim.Optimizer | None = None
+        self._stepped: list[torch.optim.Optimizer] = []
+        """Optimizers that have stepped in this step."""
+        self._ended: float | None = None
+        """When the last of them was done."""
+        self._stats: list[Mapping[str, Any]] | None = None
+        self._parts: dict[str, Any] | None = None
+        self._parts_emitted = False
+
+    def __enter__(self) -> StepMarker:
+        before = register_optimizer_step_pre_hook(self._before_optimizer)
+        after = register_optimizer_step_post_hook(self._after_optimizer)
+        self._undo = [self._bus.subscribe(self._hear), before.remove, after.remove]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+        with self._lock:
+            self._settle()
+
+    def follow(self, model: nn.Module) -> None:
+        """Mark forward and backward by a module's own forward, while the marker is open."""
+
+        def weights() -> dict[str, int]:
+            return {type(model).__name__: held_bytes(model.parameters())}
+
+        before = model.register_forward_pre_hook(self._before_forward)
+        after = model.register_forward_hook(self._after_forward, always_call=True)
+        self._undo += [before.remove, after.remove, self._bus.provide("weights", weights)]
+
+    def finish(self, **figures: Any) -> None:
+        """Emit the step that an optimizer has just ended, with further figures.
+
+        Raises:
+            ConfigError: No optimizer has stepped since the step before.
+        """
+        with self._lock:
+            if self._ended is None:
+                raise ConfigError(
+                    "no optimizer has stepped since the step before",
+                    expected="run.step(loss=...) after optimizer.step()",
+                    hint="with an optimizer that is not torch's, pass number and time: run.step(n, seconds=...)",
+                )
+            self._settle(**figures)
+
+    # Hooks of a followed module
+
+    def _before_forward(self, module: nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or not _in_training_forward():
+            return
+        with self._lock:
+            if self._stepping is None:
+                self._forward_begins()
+
+    def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
+        if torch.compiler.is_compiling() or not _in_training_forward():
+            return
+        with self._lock:
+            if self._stepping is None:
+                self._forward_ends()
+        for node in {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
+            if node is not None:
+                node.register_prehook(self._before_backward)
+
+    def _before_backward(self, gradients: object) -> None:
+        with self._lock:
+            if self._stepping is None:
+                self._backward_begins()
+
+    # Events of the bus and of optimizers
+
+    def _hear(self, kind: str, fields: dict[str, Any]) -> None:
+        with self._lock:
+            if self._emitting:
+                return
+            if kind == "phase":
+                self._phase_by_hand(fields)
+            elif kind == "step":
+                self._step_by_hand(fields)
+            elif self._stepping is not None:
+                return  # of an optimizer that calls the model itself, such as LBFGS
+            elif kind == "pass_begin":
+                self._forward_begins()
+            elif kind == "pass_end":
+                self._forward_ends()
+            elif kind == "block_backward":
+                self._backward_begins()
+
+    def _phase_by_hand(self, fields: dict[str, Any]) -> None:
+        if fields.get("name") in _MARKED and fields.get("step") is not None:
+            self._hand_phases, self._phase = True, None
+            self._since = time.monotonic() if self._since is None else self._since
+            if self._ended is None or self._step != fields["step"]:
+                self._settle()
+                self._step = fields["step"]
+
+    def _step_by_hand(self, fields: dict[str, Any]) -> None:
+        self._hand_steps = True
+        self._step = fields.get("step")
+        if self._ended is None:
+            self._ended = time.monotonic()
+        self._settle()
+
+    def _forward_begins(self) -> None:
+        if self._phase == "forward" and self._passes:
+            return  # of a followed module, which the engine tells of too
+        self._settle()
+        self._end_phase()
+        self._turned = None
+        self._begin_phase("forward")
+        self._passes += 1
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def _forward_ends(self) -> None:
+        if self._phase == "forward":
+            self._end_phase()
+            self._turned = time.monotonic()
+
+    def _backward_begins(self) -> None:
+        if self._phase == "backward":
+            return
+        if self._phase == "forward":  # blocks that are called without the model's own forward
+            self._end_phase()
+        self._begin_phase("backward", at=self._turned)
+        self._turned = None
+        if _in_backward():
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        with self._lock:
+            if self._phase == "backward":
+                self._end_phase()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        with self._lock:
+            if self._stepping is not None and self._stepping is not optimizer:
+                return  # an optimizer inside another
+            if any(other is optimizer for other in self._stepped):
+                self._settle()
+            self._stepping = optimizer
+            if _in_backward():
+                return  # it steps inside backward, as soon as a gradient is there
+            if self._phase is None and self._turned is not None:  # no event marked backward's begin
+                self._begin_phase("backward", at=self._turned)
+            elif not self._passes and not self._stepped and self._since is not None:
+                self._begin_phase(BOTH_PHASE, at=self._since)
+            self._turned = None
+            self._end_phase()
+            self._begin_phase("optimizer")
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        with self._lock:
+            if self._stepping is not optimizer:
+                return
+            self._stepping = None
+            if self._phase == "optimizer":
+                self._end_phase()
+            self._stepped.append(optimizer)
+            self._ended = time.monotonic()
+            if not _in_backward():
+                self._look()
+
+    def _look(self) -> None:
+        """Take the figures of the step now: when it is emitted, handles may be closed and gradients gone."""
+        self._stats = self._bus.ask("stats")
+        if not self._parts_emitted:
+            weights = {name: size for found in self._bus.ask("weights") for name, size in found.items()}
+            parts = optimizer_parts(self._stepped)
+            self._parts = {**parts, "weights": weights or parts["weights"]}
+
+    # Emitting
+
+    def _settle(self, **figures: Any) -> None:
+        """End the step if an optimizer has stepped; emit it, unless the loop does."""
+        end, self._ended = self._ended, None
+        if end is None:
+            return
+        if self._stats is None and not self._hand_steps:
+            self._look()
+        stats, self._stats = self._stats or [], None
+        step, seconds = self._step, None if self._since is None else end - self._since
+        self._stepped, self._since, self._passes = [], end, 0
+        self._step = step + 1 if isinstance(step, int) else None
+        if self._hand_steps:
+            return
+        fields = {"step": step, "loss": None, "seconds": seconds, "tokens": None, **figures}
+        self._emit("step", t=end, **fields)
+        for one in stats:
+            self._emit("stats", t=end, step=step, **one)
+        if not self._parts_emitted and self._parts is not None:
+            self._parts_emitted = True
+            self._emit("parts", t=end, step=step, **self._parts)
+
+    def _begin_phase(self, name: str, at: float | None = None) -> None:
+        self._phase = name
+        self._mark("begin", {} if at is None else {"t": at})
+
+    def _end_phase(self) -> None:
+        if self._phase is not None:
+            self._mark("end", {})
+            self._phase = None
+
+    def _mark(self, edge: str, when: dict[str, float]) -> None:
+        if not self._hand_phases:
+            self._emit("phase", name=self._phase, edge=edge, step=self._step, **when)
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        self._emitting = True
+        try:
+            self._bus.emit(kind, **fields)
+        finally:
+            self._emitting = False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_training_forward() -> bool:
+    """Whether a forward is one that a backward follows: no evaluation, and no checkpoint that runs it again."""
+    return torch.is_grad_enabled() and not _in_backward()

@@ -1,0 +1,172 @@
+"""What holds the peak, the verdict, the prediction beside the measurement, the curve of the losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ebbtide.report import Run, html, load_run, peak, split, verdicts
+from ebbtide.report.losses import losses_svg
+from ebbtide.report.table import saved_percent
+from ebbtide.report.verdict import prediction, step_costs
+from ebbtide.track import write_summary
+from tests.unit.report.runs import MIB, write_run
+from tests.unit.track.events import begin, event, write_events
+
+SVG = "{http://www.w3.org/2000/svg}"
+PARTS = {"weights": {"m": 100 * MIB}, "gradient_bytes": 100 * MIB, "optimizer_bytes": 200 * MIB}
+FLOOR, KEPT, OUTSIDE, REST, RISE = 350 * MIB, 80 * MIB, 40 * MIB, 10 * MIB, 25 * MIB
+
+
+def device_run(folder: Path, *, peak_at: str = "loss", engine: bool = True, steps: int = 3) -> Run:
+    """Write a run on a device whose every byte is known; the second step has the peak."""
+    events = [begin(device="cuda", mode="ebbtide")]
+    inside = 120 * MIB
+    for step in range(1, steps + 1):
+        t = 10.0 * step
+
+        def memory(after: float, size: int, t: float = t) -> dict[str, Any]:
+            return event(t + after, "memory", rss_bytes=1, device_bytes=size)
+
+        def edge(after: float, name: str, which: str, t: float = t, step: int = step) -> dict[str, Any]:
+            return event(t + after, "phase", name=name, edge=which, step=step)
+
+        top = FLOOR + KEPT + OUTSIDE + REST
+        events += [edge(0.0, "forward", "begin"), memory(0.0001, FLOOR)]
+        if engine:
+            events.append(event(
+                t + 1.0, "pass_end", saved_bytes=inside, unique_bytes=inside, kept_bytes=KEPT,
+                offloaded_bytes=40 * MIB, recomputed_bytes=0, packs=3,
+            ))  # fmt: skip
+        events += [edge(1.0, "forward", "end"), memory(1.0001, top), edge(1.0, "backward", "begin")]
+        events += [memory(1.5, top + (RISE if peak_at == "loss" and step == 2 else 0))]
+        events += [event(t + 2.0, "block_backward", index=1, name="layers.1")] if engine else []
+        events += [memory(2.5, top + (RISE if peak_at == "block" and step == 2 else 0) - 5 * MIB)]
+        events += [edge(3.0, "backward", "end"), edge(3.0, "optimizer", "begin")]
+        events += [memory(3.5, 700 * MIB if peak_at == "optimizer" and step == 2 else FLOOR)]
+        events += [edge(4.0, "optimizer", "end"), event(t + 4.0, "step", step=step, loss=1.0, seconds=4.0, tokens=1)]
+        if engine:
+            share = 100 * inside / (inside + OUTSIDE)
+            totals = {"total_stall_seconds": 0.5 * step, "total_recompute_seconds": 0.25 * step}
+            copies = {"total_copy_out_bytes": 40 * MIB * step, "copy_out_bytes_per_second": 80.0 * MIB}
+            events.append(event(t + 4.1, "stats", step=step, coverage_percent=share, small_bytes=0, **totals, **copies))
+        if step == 1:
+            events.append(event(t + 4.2, "parts", step=1, **PARTS))
+            # A higher sample in the warm-up is not the peak of training.
+            events.append(memory(3.8, 5000 * MIB))
+            predicted = {"step_seconds": 3.5, "overhead_percent": 2.0, "kept_bytes": KEPT, "offloaded_bytes": 40 * MIB}
+            events.append(
+                event(t - 0.5, "plan", name="auto", text="...", predicted={**predicted, "recomputed_bytes": 0})
+            )
+    events.append(event(10.0 * steps + 5, "run_end", status="ok", error=None))
+    write_events(folder / "run.jsonl", sorted(events, key=lambda e: e["t"]))
+    write_summary(folder)
+    return load_run(folder)
+
+
+def test_a_peak_in_the_loss_is_divided_into_what_was_recorded(tmp_path: Path) -> None:
+    found = split(device_run(tmp_path))
+    assert found is not None and found.peak.bytes_ == FLOOR + KEPT + OUTSIDE + REST + RISE
+    assert found.parts == {
+        "weights": 100 * MIB, "optimizer state": 200 * MIB, "kept activations": KEPT,
+        "logits and loss": OUTSIDE + RISE, "other": FLOOR - 300 * MIB + REST,
+    }  # fmt: skip
+    assert sum(found.parts.values()) == found.peak.bytes_
+    assert found.advice is not None and found.advice.startswith("optimizer state: adapters (LoRA)")
+
+
+@pytest.mark.parametrize(
+    ("peak_at", "part", "size"),
+    [("block", peak.WORK, RISE - 5 * MIB), ("optimizer", peak.GRADIENTS, 100 * MIB)],
+)
+def test_a_later_peak_has_other_parts(tmp_path: Path, peak_at: str, part: str, size: int) -> None:
+    found = split(device_run(tmp_path, peak_at=peak_at))
+    assert found is not None and found.peak.step == 2
+    assert found.parts[part] == size
+    assert (peak.KEPT in found.parts) is (peak_at == "block")
+    assert sum(found.parts.values()) == found.peak.bytes_
+
+
+def test_without_the_engine_what_forward_adds_is_activations(tmp_path: Path) -> None:
+    found = split(device_run(tmp_path, engine=False))
+    assert found is not None
+    assert found.parts[peak.PLAIN] == KEPT + OUTSIDE + REST and found.parts[peak.WORK] == RISE
+    assert split(dataclasses.replace(load_run(tmp_path), events=[])) is None
+
+
+def test_without_a_record_of_parts_nothing_is_invented(tmp_path: Path) -> None:
+    run = device_run(tmp_path, engine=False)
+    bare = dataclasses.replace(run, events=[e for e in run.events if e["event"] in ("run_begin", "memory", "step")])
+    found = split(bare)
+    assert found is not None and found.parts == {"other": found.peak.bytes_} and found.advice is None
+
+
+def test_the_bars_are_to_one_scale_and_the_table_adds_up(tmp_path: Path) -> None:
+    found = [(n, split(device_run(tmp_path / n, peak_at=n))) for n in ("loss", "optimizer")]
+    picture = ET.fromstring(peak.splits_svg([(name, one) for name, one in found if one is not None]) or "")
+    widths: dict[str, float] = {"loss": 0.0, "optimizer": 0.0}
+    for rect in picture.iter(f"{SVG}rect"):
+        if len(rect):
+            widths[str(rect[0].text).partition(":")[0]] += float(rect.get("width") or 0)
+    assert widths["loss"] / widths["optimizer"] == pytest.approx(505 / 700, rel=1e-3)
+    table = peak.splits_table([(name, one) for name, one in found if one is not None])
+    assert table.rows[-1] == ("peak", "505.0 MiB", "700.0 MiB")
+    assert peak.splits_svg([]) is None and peak.splits_table([]).rows == ()
+
+
+def test_the_verdict_says_what_was_saved_at_what_price_and_what_is_left(tmp_path: Path) -> None:
+    plain = load_run(write_run(tmp_path / "plain", "plain"))
+    ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=150 * MIB, slow=1.1, engine=True))
+    (line,) = verdicts([plain.summary, ours.summary], ["plain", "ebbtide"], {"ebbtide": split(ours)})
+    assert line.startswith("ebbtide: peak −646.7 MiB (34 %), step +6 %, losses bitwise equal (against plain); ")
+    assert "what is left of the peak: work of backward" in line and " → " in line
+    alone = verdicts([ours.summary], ["ebbtide"], {})
+    assert alone == ["ebbtide: 100.0 MiB of the 132.0 MiB that blocks save is not kept, step 3.500 s, peak 1.21 GiB."]
+    uneven = {**ours.summary, "loss": [9.0, 1.5, 1.0]}
+    assert "LOSSES DIFFER" in verdicts([plain.summary, uneven], ["plain", "ebbtide"], {})[0]
+
+
+def test_savings_within_the_noise_are_not_given_as_numbers(tmp_path: Path) -> None:
+    plain = load_run(write_run(tmp_path / "plain", "plain", height=100 * MIB)).summary
+    ours = load_run(write_run(tmp_path / "ebbtide", "ebbtide", height=103 * MIB)).summary
+    assert "peak unchanged" in verdicts([plain, ours], ["plain", "ebbtide"], {})[0]
+    assert saved_percent(ours, plain) is None
+    small = {"device": "cpu", "inside": {"activation_bytes": 3 * MIB}}
+    assert saved_percent({"device": "cpu", "inside": {"activation_bytes": 6 * MIB}}, small) is None
+    assert saved_percent({"device": "cpu", "inside": {"activation_bytes": 50 * MIB}}, plain) == pytest.approx(50.0)
+
+
+def test_the_prediction_stands_beside_the_measurement_with_what_a_step_spends(tmp_path: Path) -> None:
+    run = device_run(tmp_path)
+    assert step_costs(run) == {
+        "stalls": 0.5, "recomputing (host time)": 0.25, "copying out, during compute": 0.5,
+    }  # fmt: skip
+    table = prediction(run)
+    assert table.columns[1] == "predicted (+2.0 % of the step that keeps everything)"
+    assert ("step", "3.500 s", "4.000 s") in table.rows
+    assert ("of it, stalls", "–", "0.500 s") in table.rows
+    assert ("kept", "80.0 MiB", "80.0 MiB") in table.rows
+    assert prediction(device_run(tmp_path / "plain", engine=False)).rows != ()
+    bare = dataclasses.replace(run, events=[e for e in run.events if e["event"] != "plan"])
+    assert prediction(bare).rows == ()
+    page = html([run], tmp_path / "report.html").read_text()
+    assert "predicted (+2.0 %" in page and "What holds the peak" in page
+
+
+def test_losses_are_a_curve(tmp_path: Path) -> None:
+    picture = losses_svg([{"loss": [3.0, 2.0, 1.0]}, {"loss": [3.0, "nan", 2.0]}], ["plain", "ebbtide"])
+    lines = [
+        [tuple(map(float, p.split(","))) for p in str(line.get("points")).split()]
+        for line in ET.fromstring(picture or "").iter(f"{SVG}polyline")
+    ]
+    assert [len(line) for line in lines] == [3, 2]
+    (left, high), (middle, _), (right, low) = lines[0]
+    assert left < middle < right and high < low and middle == pytest.approx((left + right) / 2, abs=0.1)
+    assert lines[1][0] == (left, high)
+    many = losses_svg([{"loss": [1 / n for n in range(1, 5000)]}], ["plain"]) or ""
+    assert many.count(",") < 2000 and "4999" in many
+    assert losses_svg([{"loss": [None, None]}, {}], ["a", "b"]) is None

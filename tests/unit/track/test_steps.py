@@ -1,0 +1,288 @@
+"""Steps and phases that mark themselves, around loops that mark nothing, something or everything."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ebbtide
+from ebbtide.base.events import BUS
+from ebbtide.base.runs import read_events
+from ebbtide.report import load_run
+from ebbtide.track.steps import StepMarker
+
+STEPS = 4
+
+
+def model_of(width: int = 32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.TransformerEncoderLayer(width, 2, 64, dropout=0.0, batch_first=True) for _ in range(3)])
+
+
+def loop(model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = STEPS, micro: int = 1) -> Iterator[float]:
+    for number in range(steps):
+        for _ in range(micro):
+            batch = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(number))
+            loss = model(batch).square().mean()
+            loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        yield loss.item()
+
+
+def marks(folder: Path, kind: str = "phase") -> list[dict[str, Any]]:
+    return [event for event in read_events(folder / "run.jsonl") if event["event"] == kind]
+
+
+def spans(folder: Path, step: int) -> list[str]:
+    """Return the phases of a step in the order in which they ended."""
+    return [e["name"] for e in marks(folder) if e["edge"] == "end" and e["step"] == step]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def hooks_are_gone() -> Iterator[None]:
+    from torch.optim import optimizer
+
+    yield
+    hooks = [*optimizer._global_optimizer_pre_hooks.values(), *optimizer._global_optimizer_post_hooks.values()]
+    assert not any(isinstance(getattr(hook, "__self__", None), StepMarker) for hook in hooks)
+    assert not BUS.active and not BUS.ask("stats") and not BUS.ask("plan")
+
+
+def test_a_loop_that_marks_nothing_has_steps_phases_figures_and_parts(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = adam(model)
+    with ebbtide.track_memory(tmp_path), ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+        list(loop(model, optimizer))
+    steps = marks(tmp_path, "step")
+    assert [e["step"] for e in steps] == [1, 2, 3, 4]
+    assert all(e["seconds"] > 0 for e in steps)
+    for number in (1, 2, 3, 4):
+        assert spans(tmp_path, number) == ["forward", "backward", "optimizer"]
+    assert [e["step"] for e in marks(tmp_path, "stats")] == [1, 2, 3, 4]
+    weights = sum(p.nbytes for p in model.parameters())
+    parts = marks(tmp_path, "parts")[0]
+    assert (parts["weights"], parts["gradient_bytes"]) == ({"Sequential": weights}, weights)
+    assert 2 * weights <= parts["optimizer_bytes"] <= 2 * weights + 8 * len(list(model.parameters()))
+    run = load_run(tmp_path)
+    assert run.summary["steps"] == 4 and run.summary["step_seconds_median"] > 0
+    assert run.summary["inside"]["activation_bytes"] is not None
+    assert set(run.summary["phases"]) == {"forward", "backward", "optimizer"}
+    assert run.step_span(2) is not None
+
+
+def test_phases_of_a_step_follow_each_other_and_end_in_the_step(tmp_path: Path) -> None:
+    model = model_of()
+    with ebbtide.track_memory(tmp_path), ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0):
+        list(loop(model, adam(model)))
+    run = load_run(tmp_path)
+    ends = {e["step"]: e["t"] for e in marks(tmp_path, "step")}
+    for number in (2, 3, 4):
+        forward, backward, optimizer = sorted((s for s in run.phases() if s.step == number), key=lambda s: s.begin)
+        assert ends[number - 1] <= forward.begin < forward.end <= backward.begin < backward.end <= optimizer.begin
+        assert optimizer.end <= ends[number]
+        blocks = [e["t"] for e in marks(tmp_path, "block_backward") if forward.begin < e["t"] < ends[number]]
+        assert blocks and all(backward.begin <= t <= backward.end for t in blocks)
+
+
+def test_without_offloading_forward_and_backward_are_one_phase(tmp_path: Path) -> None:
+    model = model_of()
+    with ebbtide.track_memory(tmp_path):
+        list(loop(model, adam(model)))
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4]
+    assert marks(tmp_path, "step")[0]["seconds"] is None  # nothing tells when the first step began
+    assert spans(tmp_path, 1) == ["optimizer"]
+    assert spans(tmp_path, 3) == ["forward and backward", "optimizer"]
+    assert marks(tmp_path, "parts")[0]["weights"] == {"trained": sum(p.nbytes for p in model.parameters())}
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_model_that_is_followed_has_its_phases_with_and_without_offloading(tmp_path: Path, offloads: bool) -> None:
+    model = model_of()
+    plain = model_of()
+    list(loop(plain, adam(plain), micro=2))
+    with ebbtide.track_memory(tmp_path, model=model):
+        if offloads:
+            with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+                list(loop(model, adam(model), micro=2))
+        else:
+            list(loop(model, adam(model), micro=2))
+        with torch.no_grad():
+            model(torch.ones(2, 16, 32))
+    assert all(a.equal(b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    for number in (1, 2, 3, 4):
+        assert spans(tmp_path, number) == ["forward", "backward"] * 2 + ["optimizer"]
+    assert {e["step"] for e in marks(tmp_path)} == {1, 2, 3, 4}, "the evaluation has no phase"
+    assert marks(tmp_path, "parts")[0]["weights"] == {"Sequential": sum(p.nbytes for p in model.parameters())}
+    run = load_run(tmp_path)
+    assert (run.summary["model"], run.summary["inside"]["activation_bytes"] is not None) == ("Sequential", True)
+
+
+def test_a_model_that_is_compiled_is_followed_without_a_break(tmp_path: Path) -> None:
+    model = model_of()
+    graphs: list[object] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, backend=counted)
+    with ebbtide.track_memory(tmp_path, model=compiled):
+        list(loop(compiled, adam(model), steps=3))
+    assert len(graphs) == 1
+    assert spans(tmp_path, 3) == ["forward", "backward", "optimizer"]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_accumulation_and_optimizers_back_to_back_are_one_step(tmp_path: Path, offloads: bool) -> None:
+    model = model_of()
+    first, *rest = model.children()
+    pair = adam(first), torch.optim.SGD([p for child in rest for p in child.parameters()], lr=0.1)
+    options = {"policy": "offload" if offloads else "keep", "min_bytes": 0}
+    with ebbtide.track_memory(tmp_path):
+        if offloads:
+            with ebbtide.enable_activation_offloading(model, **options):
+                list(loop(model, *pair, micro=3))
+        else:
+            list(loop(model, *pair, micro=3))
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4]
+    seen = spans(tmp_path, 2)
+    expected = ["forward", "backward"] * 3 if offloads else ["forward and backward"]
+    assert seen == [*expected, "optimizer", "optimizer"]
+    parts = marks(tmp_path, "parts")[0]
+    assert parts["gradient_bytes"] <= sum(p.nbytes for p in model.parameters())
+    assert sum(parts["weights"].values()) == sum(p.nbytes for p in model.parameters())
+
+
+def test_steps_marked_by_hand_are_not_marked_again(tmp_path: Path) -> None:
+    model = model_of()
+    with (
+        ebbtide.track_memory(tmp_path) as run,
+        ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0),
+    ):
+        for number, loss in enumerate(loop(model, adam(model)), start=10):
+            run.step(number, seconds=0.5, loss=loss)
+    steps = marks(tmp_path, "step")
+    assert [(e["step"], e["seconds"]) for e in steps] == [(n, 0.5) for n in (10, 11, 12, 13)]
+    assert not marks(tmp_path, "stats")
+
+
+def test_phases_marked_by_hand_are_not_marked_again_and_name_the_step(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = adam(model)
+    with (
+        ebbtide.track_memory(tmp_path) as run,
+        ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0),
+    ):
+        for number in (7, 8, 9):
+            with run.phase("forward", step=number):
+                loss = model(torch.ones(2, 16, 32)).sum()
+            with run.phase("backward", step=number):
+                loss.backward()
+            optimizer.step()
+    assert [(e["name"], e["edge"], e["step"]) for e in marks(tmp_path)] == [
+        (name, edge, n) for n in (7, 8, 9) for name in ("forward", "backward") for edge in ("begin", "end")
+    ]
+    assert [e["step"] for e in marks(tmp_path, "step")] == [7, 8, 9]
+
+
+def test_a_loading_phase_marked_by_hand_leaves_the_steps_to_themselves(tmp_path: Path) -> None:
+    with ebbtide.track_memory(tmp_path) as run:
+        with run.phase("load", step=0):
+            model = model_of()
+        list(loop(model, adam(model), steps=2))
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2]
+    assert spans(tmp_path, 2) == ["forward and backward", "optimizer"]
+
+
+def test_a_loop_adds_its_loss_to_the_step_that_marked_itself(tmp_path: Path) -> None:
+    model = model_of()
+    with ebbtide.track_memory(tmp_path) as run:
+        losses = []
+        for loss in loop(model, adam(model)):
+            losses.append(loss)
+            run.step(loss=loss, tokens=32)
+        with pytest.raises(ebbtide.ConfigError, match="no optimizer has stepped since"):
+            run.step(loss=0.0)
+        with pytest.raises(ebbtide.ConfigError, match="(?s)step=3 and seconds=None.*hint: "):
+            run.step(3, loss=0.0)
+    summary = load_run(tmp_path).summary
+    assert summary["loss"] == losses and len(losses) == STEPS
+    assert summary["tokens_per_second"] > 0
+
+
+def test_an_optimizer_that_calls_the_model_is_one_step(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 16, 32)).square().mean()
+        loss.backward()
+        return loss
+
+    with ebbtide.track_memory(tmp_path), ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3]
+    assert spans(tmp_path, 2)[-1] == "optimizer"
+
+
+def test_optimizers_that_step_inside_backward_are_one_step(tmp_path: Path) -> None:
+    model = model_of()
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda p, o=optimizer: (o.step(), o.zero_grad())[0])
+    with ebbtide.track_memory(tmp_path), ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0):
+        list(loop(model))
+    assert [e["step"] for e in marks(tmp_path, "step")] == [1, 2, 3, 4]
+    assert spans(tmp_path, 2) == ["forward", "backward"]
+
+
+def test_training_is_bitwise_the_same_while_it_is_tracked(tmp_path: Path) -> None:
+    plain, tracked = model_of(), model_of()
+    before = list(loop(plain, adam(plain)))
+    with ebbtide.track_memory(tmp_path):
+        assert list(loop(tracked, adam(tracked))) == before
+    assert all(a.equal(b) for a, b in zip(plain.parameters(), tracked.parameters(), strict=True))
+
+
+def test_a_plan_that_was_made_before_is_recorded(tmp_path: Path) -> None:
+    model = model_of()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+        with ebbtide.track_memory(tmp_path):
+            list(loop(model, adam(model), steps=1))
+        assert marks(tmp_path, "plan")[0]["name"] == handle.plan.name
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_handle_that_is_closed_or_dropped_leaves_no_source_behind(closed: bool) -> None:
+    model = model_of()
+    handle = ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0)
+    assert len(BUS.ask("stats")) == 1 == len(BUS.ask("weights"))
+    if closed:
+        handle.close()
+    else:
+        del handle, model
+        gc.collect()
+    assert not BUS.ask("stats")
+
+
+def test_a_tiny_model_that_offloads_nothing_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of()
+    with ebbtide.enable_activation_offloading(model, policy="offload"):
+        list(loop(model, adam(model), steps=1))
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert any("below min_bytes=64.0 KiB" in words and "hint: " in words for words in said), said
