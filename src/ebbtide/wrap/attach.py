@@ -55,6 +55,11 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Whether a living handle offloads blocks of ``model``."""
+    return any(module in _attached for module in model.modules())
+
+
 class Attachment:
     """The hooks of one handle on one model.
 
