@@ -15,6 +15,7 @@ from rich.console import Console
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
+from ebbtide.cli import rounds as rounds_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 
@@ -288,7 +289,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
 )
 def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+    monkeypatch.setattr(rounds_module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
     with pytest.raises(EbbtideError, match=f"(?s){words}"):
         run(argv)
     assert list(tmp_path.iterdir()) == []
