@@ -111,8 +111,11 @@ class ScriptSwitch:
             # Not atexit: it does not run in the processes of multiprocessing, this runs in both.
             multiprocessing.util.Finalize(None, self._process_ends, exitpriority=100)
         self._inside.update(module.modules())
-        self._switched.append((module, self._switch(module)))
+        handle = self._switch(module)
+        self._switched.append((module, handle))
         self._steps.follow(module, self._switched)
+        if handle is not None and not self._request.compared and self._steps.is_main():
+            sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
 
     def _is_held(self, module: nn.Module) -> bool:
         """Whether an optimizer holds parameters of a module."""
@@ -149,10 +152,8 @@ class ScriptSwitch:
         elif request.mode.startswith("ebbtide"):
             policy = "minimal" if request.mode == "ebbtide-minimal" else request.policy
             handle = enable_activation_offloading(module, policy=policy, disk_path=request.disk_path)
-            how = f"{len(handle._attachment.block_names)} blocks, policy {handle.plan.name}"
+            how = _how(handle)
         request.note("model", model=name, how=how, checkpoints_itself=own)
-        if not request.compared and self._steps.is_main():
-            sys.stderr.write(f"ebbtide: {name} is offloaded: {how}\n")
         return handle
 
     def _step_ends(self, optimizer: Optimizer) -> None:
@@ -170,3 +171,7 @@ class ScriptSwitch:
         if kind not in self._noted:
             self._noted.add(kind)
             self._request.note(kind, **fields)
+
+
+def _how(handle: Any) -> str:
+    return f"{len(handle._attachment.block_names)} blocks, policy {handle.plan.name}"
