@@ -97,6 +97,7 @@ def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) ->
     assert not models(run.notes)
 
 
+@pytest.mark.timeout(1200)  # each process of TRL's imports it anew
 @pytest.mark.parametrize(
     "name", ["trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "sft-lora"))]
 )
@@ -109,7 +110,7 @@ def test_trainers_train_the_same_bits(name: str, tiny_model: Path, tmp_path: Pat
     }
     for run in left.values():
         assert run.code == 0, run.output
-        assert models(run.notes) == ["PeftModelForCausalLM" if name == "sft-lora" else "LlamaForCausalLM"]
+        assert models(run.notes) == ["PeftModel" if name == "sft-lora" else "LlamaForCausalLM"]
         assert len(run.losses) == 4
     assert len({tuple(run.losses) for run in left.values()}) == 1
     assert len({run.checksum for run in left.values()}) == 1
