@@ -27,6 +27,7 @@ from ebbtide.cli.rounds import (
     announce,
     check_folder,
     check_modes,
+    check_packages,
     run_rounds,
 )
 from ebbtide.cli.run import split
@@ -75,8 +76,9 @@ def compare(
     Raises:
         ConfigError: An unknown mode, a mode twice, no round, or arguments that set what the modes set.
         DataError: ``out`` already holds a comparison, or cannot be written.
-        EbbtideError: The recipe refuses its arguments in one of the modes.
+        EbbtideError: The recipe refuses its arguments in one of the modes, or a package is not installed.
     """
+    check_packages("recipes")
     from rich.console import Console
 
     _check(arguments, modes, rounds, out)

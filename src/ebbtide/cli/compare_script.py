@@ -19,6 +19,7 @@ from ebbtide.cli.rounds import (
     announce,
     check_folder,
     check_modes,
+    check_packages,
     run_rounds,
 )
 from ebbtide.cli.run import check_command
@@ -57,8 +58,10 @@ def compare_script(
     Raises:
         ConfigError: No command or none that can be started, an unknown mode, a mode twice, or no round.
         DataError: ``out`` already holds a comparison, or cannot be written.
+        EbbtideError: A package of the command line is not installed.
         TrainingError: The first run trained nothing: there is nothing to compare.
     """
+    check_packages("cli,track")
     from rich.console import Console
 
     check_command(command, verb="compare")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, Ended, run_child
@@ -150,6 +151,19 @@ def run_rounds(
             console.print(f"{stopped}: the process was ended; the report has the finished runs", style="yellow")
         modes_merged = board.finish(everywhere)
         return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
+
+
+def check_packages(extra: str) -> None:
+    """Refuse to begin without the packages that watch, draw and print, before anything runs.
+
+    Args:
+        extra: The extra of ebbtide to install where one is missing.
+
+    Raises:
+        EbbtideError: One is not installed.
+    """
+    for package in ("rich", "psutil", "jinja2"):
+        check_installed(package, extra=extra, use="`ebbtide compare`")
 
 
 def warm_up_steps() -> int:

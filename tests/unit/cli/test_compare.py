@@ -1,3 +1,4 @@
+import importlib.util
 import io
 import json
 import os
@@ -291,6 +292,16 @@ def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rounds_module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
     with pytest.raises(EbbtideError, match=f"(?s){words}"):
+        run(argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("argv", "extra"), [(["sft"], "recipes"), (["--", "true"], "cli,track")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, argv, extra):
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
+    with pytest.raises(EbbtideError, match=f"rich is not installed; .*\nhint: pip install 'ebbtide.{extra}.'"):
         run(argv)
     assert list(tmp_path.iterdir()) == []
 
