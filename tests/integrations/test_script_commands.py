@@ -134,6 +134,7 @@ def test_ctrl_c_ends_the_script_and_closes_its_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # up to six starts of Python and torch, one after the other
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_ranks_of_a_launcher_are_switched_and_one_records(launcher: str, tmp_path: Path) -> None:
     start = {
@@ -153,6 +154,7 @@ def test_ranks_of_a_launcher_are_switched_and_one_records(launcher: str, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_script_without_seeds_is_not_called_different(tmp_path: Path) -> None:
     argv = ["--rounds", "2", "--steps", "3", "--modes", "plain,ebbtide", "--out", tmp_path / "out", "--"]
     result = ran("compare", *argv, sys.executable, LOOP, "unseeded")

@@ -116,7 +116,7 @@ def _checkpoints(out: Path) -> list[str]:
                 return [
                     f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "
                     "ebbtide sees what the checkpoints keep.\nhint: turn gradient_checkpointing off in the script "
-                    "(TRL's trainers have it on) to compare with plain training"
+                    "(TRL's trainers have it on) to compare with ordinary training"
                 ]
     return []
 
