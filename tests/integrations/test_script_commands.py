@@ -138,7 +138,7 @@ def test_ctrl_c_ends_the_script_and_closes_its_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_ranks_of_a_launcher_are_switched_and_one_records(launcher: str, tmp_path: Path) -> None:
     start = {
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
         "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1"],
     }[launcher]
     shape = "distributed" if launcher == "torchrun" else "accelerated"

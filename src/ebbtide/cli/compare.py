@@ -195,7 +195,8 @@ def _parser(recipe: str) -> Parser:
         prog="ebbtide compare",
         usage="%(prog)s [RECIPE] [file.yaml] [--modes A,B] [--rounds N]\n"
         "                       [--out DIR] [flags of the recipe]\n"
-        "       %(prog)s [--modes A,B] [--rounds N] [--out DIR] [--steps N] -- COMMAND",
+        "       %(prog)s [--modes A,B] [--rounds N] [--out DIR]\n"
+        "                       [--steps N] -- COMMAND",
         description=f"The same few steps of a recipe ({', '.join(RECIPES)}), or of your own training script (such as "
         "`ebbtide compare -- python train.py`), in fresh processes under several modes. "
         f"All other arguments go to the recipe (see `ebbtide {recipe} --help`); without --max_steps, "

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     """
     parser = Parser(
         prog="ebbtide run",
-        usage="%(prog)s [--policy NAME] [--disk_path DIR] [--out DIR] [--steps N] -- COMMAND",
+        usage="%(prog)s [--policy NAME] [--disk_path DIR] [--out DIR]\n                   [--steps N] -- COMMAND",
         description="Run a training script, or a launcher of one (torchrun, accelerate launch), as it is: the first "
         f"model that it trains is offloaded. Such as `ebbtide run {EXAMPLE}`.",
     )
