@@ -54,7 +54,8 @@ def peak_parts(run: Run) -> str | None:
     largest = max(parts, key=lambda name: parts[name])
     words = peak_sentence(run).replace(f"{run.name}: ", f"{run.name}: the peak is ", 1).removesuffix(".")
     words += f": {', '.join(held)}" + (", not all of it at once" if rest < 0 else "")
-    return f"{words}. The largest part: {largest}{_LOWERED.get(largest, '')}."
+    is_script = any("command" in (event.get("config") or {}) for event in run.all("run_begin"))
+    return f"{words}. The largest part: {largest}{'' if is_script else _LOWERED.get(largest, '')}."
 
 
 _REST = "the rest (head and loss, workspace, unused heap)"
@@ -64,7 +65,7 @@ _LOWERED = {
     "gradients": "; adapters (--train_type lora) have few",
     "weights": "; --torch_dtype bfloat16 halves them",
 }
-"""What lowers a part of the peak that ebbtide leaves alone."""
+"""What lowers a part of the peak that ebbtide leaves alone, in a recipe: a script has flags of its own."""
 
 
 def plans(run: Run) -> list[tuple[str, str]]:

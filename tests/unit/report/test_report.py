@@ -9,10 +9,10 @@ from html.parser import HTMLParser
 import pytest
 
 from ebbtide.base.errors import DataError, EbbtideError
-from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeline_svg
+from ebbtide.report import Run, as_values, chrome_trace, html, load_run, text, timeline_svg
 from ebbtide.report.blocks import block_bytes, blocks_svg
 from ebbtide.report.run import common_step
-from ebbtide.report.story import peak_sentence, plans
+from ebbtide.report.story import peak_parts, peak_sentence, plans
 from ebbtide.report.style import ticks
 from ebbtide.report.table import headline, losses_table, measured
 from tests.unit.report.runs import BLOCKS, MIB, PLAN, write_run
@@ -266,3 +266,15 @@ def test_ticks_cover_what_must_fit_in_few_even_steps(highest, base):
     assert 3 <= len(found) <= 7
     step = found[1]
     assert step == 2.0 ** round(math.log2(step)) if base == 2 else f"{step:.0e}"[0] in "125"
+
+
+@pytest.mark.parametrize(("config", "advised"), [({"model": "m"}, True), ({"command": ["train.py"]}, False)])
+def test_flags_of_a_recipe_are_advised_for_recipes_alone(config, advised, tmp_path):
+    events = [
+        {"t": 0.0, "event": "run_begin", "device": "cpu", "config": config},
+        {"t": 1.0, "event": "memory", "rss_bytes": 100 * 1024**2},
+        {"t": 2.0, "event": "parts", "weights": {"model": 90 * 1024**2}, "optimizer_bytes": 0, "gradient_bytes": 0},
+    ]
+    words = peak_parts(Run(folder=tmp_path, name="plain", summary={"device": "cpu"}, events=events, outside=()))
+    assert words is not None and "The largest part: weights" in words
+    assert ("--torch_dtype" in words) is advised
