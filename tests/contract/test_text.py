@@ -73,13 +73,13 @@ def aliases(recipe: str) -> set[str]:
 def unknown_words(text: str) -> list[str]:
     """Verbs and options of ebbtide that a document names and the command line does not have.
 
-    ``compare`` hands on to the recipe what it does not take itself.
+    ``compare`` hands on to the recipe what it does not take itself; what comes after ``--`` is no flag of ebbtide.
     """
     known, found = frozen(), []
     for command in commands(text):
         if not (match := re.match(r"(?:\S*/|[A-Z_]+=\S+ )*ebbtide ([a-z]+)( .*)?$", command.split("#")[0].rstrip())):
             continue
-        verb, rest = match.group(1), match.group(2) or ""
+        verb, rest = match.group(1), (match.group(2) or "").partition(" -- ")[0]  # a command of the user's own
         if verb not in known:
             found.append(f"ebbtide {verb}")
             continue

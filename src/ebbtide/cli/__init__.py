@@ -58,6 +58,7 @@ VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
     "grpo": _recipe("reinforcement of a language model by reward functions (GRPO)"),
     "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
+    "run": Verb(function="ebbtide.cli.run:run", does="your own training script with offloading, unedited"),
     "compare": Verb(
         function="ebbtide.cli.compare:run", does="the same few steps under several modes, in fresh processes"
     ),

@@ -29,9 +29,13 @@ class Board:
         modes: In the order in which they are listed.
         console: A rich console.
         warm_up: Steps of each child that do not count.
+        flag: The flag that sets the number of steps.
     """
 
-    def __init__(self, *, out: Path, modes: Sequence[str], console: Any, warm_up: int) -> None:
+    def __init__(
+        self, *, out: Path, modes: Sequence[str], console: Any, warm_up: int, flag: str = "--max_steps"
+    ) -> None:
+        self._flag = flag
         self._out, self._modes, self._console, self._warm_up = out, modes, console, warm_up
         self._rounds: dict[int, dict[str, Run]] = {}
         self._failures: dict[str, list[str]] = {}
@@ -60,6 +64,7 @@ class Board:
         late = self._wait_for_plans()
         summaries = {turn: {mode: run.summary for mode, run in by.items()} for turn, by in self._rounds.items()}
         modes = merge(summaries, self._modes, self._failures)
+        equal = self._compare_parameters(modes)
         written = {"schema": SCHEMA, "modes": modes, "environment": environment}
         self._out.mkdir(parents=True, exist_ok=True)
         (self._out / SUMMARY_FILE).write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
@@ -68,7 +73,7 @@ class Board:
             html(shown, self._out / REPORT_FILE, comparison=written)
             self.print_table(modes)
             self._print("")
-            for line in [*_counted(shown), *late, *_verdicts(shown, modes)]:
+            for line in [*_counted(shown), *late, *equal, *_verdicts(shown, modes)]:
                 self._print(line)
             self._print(f"\n{self._out / REPORT_FILE}")
         return modes
@@ -88,7 +93,39 @@ class Board:
                     summary = write_summary(run.folder, warm_up=warm_up)
                     by_mode[mode] = dataclasses.replace(run, summary=summary)
         late = f"A plan was corrected after step {made}, so some of the counted steps ran under another one: "
-        return [late + "more --max_steps show the last."] if made > warm_up else []
+        return [late + f"more {self._flag} show the last."] if made > warm_up else []
+
+    def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
+        """Compare the trained parameters with those of plain, and plain's rounds with one another; say what was found.
+
+        A script that computes something else each time it runs, in plain as well, cannot be compared: its losses and
+        parameters are then not known to be equal or not.
+        """
+        sums = {
+            mode: [
+                event["checksum"] for by in self._rounds.values() if mode in by for event in by[mode].all("parameters")
+            ]
+            for mode in self._modes
+        }
+        plain = sums.get("plain", [])
+        if not plain:
+            return []
+        losses = [by["plain"].summary["loss"] for by in self._rounds.values() if "plain" in by]
+        if len(set(plain)) > 1 or any(values != losses[0] for values in losses):
+            for mode in modes:
+                mode["loss_equal"] = mode["parameters_equal"] = None
+            return [
+                "The script computes something else each time it runs: plain's rounds differ from one another, so "
+                "losses and parameters are not compared.\nhint: set its seeds (torch, numpy, data loader workers)"
+            ]
+        for mode in modes:
+            own = sums[mode["mode"]]
+            mode["parameters_equal"] = all(each == plain[0] for each in own) if own else None
+        differing = [mode["mode"] for mode in modes if mode["parameters_equal"] is False]
+        if not differing:
+            return ["Trained parameters after the last step: bitwise equal in all runs."]
+        doubt = " (or plain differs from itself: more --rounds show it)" if len(plain) == 1 else ""
+        return [f"Trained parameters after the last step differ from plain's: {', '.join(differing)}{doubt}."]
 
     def print_table(self, modes: Sequence[Mapping[str, Any]]) -> None:
         """Print the table of the modes."""

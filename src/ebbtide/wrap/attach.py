@@ -41,7 +41,7 @@ from ebbtide.wrap.forward import (
     replays_graphs,
     running_transform,
 )
-from ebbtide.wrap.others import refuse_around, refuse_taken
+from ebbtide.wrap.others import refuse_around, refuse_compiled, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
@@ -53,6 +53,11 @@ logger = logging.getLogger("ebbtide.wrap")
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Blocks under a living handle: two offloaders on one block are refused."""
+
+
+def is_attached(model: nn.Module) -> bool:
+    """Whether a living handle offloads blocks of ``model``."""
+    return any(module in _attached for module in model.modules())
 
 
 class Attachment:
@@ -80,6 +85,7 @@ class Attachment:
         for module, block in blocks:
             if module is not model:
                 refuse_compiled_around(model, block.name)
+        refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
@@ -336,6 +342,7 @@ class Attachment:
 
     def _stand_around_compiled(self) -> None:
         """Put the hooks around blocks that were compiled. See [Note: compiled blocks]."""
+        refuse_compiled(self._blocks)
         for module, scope in self._scopes:
             if is_compiled(module):
                 scope.leave()

@@ -5,18 +5,70 @@ Of saved-tensor hooks only the innermost see what is saved. Around a block they 
 inside it, as transformers does around the checkpoint in its layers (``offload=True``), they leave ours with nothing to
 do and nobody is told. Both are refused. Hooks that take a part of what a block saves are the block's own affair: they
 are said once, and the rest is offloaded.
+
+Whose hooks they are is read from the module of their pack hook, and the error names the flag that switches them on.
+What torch's compiler offloads inside compiled code shows no hooks: its own switch is read.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from ebbtide.base.errors import ConflictError
+from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.wrap.checkpoints import checkpoint_around, innermost_hooks
+from ebbtide.wrap.forward import is_compiled_inside
 
 logger = logging.getLogger("ebbtide.wrap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloader:
+    """An offloader of activations that others provide.
+
+    Attributes:
+        prefix: How the names of its hooks begin.
+        name: What it is called.
+        unset: What switches it off.
+    """
+
+    prefix: str
+    name: str
+    unset: str
+
+
+OFFLOADERS = (
+    Offloader(prefix="trl.", name="TRL", unset="set activation_offloading=False in the trainer's config"),
+    Offloader(prefix="torchtune.", name="torchtune", unset="set enable_activation_offloading: False in the recipe"),
+    Offloader(
+        prefix="transformer_engine.",
+        name="TransformerEngine",
+        unset="pass enabled=False to get_cpu_offload_context; leave --cpu-offloading-num-layers of Megatron-LM out",
+    ),
+    Offloader(
+        prefix="megatron.",
+        name="Megatron-LM",
+        unset="leave --fine-grained-activation-offloading and --cpu-offloading-num-layers out",
+    ),
+    Offloader(prefix="verl.", name="verl", unset="set actor_rollout_ref.model.enable_activation_offload=False"),
+    Offloader(prefix="swift.", name="ms-swift", unset='set "activation_cpu_offload": false in the JSON file of --fsdp'),
+    Offloader(
+        prefix="torch.autograd.graph.save_on_cpu.",
+        name="torch's save_on_cpu",
+        unset="remove `with save_on_cpu()`, or unset what opens it (transformers: gradient_checkpointing_kwargs["
+        "'offload'])",
+    ),
+)
+"""Those whose hooks are known, with the versions of docs/guides/from-other-offloaders.md."""
+
+COMPILED = "torch._functorch.config"
 
 
 class Inside:
@@ -84,7 +136,29 @@ def refuse_taken(block: str, taken: object) -> None:
     _refuse(f"block {block!r} runs under other saved-tensor hooks ({_name(type(taken))})")
 
 
+def refuse_compiled(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
+    """Raise if torch's compiler offloads what compiled blocks save.
+
+    Raises:
+        ConflictError: Its switch is on, and a block is compiled.
+    """
+    if not getattr(sys.modules.get(COMPILED), "enable_activation_offloading", False):
+        return
+    compiled = next((block.name for module, block in blocks if is_compiled_inside(module)), None)
+    if compiled is not None:
+        raise ConflictError(
+            f"block {compiled!r} is compiled, and torch's compiler offloads activations ({COMPILED})",
+            expected="one offloader on a model",
+            hint=f"set {COMPILED}.enable_activation_offloading = False before the blocks are compiled",
+        )
+
+
 def _refuse(found: str) -> None:
+    known = next((other for other in OFFLOADERS if f"({other.prefix}" in found), None)
+    if known is not None:
+        raise ConflictError(
+            f"{found}: {known.name} offloads activations", expected="one offloader on a model", hint=known.unset
+        )
     raise ConflictError(
         found,
         expected="one offloader on a model",

@@ -74,6 +74,10 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
                 prepared = True
                 _train(recipe, config, trainer, folder)
             return trainer
+    except KeyboardInterrupt:
+        if launch.is_main() and (complete := checkpoints.whole(folder)):
+            LOGGER.info("%s is complete: --resume_from_checkpoint latest continues from it", complete[-1].folder)
+        raise
     finally:
         if not prepared and launch.is_main():
             # A run that never began holds nothing to keep, and does not stand in the way of the next.

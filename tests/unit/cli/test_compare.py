@@ -1,3 +1,4 @@
+import importlib.util
 import io
 import json
 import os
@@ -15,6 +16,7 @@ from rich.console import Console
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
+from ebbtide.cli import rounds as rounds_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 
@@ -286,8 +288,18 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
 )
 def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+    monkeypatch.setattr(rounds_module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
     with pytest.raises(EbbtideError, match=f"(?s){words}"):
+        run(argv)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("argv", "extra"), [(["sft"], "recipes"), (["--", "true"], "cli,track")])
+def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, argv, extra):
+    monkeypatch.chdir(tmp_path)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "rich" else found(name, *rest))
+    with pytest.raises(EbbtideError, match=f"rich is not installed; .*\nhint: pip install 'ebbtide.{extra}.'"):
         run(argv)
     assert list(tmp_path.iterdir()) == []
 

@@ -34,7 +34,7 @@ def verb(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Sequence[str]],
 def test_the_verbs_of_this_release_are_listed_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert listed == ["sft", "grpo", "video", "compare", "plan", "report", "doctor"] == list(cli.VERBS)
+    assert listed == ["sft", "grpo", "video", "run", "compare", "plan", "report", "doctor"] == list(cli.VERBS)
 
 
 def test_every_verb_leads_to_a_module() -> None:

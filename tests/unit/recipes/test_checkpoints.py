@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ebbtide.base.errors import ConfigError, DataError, DiskFullError
 from ebbtide_recipes.sft.config import SftConfig
-from ebbtide_recipes.skeleton import checkpoints
+from ebbtide_recipes.skeleton import checkpoints, run
 
 
 def make(output: Path, step: int, *, sealed: bool = True, **changes: object) -> Path:
@@ -125,3 +127,19 @@ def test_a_full_disk_is_told_with_what_can_be_gone_on_from(tmp_path: Path, error
 def test_another_failure_stays_what_it_is(tmp_path: Path) -> None:
     error = KeyError("state")
     assert checkpoints.not_saved(error, tmp_path, tmp_path) is error
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_interrupt_names_the_checkpoint_to_continue_from(
+    sealed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    made = make(tmp_path, 100, sealed=sealed)
+    monkeypatch.setattr(run, "_record", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(run, "_prepared", interrupted)
+    with caplog.at_level(logging.INFO, logger="ebbtide.recipes"), pytest.raises(KeyboardInterrupt):
+        run.carry_out(SimpleNamespace(), SftConfig(), tmp_path)  # type: ignore[arg-type]
+    found = [record.getMessage() for record in caplog.records]
+    assert found == [f"{made} is complete: --resume_from_checkpoint latest continues from it"] * sealed

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ebbtide
 from ebbtide.base.errors import ConflictError
+from ebbtide.wrap.others import OFFLOADERS, Offloader
 from tests.helpers.engines import assert_nothing_left, hooks_are_closed
 from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
 from tests.helpers.oracle import Oracle, differences
@@ -167,7 +168,10 @@ def test_what_trl_offloads_is_refused_and_its_flag_named(monkeypatch: pytest.Mon
     with enable(tiny.model):
         with (
             theirs,
-            pytest.raises(ConflictError, match=r"OffloadActivations.*\nhint: .*TRL and torchtune: activation_"),
+            pytest.raises(
+                ConflictError,
+                match=r"OffloadActivations.*: TRL offloads activations;.*\nhint: set activation_offloading=",
+            ),
         ):
             tiny.step()
         tiny.step()
@@ -187,3 +191,47 @@ def test_what_accelerate_offloads_is_refused_and_its_flag_named() -> None:
     model = utils.fsdp_utils.fsdp2_apply_ac(accelerator, build("llama").model)
     with pytest.raises(ConflictError, match=r"(?s)offload_wrapper.*accelerate: activation_checkpointing_offload=False"):
         enable(model)
+
+
+@pytest.mark.parametrize("other", OFFLOADERS, ids=lambda other: other.name)
+def test_whose_hooks_they_are_and_the_flag_to_unset_are_named(other: Offloader) -> None:
+    """Most are not installed here: a hook with the name of theirs stands for it."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    pack.__module__, _, pack.__qualname__ = (other.prefix + "offload.pack").rpartition(".")
+    model = Stack(Layer(), Layer())
+    with enable(model), saved_tensors_hooks(pack, lambda packed: packed), pytest.raises(ConflictError) as raised:
+        train(model)
+    assert str(raised.value) == (
+        f"block 'layers.0' runs under other saved-tensor hooks ({other.prefix}offload.pack): {other.name} offloads "
+        f"activations; expected one offloader on a model\nhint: {other.unset}"
+    )
+
+
+def test_save_on_cpu_around_a_step_is_named() -> None:
+    model = Stack(Layer(), Layer())
+    with enable(model), save_on_cpu(), pytest.raises(ConflictError, match=r"torch's save_on_cpu .*\nhint: remove"):
+        train(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_the_compiler_offloads_is_refused_and_its_switch_named(when: str) -> None:
+    config = pytest.importorskip("torch._functorch.config")
+    if not hasattr(config, "enable_activation_offloading"):
+        pytest.skip("this torch's compiler offloads nothing")
+    model = Stack(Layer(), Layer())
+    expected = r"block 'layers.1' is compiled.*\nhint: set torch._functorch.config.enable_activation_offloading = False"
+    with config.patch(enable_activation_offloading=True):
+        with enable(model):
+            train(model)  # nothing is compiled
+            if when == "after":
+                model.layers[1].compile(backend="eager")
+                with pytest.raises(ConflictError, match=expected):
+                    train(model)
+        if when == "before":
+            model.layers[1].compile(backend="eager")
+            with pytest.raises(ConflictError, match=expected):
+                enable(model)
+    enable(model).close()  # the refused one has left nothing

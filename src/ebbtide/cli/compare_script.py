@@ -1,0 +1,128 @@
+"""``ebbtide compare -- COMMAND``: any training script under several modes, unedited: see [Note: any script]."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ebbtide.base.errors import DataError, TrainingError
+from ebbtide.cli.children import Ended
+from ebbtide.cli.rounds import (
+    DEFAULT_MODES,
+    DEFAULT_STEPS,
+    DOES,
+    CompareResult,
+    Rounds,
+    announce,
+    check_folder,
+    check_modes,
+    check_packages,
+    run_rounds,
+)
+from ebbtide.cli.run import check_command
+from ebbtide.script.request import Request, Switched, read_notes, why_untrained
+
+_SCRIPT_DOES = {
+    "plain": "the script as it is",
+    "checkpointing": "with activation checkpointing: the model's own switch, else around its blocks",
+}
+
+
+def compare_script(
+    command: Sequence[str],
+    *,
+    modes: Sequence[str] = DEFAULT_MODES,
+    rounds: int = 3,
+    steps: int | None = DEFAULT_STEPS,
+    out: Path,
+    sample_seconds: float = 0.005,
+    console: Any = None,
+) -> CompareResult:
+    """Run a training script under several modes and compare memory, time, losses and the trained parameters.
+
+    Args:
+        command: The program and its arguments, as it would be typed.
+        modes: Keys of ``DOES``.
+        rounds: How often each mode is run.
+        steps: Steps of the optimizer after which each run is ended; ``None``: each runs to its own end.
+        out: The folder for everything; must not hold a comparison.
+        sample_seconds: Time between two memory samples.
+        console: A rich console; the terminal's if ``None``.
+
+    Returns:
+        The result, already written to ``out``; also when children failed or the user interrupted.
+
+    Raises:
+        ConfigError: No command or none that can be started, an unknown mode, a mode twice, or no round.
+        DataError: ``out`` already holds a comparison, or cannot be written.
+        EbbtideError: A package of the command line is not installed.
+        TrainingError: The first run trained nothing: there is nothing to compare.
+    """
+    check_packages("cli,track")
+    from rich.console import Console
+
+    check_command(command, verb="compare")
+    check_modes(modes, rounds)
+    check_folder(out)
+    console = Console() if console is None else console
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, flag="--steps")
+    announce(console, plan, {**DOES, **_SCRIPT_DOES})
+    console.print(_care(command, steps), markup=False, highlight=False, soft_wrap=True)
+
+    def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        request = Request(mode=cast("Switched", mode), folder=str(folder.absolute()), compared=True, steps=steps)
+        # Sets and dicts of a script that sorts nothing have the same order in every run.
+        return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})
+
+    result = run_rounds(plan, start, {"command": shlex.join(command), "steps": steps}, console, refuse=_refuse)
+    for line in _checkpoints(out):
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    return result
+
+
+def _care(command: Sequence[str], steps: int | None) -> str:
+    ends = "runs to its own end" if steps is None else f"is ended after {steps} steps of its optimizer"
+    return (
+        f"Each run of `{shlex.join(command)}` {ends}, starts from one random seed until it sets its own, and writes "
+        "where the script writes."
+    )
+
+
+def _refuse(ended: Ended) -> None:
+    """Refuse to go on with a script that trained nothing.
+
+    Raises:
+        TrainingError: No model was trained in it.
+    """
+    reason = why_untrained(read_notes(ended.folder))
+    if reason is None:
+        return
+    what, hint = reason
+    if ended.code:
+        what = f"the command ended with exit code {ended.code} before it trained a model:\n{ended.tail}"
+        hint = "it must run by itself: try it without `ebbtide compare --`"
+    raise TrainingError(what, expected="a command that trains a model", hint=hint)
+
+
+def _checkpoints(out: Path) -> list[str]:
+    """Say that plain training is not what it seems, where the script checkpoints its blocks itself."""
+    for folder in sorted(out.glob("round-*/*")):
+        for note in _notes(folder):
+            if note["event"] == "model" and note["checkpoints_itself"]:
+                return [
+                    f"The script itself checkpoints the blocks of {note['model']}, in every mode: of its saved tensors "
+                    "ebbtide sees what the checkpoints keep.\nhint: turn gradient_checkpointing off in the script "
+                    "(TRL's trainers have it on) to compare with ordinary training"
+                ]
+    return []
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return read_notes(folder)
+    except DataError:  # a process was killed while it wrote
+        return []

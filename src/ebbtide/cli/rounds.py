@@ -1,0 +1,253 @@
+"""The rounds of a comparison, whatever is compared: a recipe's runs or those of a script.
+
+[Note: a fair comparison]
+Each child is a fresh process, so nothing warm is handed from one mode to the next. Modes take turns as first, second
+and third over the rounds, and step times are compared within a round. Memory is watched from this process, the same
+way for all modes, with the engine in them or without. Every child gets the caller's environment as it is: plain
+training is plain as users have it. ``Auto`` makes its plan after some steps; these warm up, and count in no mode.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.extras import check_installed
+from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
+from ebbtide.cli.board import Board
+from ebbtide.cli.children import OUTPUT_FILE, Ended, run_child
+from ebbtide.cli.merge import spread_of
+from ebbtide.cli.progress import RunProgress
+from ebbtide.cli.signals import Terminated, terminate_as_interrupt
+
+DOES: dict[str, str] = {
+    "plain": "ordinary training",
+    "checkpointing": "the trainer's own activation checkpointing",
+    "ebbtide": "the default policy, Auto",
+    "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
+    "plain-malloc": "ordinary training; glibc gives freed memory back at once",
+}
+"""The modes, in words."""
+
+_ALLOCATORS = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "OMP_NUM_THREADS")
+"""Variables of the caller's own that change memory or time: recorded, never set."""
+
+VARIABLES: dict[str, dict[str, str]] = {
+    "plain-malloc": {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"},
+}
+"""Environment variables of a mode, beside the caller's own; the other modes have none."""
+
+DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
+DEFAULT_STEPS = 7
+"""Steps of each child when nothing else sets their number: three warm up, three are timed, one measures activation
+memory."""
+
+Stopped = Literal["", "interrupted", "terminated"]
+
+Start = Callable[[str, Path], tuple[list[str], dict[str, str]]]
+"""Returns a child's command and environment, from its mode and its run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareResult:
+    """What a comparison found.
+
+    Attributes:
+        out: The folder with ``summary.json``, ``report.html`` and the run folders.
+        modes: One merged summary a mode.
+        environment: What was the same for all children.
+        stopped: What ended it before all rounds were done: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
+    """
+
+    out: Path
+    modes: list[dict[str, Any]]
+    environment: dict[str, Any]
+    stopped: Stopped = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0; 1 if a child failed; 130 if interrupted; 143 if terminated."""
+        if self.stopped:
+            return 143 if self.stopped == "terminated" else 130
+        return 1 if any(mode["status"] != "ok" for mode in self.modes) else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """What is run how often, and where.
+
+    Attributes:
+        modes: Keys of ``DOES``.
+        rounds: How often each mode is run.
+        out: The folder for everything.
+        steps: Steps of each child; ``None`` if that is not known before.
+        sample_seconds: Time between two memory samples.
+        flag: The flag that sets the number of steps.
+    """
+
+    modes: Sequence[str]
+    rounds: int
+    out: Path
+    steps: int | None
+    sample_seconds: float
+    flag: str = "--max_steps"
+
+    @property
+    def orders(self) -> list[list[str]]:
+        """The modes of each round in the order in which they run."""
+        modes = list(self.modes)
+        return [[*modes[first % len(modes) :], *modes[: first % len(modes)]] for first in range(self.rounds)]
+
+
+def run_rounds(
+    plan: Rounds,
+    start: Start,
+    environment: Mapping[str, Any],
+    console: Any,
+    *,
+    refuse: Callable[[Ended], None] = lambda ended: None,
+) -> CompareResult:
+    """Run all children, and write what they left.
+
+    Args:
+        plan: What is run.
+        start: Says how a child is started.
+        environment: Further fields of the result's environment.
+        console: A rich console.
+        refuse: Called with each child that ended; raises if the others need not be run.
+    """
+    warm_up = warm_up_steps()
+    console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
+    board = Board(out=plan.out, modes=tuple(plan.modes), console=console, warm_up=warm_up, flag=plan.flag)
+    progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
+    everywhere = {**_environment(plan), **environment}
+    stopped: Stopped = ""
+    with terminate_as_interrupt():
+        try:
+            for number, order in enumerate(plan.orders, start=1):
+                for mode in order:
+                    folder = plan.out / f"round-{number}" / mode
+                    command, variables = start(mode, folder)
+                    progress.begin(f"round {number}, {mode}", folder)
+                    try:
+                        ended = run_child(
+                            command,
+                            folder,
+                            environment={**variables, **VARIABLES.get(mode, {})},
+                            sample_seconds=plan.sample_seconds,
+                            look=progress.look,
+                        )
+                    finally:
+                        progress.end()
+                    refuse(ended)
+                    board.add(number, plan.rounds, mode, ended)
+        except KeyboardInterrupt as stop:
+            stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
+            console.print(f"{stopped}: the process was ended; the report has the finished runs", style="yellow")
+        modes_merged = board.finish(everywhere)
+        return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
+
+
+def check_packages(extra: str) -> None:
+    """Refuse to begin without the packages that watch, draw and print, before anything runs.
+
+    Args:
+        extra: The extra of ebbtide to install where one is missing.
+
+    Raises:
+        EbbtideError: One is not installed.
+    """
+    for package in ("rich", "psutil", "jinja2"):
+        check_installed(package, extra=extra, use="`ebbtide compare`")
+
+
+def warm_up_steps() -> int:
+    """Return how many steps of a run do not count, in any mode: those that ``Auto`` needs for its plan."""
+    from ebbtide.profiling.measured import MEASURED_STEPS
+
+    return 1 + MEASURED_STEPS
+
+
+def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:
+    """Say what will be done, before anything is, imports that take seconds included."""
+    runs = plan.rounds * len(plan.modes)
+    each = "" if plan.steps is None else f" of {plan.steps} steps"
+    lines = [
+        f"{_times(len(plan.modes), 'mode')}, {_times(plan.rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
+        "one after the other, each in a fresh process."
+    ]
+    lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
+    lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def check_modes(modes: Sequence[str], rounds: int) -> None:
+    """Refuse modes that do not exist or stand twice, and no round.
+
+    Raises:
+        ConfigError: One of these.
+    """
+    for mode in modes:
+        if mode not in DOES:
+            hint = nearest(mode, DOES)
+            raise ConfigError(f"unknown mode {mode!r}", expected=f"some of {', '.join(DOES)}", hint=hint)
+    if not modes or len(set(modes)) != len(modes):
+        hint = f"such as --modes {','.join(DEFAULT_MODES)}"
+        raise ConfigError(f"modes are {', '.join(modes) or 'none'}", expected="each mode once", hint=hint)
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}", expected="1 or more", hint="3 rounds show the spread")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse a folder that holds a result or cannot be made.
+
+    A comparison no child of which came as far as training has left nothing to keep, and does not stand in the way.
+
+    Raises:
+        DataError: It holds one, or cannot be made.
+    """
+    begun = any(out.glob(f"round-*/*/{EVENTS_FILE}"))
+    if begun or ((out / SUMMARY_FILE).exists() and not any(out.glob("round-*"))):
+        what = "a comparison" if begun else f"a run ({SUMMARY_FILE})"
+        raise DataError(f"{out} already holds {what}", expected="a folder without one", hint="name another with --out")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        what = "is not writable" if there.is_dir() else "is a file"
+        raise DataError(
+            f"{out} cannot be made: {there} {what}", expected="a folder for the result", hint="name another with --out"
+        )
+
+
+def _counted_words(plan: Rounds, warm_up: int) -> str:
+    """Say which steps will count, or that there are too few."""
+    if plan.steps is None or plan.steps >= warm_up + 2:
+        return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
+    return (
+        f"{plan.steps} steps are too few to measure Auto's plan, which starts after {warm_up}\n"
+        f"hint: {plan.flag} {DEFAULT_STEPS}\n"
+    )
+
+
+def _times(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _environment(plan: Rounds) -> dict[str, Any]:
+    own = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_ALLOCATORS)}
+    modes = {mode: VARIABLES[mode] for mode in plan.modes if mode in VARIABLES}
+    return {
+        "variables": modes | ({"all": own} if own else {}),
+        "rounds": plan.rounds,
+        "orders": [" ".join(order) for order in plan.orders],
+        "sample_seconds": plan.sample_seconds,
+        "spread": spread_of(plan.rounds),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+    }

@@ -1,0 +1,193 @@
+"""``ebbtide run -- COMMAND``: a training script as it is, with activation offloading.
+
+[Note: a command's end]
+The command has the terminal, the exit code and the signals as if it had been started without ebbtide: Ctrl-C reaches
+it from the keyboard, SIGTERM is handed on, and this process only waits. Afterwards one line says what was offloaded,
+or why nothing was.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.runs import EVENTS_FILE, Event
+from ebbtide.base.units import format_size
+from ebbtide.cli.parsing import Parser, count
+from ebbtide.config import POLICIES, policy_named
+from ebbtide.script.request import Request, read_notes, why_untrained
+
+EXAMPLE = "-- python train.py"
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a command with offloading: ``ebbtide run [--policy P] [--disk_path DIR] [--out DIR] [--steps N] -- COMMAND``.
+
+    Args:
+        argv: The arguments after ``run``.
+
+    Returns:
+        The command's exit code; 128 and the signal's number if one ended it.
+
+    Raises:
+        ConfigError: No command, one that does not exist, or a flag that cannot be read.
+        DataError: ``--out`` already holds a run.
+    """
+    parser = Parser(
+        prog="ebbtide run",
+        usage="%(prog)s [--policy NAME] [--disk_path DIR] [--out DIR]\n                   [--steps N] -- COMMAND",
+        description="Run a training script, or a launcher of one (torchrun, accelerate launch), as it is: the first "
+        f"model that it trains is offloaded. Such as `ebbtide run {EXAMPLE}`.",
+    )
+    policies = f"{', '.join(POLICIES)}, or a plan file (default: auto)"
+    parser.add_argument("--policy", metavar="NAME", help=policies)
+    parser.add_argument("--disk_path", metavar="DIR", help="directory for the disk tier")
+    parser.add_argument("--out", metavar="DIR", help="record the run into this folder, for `ebbtide report`")
+    parser.add_argument("--steps", metavar="N", help="end the script after so many steps of its optimizer")
+    flags, command = split(argv)
+    try:
+        own = parser.read(flags)
+    except SystemExit:  # --help has been printed
+        return 0
+    check_command(command, verb="run")
+    policy = _policy(own.policy)
+    steps = None if own.steps is None else count("--steps", own.steps)
+    out = None if own.out is None else _folder(Path(own.out))
+    with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
+        request = Request(
+            mode="ebbtide", folder=str(out or folder), record=out is not None, steps=steps,
+            policy=policy, disk_path=own.disk_path and str(Path(own.disk_path).absolute()),
+        )  # fmt: skip
+        code = _wait_for(command, request.environment(os.environ))
+        for line in _ending(read_notes(Path(request.folder)), code):
+            print(line, file=sys.stderr)
+    if out is not None and (out / EVENTS_FILE).exists():
+        print(f"ebbtide: `ebbtide report {out}` draws the run", file=sys.stderr)
+    return code
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split arguments at the first ``--``: a verb's own flags, and the command."""
+    arguments = list(argv)
+    if "--" not in arguments:
+        return arguments, []
+    at = arguments.index("--")
+    return arguments[:at], arguments[at + 1 :]
+
+
+def check_command(command: Sequence[str], *, verb: str) -> None:
+    """Refuse a command that cannot be started.
+
+    Args:
+        command: The program and its arguments.
+        verb: The verb it was given to.
+
+    Raises:
+        ConfigError: There is none, or no such program.
+    """
+    if not command or not command[0].strip():
+        hint = f"such as `ebbtide {verb} {EXAMPLE}`"
+        raise ConfigError("there is no command", expected="a command after --", hint=hint)
+    program = command[0]
+    if shutil.which(program) is not None:
+        return
+    script = program.endswith(".py") and Path(program).exists()
+    known = ("python", "python3", "torchrun", "accelerate")
+    hint = f"ebbtide {verb} -- python {shlex.join(command)}" if script else nearest(program, known)
+    raise ConfigError(
+        f"{program!r} is no program" + (": it is a Python file" if script else ""),
+        expected="a command as you would type it",
+        hint=hint or f"such as `ebbtide {verb} {EXAMPLE}`",
+    )
+
+
+def _policy(policy: str | None) -> str | None:
+    """Return a policy's name, or the whole path of a plan file: the script may change its directory.
+
+    Raises:
+        ConfigError: There is no such policy.
+        DataError: There is no such file.
+    """
+    if policy is None:
+        return None
+    if not policy.endswith(".json"):
+        policy_named(policy)
+        return policy
+    if not Path(policy).is_file():
+        hint = "handle.plan.save(path) writes one"
+        raise DataError(f"plan file {policy!r} is not there", expected="a file that a plan was saved to", hint=hint)
+    return str(Path(policy).absolute())
+
+
+def _folder(out: Path) -> Path:
+    """Make the folder of a recorded run.
+
+    Raises:
+        DataError: It holds a run, or cannot be made.
+    """
+    if (out / EVENTS_FILE).exists():
+        hint = "name another with --out"
+        raise DataError(f"{out} already holds a run ({EVENTS_FILE})", expected="a folder without one", hint=hint)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{out} cannot be made ({error.strerror})", expected="a folder for the run", hint="name another with --out"
+        ) from error
+    return out.absolute()
+
+
+def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run a command on this process's terminal; see [Note: a command's end]."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _frame: FrameType | None) -> None:
+        for child in started:
+            child.send_signal(number)
+
+    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would disturb its closing up.
+    handlers = {signal.SIGINT: (lambda *_: None) if os.isatty(0) else hand_on, signal.SIGTERM: hand_on}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        started.append(subprocess.Popen(list(command), env=environment))
+        code = started[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _ending(notes: Sequence[Event], code: int) -> list[str]:
+    """Say what was offloaded, or why nothing was."""
+    reason = why_untrained(notes)
+    if reason is not None:
+        what, hint = reason
+        # A script that failed has said so itself; what it did not come to is no news.
+        return [] if code else [f"ebbtide: nothing was offloaded: {what}", f"hint: {hint}"]
+    lines = [f"ebbtide: the script enables ebbtide on {n['model']} itself; left as it is" for n in _of(notes, "own")]
+    if any(note["checkpoints_itself"] for note in _of(notes, "model")):
+        lines.append(
+            "ebbtide: the script checkpoints its blocks, so only what they keep could be offloaded; "
+            "without gradient_checkpointing ebbtide chooses for every tensor"
+        )
+    lines += [f"ebbtide: {n['model']} and later models were left as they are" for n in _of(notes, "more")]
+    for note in _of(notes, "end"):
+        if note["main"] and note["unique_bytes"]:
+            saved, of = format_size(note["memory_saved_bytes"]), format_size(note["unique_bytes"])
+            lines.append(
+                f"ebbtide: {note['steps']} steps; {saved} of the {of} that blocks save in a forward were not kept"
+            )
+    return lines
+
+
+def _of(notes: Sequence[Event], kind: str) -> list[Event]:
+    return [note for note in notes if note["event"] == kind]

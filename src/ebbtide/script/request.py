@@ -1,0 +1,96 @@
+"""What the command line asks of a script's processes, and what these answer: no torch here.
+
+The request travels in one environment variable. The answers are notes, one JSON object a line in one file of the
+request's folder: a command may have many processes, and only the notes say which of them trained.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ebbtide.base.runs import Event, read_events
+
+VARIABLE = "EBBTIDE_SCRIPT"
+NOTES_FILE = "notes.jsonl"
+SITE = Path(__file__).with_name("site")
+"""The folder that comes first on ``PYTHONPATH``."""
+
+Switched = Literal["plain", "checkpointing", "ebbtide", "ebbtide-minimal", "plain-malloc"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of the processes of a command.
+
+    Attributes:
+        mode: How the model is to be trained.
+        folder: Where the notes are written, and the run file if there is one.
+        record: Whether the run is recorded.
+        compared: The run is one of a comparison: it starts from a fixed seed, and its last event is a checksum.
+        steps: End the script after so many steps of the optimizer; ``None``: it ends by itself.
+        policy: Name of a policy, or a plan file; ``None``: the mode's own.
+        disk_path: Directory for the disk tier.
+    """
+
+    mode: Switched
+    folder: str
+    record: bool = True
+    compared: bool = False
+    steps: int | None = None
+    policy: str | None = None
+    disk_path: str | None = None
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of the command: ``base``, the request, and the folder in front of ``PYTHONPATH``."""
+        paths = [str(SITE), *filter(None, [base.get("PYTHONPATH")])]
+        return {**base, VARIABLE: json.dumps(dataclasses.asdict(self)), "PYTHONPATH": os.pathsep.join(paths)}
+
+    @staticmethod
+    def received() -> Request:
+        """Return the request of this process's environment."""
+        return Request(**json.loads(os.environ[VARIABLE]))
+
+    def note(self, event: str, **fields: Any) -> None:
+        """Write a note: one write of one line, so that processes do not mix theirs."""
+        line = json.dumps({"t": time.monotonic(), "event": event, "pid": os.getpid(), **fields}) + "\n"
+        file = os.open(Path(self.folder) / NOTES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            os.write(file, line.encode())
+        finally:
+            os.close(file)
+
+
+def read_notes(folder: Path) -> list[Event]:
+    """Return the notes of all processes of a command, in the order in which they were written."""
+    path = folder / NOTES_FILE
+    return read_events(path) if path.exists() else []
+
+
+def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
+    """Say why no model was switched, and what to do; ``None`` if one was.
+
+    Args:
+        notes: As ``read_notes`` returns them.
+    """
+    kinds = {note["event"] for note in notes}
+    if "model" in kinds or "own" in kinds:
+        return None
+    by_hand = "call ebbtide.enable_activation_offloading(model) in the script"
+    if "torch" not in kinds:
+        hint = "the command must start a Python that has torch; `python -I`, `-E` and `-S` keep ebbtide out"
+        return "no process of the command imported torch", hint
+    if "optimizer" not in kinds:
+        hint = "if the script trains without a torch.optim.Optimizer, " + by_hand
+        return "the command imported torch and made no optimizer: it trained nothing", hint
+    if "step" not in kinds:
+        hint = "if it trains later, let it come that far"
+        return "the command made an optimizer, and ended before it trained a model", hint
+    hint = f"its parameters are copies, or its layers are called one by one: {by_hand}"
+    return "an optimizer took a step, but no model that was called has its parameters", hint

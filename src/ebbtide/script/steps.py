@@ -1,0 +1,244 @@
+"""The steps of a script that knows nothing of ebbtide: phases, losses and the end, seen from torch alone.
+
+[Note: a script's steps]
+A step ends when an optimizer that holds parameters of a switched model has taken a step; where several do, the one that
+came first counts. ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with
+the loss computed, so that these instants mean what they mean in a recipe. The loss is what backward was called with: of
+several micro-batches the sum. Where it is not one number, no loss is recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+import math
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.events import BUS
+from ebbtide.script.request import Request
+from ebbtide.track import RunFile
+from ebbtide.track.heap import trim_heap
+from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
+
+STEPS_TO_TRIM = 3
+"""Of at least so many steps the last one measures memory on a trimmed heap: see [Note: steady steps]."""
+
+
+class ScriptSteps:
+    """Marks the steps of a script, records them, and ends the script after so many of them.
+
+    Args:
+        request: What the command line asks for.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._models: list[tuple[nn.Module, Any]] = []
+        self._run: RunFile | None = None
+        self._clock: Callable[[], Optimizer | None] = lambda: None
+        self._step, self._began, self._phase = 0, 0.0, ""
+        self._losses: list[torch.Tensor | None] = []
+        self._ended = False
+
+    def is_main(self) -> bool:
+        """Whether this process is the one of its training that writes."""
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank() == 0
+        return os.environ.get("RANK", "0") == "0"
+
+    def follow(self, model: nn.Module, models: list[tuple[nn.Module, Any]]) -> None:
+        """Mark the calls of a model that was just switched; with the first one the record begins.
+
+        Args:
+            model: The model.
+            models: All switched models with their handles; the list that the switch keeps.
+        """
+        first = not self._models and not self._began
+        self._models = models
+        StandIn(model, self._forward, "_compiled_call_impl" if is_compiled(model) else "forward")
+        if first:
+            self._watch_backward()
+            if self._request.record and self.is_main():
+                self._open(model)
+            self._began = time.perf_counter()
+
+    def _open(self, model: nn.Module) -> None:
+        request, name = self._request, type(model).__name__
+        run = RunFile(request.folder, model=name, mode=request.mode, config={"command": sys.argv})
+        try:
+            self._run = run.__enter__()
+        except DataError as error:  # another process of the command trains as well, and was the first
+            self._request.note("unrecorded", reason=error.found)
+
+    # Phases
+
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._phase and torch.is_grad_enabled() and not in_backward() and BUS.active:
+            if self._trims() and trim_heap():
+                BUS.emit("trim", step=self._step + 1)
+            self._begin("forward")
+        return forward(*args, **kwargs)
+
+    def _watch_backward(self) -> None:
+        plain = torch.autograd.backward
+
+        @functools.wraps(plain)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._phase == "backward" or in_backward():  # a checkpoint's own
+                return plain(tensors, *args, **kwargs)
+            self._losses.append(_loss(tensors, args, kwargs))
+            if self._phase == "forward":
+                if self._trims():
+                    trim_heap()
+                self._end()
+            self._begin("backward")
+            try:
+                return plain(tensors, *args, **kwargs)
+            finally:
+                self._end()
+
+        torch.autograd.backward = backward
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """Mark the optimizer's begin, unless it computes the loss itself (a closure: Lightning, LBFGS)."""
+        if self._losses and not self._phase and self._counts(optimizer):
+            self._begin("optimizer")
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        BUS.emit("phase", name=phase, edge="begin", step=self._step + 1)
+
+    def _end(self) -> None:
+        BUS.emit("phase", name=self._phase, edge="end", step=self._step + 1)
+        self._phase = ""
+
+    def _trims(self) -> bool:
+        last = self._request.steps
+        return last is not None and self._step + 1 == last >= STEPS_TO_TRIM and not torch.accelerator.is_available()
+
+    # Steps
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer's steps are the script's: the first one to step that holds a model's parameters."""
+        clock = self._clock()
+        if clock is None and self._models:
+            own = {id(parameter) for parameter in self._trained()}
+            if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                self._clock = weakref.ref(optimizer)
+                return True
+        return clock is optimizer
+
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """Mark a step's end; after the last one that was asked for, end the script.
+
+        Raises:
+            SystemExit: The steps that were asked for are done.
+        """
+        if not self._counts(optimizer):
+            return
+        if self._phase == "optimizer":
+            self._end()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        self._step += 1
+        BUS.emit("step", step=self._step, loss=_sum(self._losses), seconds=now - self._began, tokens=None)
+        for _, handle in self._models:
+            if handle is not None:
+                BUS.emit("stats", step=self._step, **dataclasses.asdict(handle.stats()))
+        if self._step == 1 and BUS.active:
+            self._emit_parts(optimizer)
+        self._losses, self._began = [], time.perf_counter()
+        if self._request.steps is not None and self._step >= self._request.steps:
+            self.end()
+            raise SystemExit(0)
+
+    def _emit_parts(self, optimizer: Optimizer) -> None:
+        """Report the bytes that the models and their optimizer hold on this process."""
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        BUS.emit(
+            "parts",
+            step=self._step,
+            weights={type(model).__name__: _bytes_of(model.parameters()) for model, _ in self._models},
+            gradient_bytes=_bytes_of(p.grad for p in self._trained() if p.grad is not None),
+            optimizer_bytes=_bytes_of(value for value in states if isinstance(value, torch.Tensor)),
+            average_bytes=0,
+        )
+
+    def _trained(self) -> Iterator[nn.Parameter]:
+        for model, _ in self._models:
+            yield from (parameter for parameter in model.parameters() if parameter.requires_grad)
+
+    # The end
+
+    def end(self) -> None:
+        """Close the record, as the process ends or after the last step that was asked for. Harmless when repeated."""
+        if self._ended:
+            return
+        self._ended = True
+        error = getattr(sys, "last_value", None)  # what ends the process, where that is an exception
+        stats = [handle.stats() for _, handle in self._models if handle is not None]
+        self._request.note(
+            "end",
+            main=self.is_main(),
+            steps=self._step,
+            unique_bytes=sum(each.unique_bytes for each in stats),
+            memory_saved_bytes=sum(each.memory_saved_bytes for each in stats),
+        )
+        if self._run is not None:
+            if self._request.compared and error is None:
+                BUS.emit("parameters", step=self._step, checksum=_checksum(self._trained()))
+            self._run.__exit__(None if error is None else type(error), error, None)
+
+
+def _loss(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """Return a copy of the number that backward is called for; ``None`` if it is not one."""
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    gradients = args[0] if args else kwargs.get("grad_tensors")
+    weighted = any(g is not None for g in gradients) if isinstance(gradients, (tuple, list)) else gradients is not None
+    if len(roots) != 1 or weighted or roots[0].numel() != 1:
+        return None
+    return roots[0].detach().clone()
+
+
+def _sum(losses: list[torch.Tensor | None]) -> float | None:
+    """Return the sum of a step's losses, rounded once; ``None`` if one is not known."""
+    values = [None if loss is None else float(loss) for loss in losses]
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    return math.fsum(known) if all(map(math.isfinite, known)) else sum(known)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in map(_local, tensors))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this process has of a tensor that may be sharded (DTensor)."""
+    to_local = getattr(tensor, "to_local", None)
+    return to_local() if to_local is not None else tensor
+
+
+def _checksum(parameters: Iterable[nn.Parameter]) -> str:
+    """Return a checksum of all bytes of the parameters that this process holds."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        host = _local(parameter.detach()).contiguous().cpu()
+        size = host.numel() * host.element_size()
+        if size:
+            digest.update((ctypes.c_ubyte * size).from_address(host.data_ptr()))
+    return digest.hexdigest()

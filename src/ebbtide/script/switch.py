@@ -1,0 +1,177 @@
+"""Finds the model that a script trains and switches it: see [Note: any script]."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.util
+import os
+import random
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ebbtide.script.request import Request
+from ebbtide.script.steps import ScriptSteps
+from ebbtide.wrap.forward import in_backward
+
+MOST_MODELS = 4
+"""Models that are switched in one process: each has a store and a plan of its own."""
+
+SEED = 0
+"""What a compared script starts from, until it sets a seed of its own."""
+
+
+def arm() -> None:
+    """Begin to look for the model; called when torch has been imported in a switched process."""
+    ScriptSwitch(Request.received()).arm()
+
+
+class ScriptSwitch:
+    """Watches for models that are trained, and switches them to the mode of the request.
+
+    Args:
+        request: What the command line asks for.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._steps = ScriptSteps(request)
+        self._call = nn.Module.__call__
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # switched models and all their parts
+        self._switched: list[tuple[nn.Module, Any]] = []  # with their handles, in the modes that have one
+        self._noted: set[str] = set()
+        self._process: int | None = None  # in which the first model was switched: forked workers are others
+
+    def arm(self) -> None:
+        """Take a seed, watch optimizers, and look at each outermost call of a module."""
+        if self._request.compared:
+            random.seed(SEED)
+            torch.manual_seed(SEED)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(SEED)
+        made = Optimizer.__init__
+
+        @functools.wraps(made)
+        def initialise(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            made(optimizer, *args, **kwargs)
+            self._optimizers.add(optimizer)
+            self._note_once("optimizer")
+            self._look()
+
+        Optimizer.__init__ = initialise  # pyright: ignore[reportAttributeAccessIssue]
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._steps.optimizer_begins(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self._step_ends(optimizer))
+        self._note_once("torch")
+
+    def _look(self) -> None:
+        """Put our call in place of torch's until every optimizer has taken a step."""
+        plain, switch = self._call, self
+
+        @functools.wraps(plain)
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(module, *args, **kwargs)
+            nn.Module.__call__ = plain
+            try:
+                switch._outermost_call(module)
+                return plain(module, *args, **kwargs)
+            finally:
+                if not switch._all_stepped():
+                    nn.Module.__call__ = call
+
+        nn.Module.__call__ = call
+
+    def _all_stepped(self) -> bool:
+        return all(optimizer in self._stepped for optimizer in self._optimizers)
+
+    def _outermost_call(self, module: nn.Module) -> None:
+        """Switch a module that is about to be called, if it is a model that is trained."""
+        if module in self._inside or not torch.is_grad_enabled() or in_backward():
+            return
+        if self._process not in (None, os.getpid()):
+            return
+        if not any(True for _ in module.children()) or not self._is_held(module):
+            return
+        if len(self._switched) == MOST_MODELS:
+            self._note_once("more", model=type(module).__name__)
+            return
+        for model, handle in list(self._switched):
+            if any(part is model for part in module.modules()):  # a part of it was called by itself before
+                self._switched.remove((model, handle))
+                if handle is not None:
+                    handle.close()
+        if self._process is None:
+            self._process = os.getpid()
+            # Not atexit: it does not run in the processes of multiprocessing, this runs in both.
+            multiprocessing.util.Finalize(None, self._process_ends, exitpriority=100)
+        self._inside.update(module.modules())
+        handle = self._switch(module)
+        self._switched.append((module, handle))
+        self._steps.follow(module, self._switched)
+        if handle is not None and not self._request.compared and self._steps.is_main():
+            sys.stderr.write(f"ebbtide: {type(module).__name__} is offloaded: {_how(handle)}\n")
+
+    def _is_held(self, module: nn.Module) -> bool:
+        """Whether an optimizer holds parameters of a module."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        return any(id(parameter) in held for parameter in module.parameters() if parameter.requires_grad)
+
+    def _switch(self, module: nn.Module) -> Any:
+        """Switch a model to the mode of the request; return its handle, ``None`` where there is none.
+
+        Raises:
+            ConflictError: The script itself has enabled ebbtide on it, and runs are compared.
+            EbbtideError: As ``ebbtide.enable_activation_offloading``.
+        """
+        from ebbtide import enable_activation_offloading
+        from ebbtide.base.errors import ConflictError
+        from ebbtide.script.checkpointing import checkpoint_model, checkpoints_itself
+        from ebbtide.wrap.attach import is_attached
+
+        request, name = self._request, type(module).__name__
+        if is_attached(module):
+            if request.compared:
+                raise ConflictError(
+                    f"the script itself enables ebbtide on {name}",
+                    expected="a script without ebbtide: compare switches it on and off",
+                    hint="leave enable_activation_offloading, or OffloadCallback, out of the script",
+                )
+            request.note("own", model=name)
+            return None
+        own = checkpoints_itself(module)
+        handle, how = None, "as the script is"
+        if request.mode == "checkpointing":
+            how = checkpoint_model(module)
+        elif request.mode.startswith("ebbtide"):
+            policy = "minimal" if request.mode == "ebbtide-minimal" else request.policy
+            handle = enable_activation_offloading(module, policy=policy, disk_path=request.disk_path)
+            how = _how(handle)
+        request.note("model", model=name, how=how, checkpoints_itself=own)
+        return handle
+
+    def _step_ends(self, optimizer: Optimizer) -> None:
+        self._note_once("step")
+        self._stepped.add(optimizer)
+        if self._all_stepped():
+            nn.Module.__call__ = self._call
+        self._steps.step_ends(optimizer)
+
+    def _process_ends(self) -> None:
+        if self._process == os.getpid():
+            self._steps.end()
+
+    def _note_once(self, kind: str, **fields: Any) -> None:
+        if kind not in self._noted:
+            self._noted.add(kind)
+            self._request.note(kind, **fields)
+
+
+def _how(handle: Any) -> str:
+    return f"{len(handle._attachment.block_names)} blocks, policy {handle.plan.name}"

@@ -1,0 +1,191 @@
+"""A training loop as people write it, in the shape that its first argument names; it knows nothing of ebbtide."""
+
+import sys
+
+import torch
+from torch import nn
+
+
+class Layers(nn.Module):
+    def __init__(self, outputs=8):
+        super().__init__()
+        layer = lambda: nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True)  # noqa: E731
+        self.embedding = nn.Embedding(50, 32)
+        self.layers = nn.ModuleList([layer() for _ in range(3)])
+        self.head = nn.Linear(32, outputs)
+
+    def forward(self, x):
+        x = self.embedding(x) if x.dtype == torch.long else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def batches(count=6):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(50, (8, 64), generator=generator) for _ in range(count)]
+
+
+def plain():
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulated():
+    """Two micro-batches a step, an evaluation with gradients now and then, and an embedding called ahead."""
+    model = Layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in batches():
+        for part in x.chunk(2):
+            embedded = model.embedding(part)
+            (model(embedded).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        model(x)
+        model.train()
+
+
+def closure():
+    """As Lightning does it: forward and backward inside of ``optimizer.step``."""
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+
+        def compute(x=x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(compute)
+
+
+def adversaries():
+    """Two models with an optimizer each, and a frozen teacher that is called first."""
+    teacher, generator, critic = Layers(32), Layers(32), Layers(1)
+    first = torch.optim.AdamW(critic.parameters())
+    second = torch.optim.AdamW(generator.parameters())
+    for x in batches():
+        target = teacher(x).detach()
+        made = generator(x)
+        first.zero_grad()
+        (critic(target).mean() - critic(made.detach()).mean()).backward()
+        first.step()
+        second.zero_grad()
+        critic(made).mean().backward()
+        second.step()
+
+
+def outer():
+    """The encoder is called by itself before the whole model is."""
+    inner = Layers(32)
+    model = nn.Sequential(inner, Layers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        (inner(x).mean() + model(x).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def compiled():
+    model = Layers()
+    for layer in model.layers:
+        layer.compile(backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def crash():
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for number, x in enumerate(batches()):
+        model(x).square().mean().backward()
+        optimizer.step()
+        if number == 2:
+            raise ValueError("the script's own error")
+
+
+def own():
+    import ebbtide
+
+    model = Layers()
+    ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def inference():
+    with torch.no_grad():
+        Layers()(batches()[0])
+
+
+def by_hand():
+    """No optimizer of torch's."""
+    model = Layers()
+    for x in batches():
+        model(x).square().mean().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.sub_(parameter.grad)
+                parameter.grad = None
+
+
+def copies():
+    """An optimizer of copies of the parameters."""
+    model = Layers()
+    optimizer = torch.optim.AdamW([p.detach().clone().requires_grad_() for p in model.parameters()])
+    for x in batches():
+        model(x).square().mean().backward()
+        for copy, parameter in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True):
+            copy.grad = parameter.grad
+        optimizer.step()
+
+
+def unseeded():
+    torch.seed()
+    plain()
+
+
+def accelerated():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for x in batches(12):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def distributed():
+    """DDP, put on before the optimizer is made; each rank has rows of its own."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Layers())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for x in batches():
+        model(x.roll(dist.get_rank(), 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print("the script's last line")

@@ -1,0 +1,125 @@
+"""Scripts that know nothing of ebbtide, switched from outside: each shape of a loop, bitwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ebbtide.script.request import why_untrained
+from tests.helpers.switched import run_switched
+
+SCRIPTS = Path(__file__).with_name("scripts")
+LOOP, TRAINERS = SCRIPTS / "loop.py", SCRIPTS / "trainers.py"
+
+SHAPES = {
+    "plain": ["Layers"],
+    "accumulated": ["Layers"],
+    "closure": ["Layers"],
+    "adversaries": ["Layers", "Layers"],
+    "outer": ["Layers", "Sequential"],
+    "compiled": ["Layers"],
+    "accelerated": ["Layers"],
+}
+"""Shape of the loop → the models that are switched, in their order."""
+
+
+def models(notes) -> list[str]:
+    return [note["model"] for note in notes if note["event"] == "model"]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_mode_trains_the_same_bits(shape: str, tmp_path: Path) -> None:
+    left = {
+        mode: run_switched(LOOP, shape, folder=tmp_path / mode, mode=mode, steps=4)
+        for mode in ("plain", "checkpointing", "ebbtide-minimal")
+    }
+    for mode, run in left.items():
+        assert run.code == 0, run.output
+        assert models(run.notes) == SHAPES[shape], mode
+        assert "the script's last line" not in run.output  # ended after four steps
+        assert [event["step"] for event in run.all("step")] == [1, 2, 3, 4]
+        assert run.events[-1]["status"] == "ok"
+    plain = left["plain"]
+    assert None not in plain.losses and len(set(plain.losses)) == 4
+    assert [run.losses for run in left.values()] == [plain.losses] * 3
+    assert [run.checksum for run in left.values()] == [plain.checksum] * 3
+    passes = left["ebbtide-minimal"].all("pass_end")
+    assert passes and all(event["kept_bytes"] < event["unique_bytes"] for event in passes if event["unique_bytes"])
+    assert not plain.all("pass_end")
+
+
+@pytest.mark.parametrize("shape", ["plain", "closure"])
+def test_phases_follow_the_loop(shape: str, tmp_path: Path) -> None:
+    run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="plain", steps=3)
+    edges = [(e["name"], e["edge"], e["step"]) for e in run.all("phase")]
+    names = ["forward", "backward"] + ["optimizer"] * (shape == "plain")  # a closure's step holds the other two
+    assert edges == [(n, edge, step) for step in (1, 2, 3) for n in names for edge in ("begin", "end")]
+    assert [event["step"] for event in run.all("trim")] in ([3], [])  # none on another C library
+    assert run.all("parts")[0]["gradient_bytes"] > 0
+
+
+def test_a_script_that_fails_keeps_its_error_and_its_record(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "crash", folder=tmp_path / "run", mode="ebbtide-minimal")
+    assert run.code == 1
+    assert "ValueError: the script's own error" in run.output
+    assert len(run.all("step")) == 3 and run.events[-1]["event"] == "run_end"
+
+
+def test_a_script_that_ends_by_itself_is_recorded_to_its_end(tmp_path: Path) -> None:
+    run = run_switched(LOOP, "plain", folder=tmp_path / "run", mode="ebbtide")
+    assert "the script's last line" in run.output
+    assert len(run.all("step")) == 6 and run.checksum and run.events[-1]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ("inference", "made no optimizer"),
+        ("by_hand", "made no optimizer"),
+        ("copies", "no model that was called has its parameters"),
+    ],
+)
+def test_a_script_in_which_no_model_is_found_is_named(shape: str, found: str, tmp_path: Path) -> None:
+    run = run_switched(LOOP, shape, folder=tmp_path / "run", mode="ebbtide")
+    assert run.code == 0 and "the script's last line" in run.output
+    what, hint = why_untrained(run.notes) or ("", "")
+    assert found in what and "enable_activation_offloading" in hint
+
+
+def test_a_script_with_ebbtide_in_it_is_not_compared_but_runs(tmp_path: Path) -> None:
+    compared = run_switched(LOOP, "own", folder=tmp_path / "compared", mode="plain")
+    assert compared.code == 1
+    assert "ConflictError: the script itself enables ebbtide on Layers" in compared.output
+    run = run_switched(LOOP, "own", folder=tmp_path / "run", mode="ebbtide", compared=False)
+    assert run.code == 0, run.output
+    assert [note["model"] for note in run.notes if note["event"] == "own"] == ["Layers"]
+    assert not models(run.notes)
+
+
+@pytest.mark.timeout(1200)  # each process of TRL's imports it anew
+@pytest.mark.parametrize(
+    "name", ["trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sft", "sft-lora"))]
+)
+def test_trainers_train_the_same_bits(name: str, tiny_model: Path, tmp_path: Path) -> None:
+    left = {
+        mode: run_switched(
+            TRAINERS, name, str(tiny_model), str(tmp_path / f"out-{mode}"), folder=tmp_path / mode, mode=mode, steps=4
+        )
+        for mode in ("plain", "checkpointing", "ebbtide-minimal")
+    }
+    for run in left.values():
+        assert run.code == 0, run.output
+        assert models(run.notes) == ["PeftModel" if name == "sft-lora" else "LlamaForCausalLM"]
+        assert len(run.losses) == 4
+    assert len({tuple(run.losses) for run in left.values()}) == 1
+    assert len({run.checksum for run in left.values()}) == 1
+
+
+def test_a_script_that_checkpoints_itself_is_noted(tiny_model: Path, tmp_path: Path) -> None:
+    run = run_switched(
+        TRAINERS, "sft-checkpointed", str(tiny_model), str(tmp_path / "out"), folder=tmp_path / "run", mode="plain",
+        steps=2,
+    )  # fmt: skip
+    assert run.code == 0, run.output
+    assert [note["checkpoints_itself"] for note in run.notes if note["event"] == "model"] == [True]
