@@ -28,7 +28,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import WHOLE_MODEL, under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
-from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
+from ebbtide.wrap.checkpoints import CHECKPOINTED, Kept, checkpoint_around, checkpoint_before, innermost_hooks
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
@@ -229,6 +229,9 @@ class Attachment:
         Raises:
             ConflictError: Another offloader has it.
         """
+        if "checkpointed" not in self._told:
+            self._told.add("checkpointed")
+            logger.warning(CHECKPOINTED, block.name)
         run = self.engine.begin_block(block, kept.tensors())
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))

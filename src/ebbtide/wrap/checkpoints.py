@@ -27,6 +27,12 @@ REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
 """Nodes looked at behind a block's input: a checkpoint's output reaches the next block directly, or through a sum."""
 
+CHECKPOINTED = (
+    "the model checkpoints its own blocks (%s): ebbtide offloads what the checkpoints keep and chooses nothing else; "
+    "hint: set gradient_checkpointing=False, which TRL's trainers have on by default, and ebbtide chooses for each "
+    "saved tensor (enable_ckpt=True: with the memory of checkpointing)"
+)
+
 HAS_HOOKS = "hooks have already been set"
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
