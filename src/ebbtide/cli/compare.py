@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
+from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, run_child
@@ -122,6 +123,7 @@ def compare(
         DataError: ``out`` already holds a comparison, or cannot be written.
         EbbtideError: The recipe refuses its arguments in one of the modes.
     """
+    check_installed("rich", extra="recipes", use="`ebbtide compare`")
     from rich.console import Console
 
     _check(arguments, modes, rounds, out)
