@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # Test processes side by side; WORKERS=0 runs the tests in one process (for a debugger).
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
-SOURCES := src tests benchmarks docs
+SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Three steps warm up, three are timed, one measures activation memory; two rounds of four modes.
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 7 --packing true
