@@ -135,7 +135,7 @@ def test_accelerates_loop_is_bitwise_the_same(tiny_model: Path) -> None:
     check_bitwise(run)
 
 
-@pytest.mark.parametrize("family", ["UNet", "SD3"])
+@pytest.mark.parametrize("family", [pytest.param("UNet", marks=pytest.mark.slow), "SD3"])
 def test_the_loop_of_diffusers_examples_is_bitwise_the_same(family: str) -> None:
     from accelerate import Accelerator
     from diffusers import DDPMScheduler
