@@ -47,8 +47,8 @@ def test_versions_are_those_of_the_other_pages() -> None:
             assert pins[PINNED.get(host, host)] == version, host
 
 
-@pytest.mark.parametrize("host", [host for host, (_, how, _) in rows(PAGE).items() if how.startswith("not run")])
-def test_what_was_not_run_has_the_lines_it_claims_and_compiles(host: str) -> None:
+@pytest.mark.parametrize("host", ["ms-swift", "axolotl", "verl", "torchtitan", "FastVideo", "twinkle"])
+def test_the_code_of_a_plugin_compiles_and_has_the_lines_it_claims(host: str) -> None:
     (code,) = sections(PAGE)[host]
     compile(code, host, "exec")
     assert lines_of(code) == rows(PAGE)[host][2]
