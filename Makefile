@@ -8,7 +8,7 @@ STAMP := $(VENV)/.stamp
 # Test processes side by side; WORKERS=0 runs the tests in one process (for a debugger).
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
-SOURCES := src tests benchmarks
+SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Three steps warm up, three are timed, one measures activation memory; two rounds of four modes.
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 7 --packing true
@@ -21,7 +21,7 @@ GPU_PYTHON ?= $(BIN)/python
 GPU_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all simdev check bench gpu format cli-surface clean
+.PHONY: help setup demo test test-all simdev check bench gpu docs format cli-surface clean
 
 help:  ## List the goals
 	@sed -n 's/^\([a-z-]*\):.*  ## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "  %-12s %s\n", $$1, $$2 }'
@@ -45,7 +45,7 @@ test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu 
 	$(PYTEST)
 	$(PYTEST) --simdev
 
-test-all: setup simdev  ## Run every test, the slow ones too
+test-all: setup simdev docs  ## Run every test, the slow ones too, and build the site
 	$(PYTEST) -m ''
 	$(PYTEST) --simdev -m ''
 
@@ -65,6 +65,13 @@ bench: setup  ## Run the benchmark suites of a CPU-only machine
 gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup)  ## Run tests/gpu and the suites of an accelerator in parts; again: go on
 	PYTHONPATH=src $(GPU_PYTHON) -m benchmarks.gpu $(GPU_FLAGS)
 
+docs: $(VENV)/.docs  ## Build the site into site/; a link that leads nowhere fails
+	$(BIN)/mkdocs build
+
+$(VENV)/.docs: $(STAMP)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[docs]' -c constraints.txt
+	@touch $@
+
 format: setup  ## Format and fix what can be fixed by itself
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
@@ -73,5 +80,5 @@ cli-surface: setup  ## Write the frozen option names of the command line anew
 	$(BIN)/python -m tests.contract.cli_surface > tests/contract/cli_surface.txt
 
 clean:  ## Remove the environment, caches and runs
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

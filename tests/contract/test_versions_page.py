@@ -26,9 +26,9 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 
 
 def claimed() -> dict[str, str]:
-    """What users install: the core and every extra but ``dev``."""
+    """What users install: the core and every extra but those of developers."""
     extras_of = PROJECT["optional-dependencies"]
-    lists = [PROJECT["dependencies"], *(needs for extra, needs in extras_of.items() if extra != "dev")]
+    lists = [PROJECT["dependencies"], *(needs for extra, needs in extras_of.items() if extra not in ("dev", "docs"))]
     return bounds([requirement for needs in lists for requirement in needs])
 
 

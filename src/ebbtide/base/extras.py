@@ -18,6 +18,11 @@ from types import ModuleType
 
 from ebbtide.base.errors import EbbtideError
 
+BUILDS = (
+    "torchvision was built for another torch: reinstall it from where torch came from, or pip uninstall torchvision"
+)
+"""``pip check`` finds nothing wrong with a CPU build of torch and a CUDA build of torchvision."""
+
 
 def require(module: str, *, extra: str, use: str) -> ModuleType:
     """Import a package of an extra.
@@ -35,10 +40,11 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         if not isinstance(error, ModuleNotFoundError) or error.name != module:
+            reason = _reason(error)
             raise EbbtideError(
-                f"{module} is installed but cannot be imported ({str(error)[:200]})",
+                f"{module} is installed but cannot be imported ({reason})",
                 expected=f"{module} for {use}",
-                hint="`pip check` names incompatible packages",
+                hint=BUILDS if "torchvision::" in reason else "`pip check` names incompatible packages",
             ) from error
         raise _absent(module, extra, use) from error
 
@@ -95,6 +101,15 @@ def oldest(package: str) -> str | None:
 def is_older(version: str, bound: str) -> bool:
     """Whether a version is below a bound; what comes before a release counts as the release."""
     return _numbers(version) < _numbers(bound)
+
+
+def _reason(error: ImportError) -> str:
+    """Return what an import fails with and, where it names another cause, the first one of the chain."""
+    root: BaseException = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    text = str(error)[:200]
+    return text if root is error else f"{text}; cause: {str(root)[:200]}"
 
 
 def _absent(module: str, extra: str, use: str) -> EbbtideError:

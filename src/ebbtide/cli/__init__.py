@@ -77,17 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 143 terminated.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        _overview(sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else EXIT_BAD_INPUT
-    if arguments[0] == "--version":
-        print(_version())
-        return 0
     try:
         with terminate_as_interrupt():
-            return _function(arguments[0])(arguments[1:])
-    except BrokenPipeError:  # `ebbtide sft --help | head`: the reader has seen enough
+            code = _call(list(sys.argv[1:] if argv is None else argv))
+            sys.stdout.flush()  # a reader that has gone is met here, not when Python ends
+            return code
+    except BrokenPipeError:  # `ebbtide --help | head -1`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
         return 0
     except KeyboardInterrupt as stop:
@@ -97,6 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EbbtideError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED if isinstance(error, _RUN_FAILURES) else EXIT_BAD_INPUT
+
+
+def _call(arguments: list[str]) -> int:
+    """Do what the arguments say, and return the exit code."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _overview(sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else EXIT_BAD_INPUT
+    if arguments[0] == "--version":
+        print(_version())
+        return 0
+    return _function(arguments[0])(arguments[1:])
 
 
 def _function(name: str) -> Callable[[Sequence[str]], int]:

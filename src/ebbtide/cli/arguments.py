@@ -319,7 +319,7 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
 
 def _tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
     """Call tyro the one way this command line does."""
-    tyro = require("tyro", extra="cli", use="the command line")
+    tyro = require("tyro", extra="recipes", use=f"`{prog}`")
     config = (tyro.conf.FlagConversionOff,)
     return tyro.cli(kind, args=flags, prog=prog, description=_description(kind), config=config, use_underscores=True)
 

@@ -26,12 +26,11 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler
 
 from ebbtide import Handle, Stats, enable_activation_offloading
-from ebbtide.arguments import check_choosers, chosen_policy, options_of
 from ebbtide.base.actions import Plan
 from ebbtide.base.errors import ConfigError, ConflictError
 from ebbtide.base.events import BUS
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
-from ebbtide.wrap.strategy import check_strategy_name
+from ebbtide.integrations.options import check_options
 
 logger = logging.getLogger("ebbtide.integrations")
 
@@ -85,15 +84,12 @@ class OffloadCallback(TrainerCallback):
         disk_path: str | PathLike[str] | None = None,
         verify: bool = False,
     ) -> None:
-        chosen_policy(enable_ckpt, policy)
-        check_strategy_name(strategy)
-        check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
-        options_of(target, min_bytes, window, disk_path, verify, host_budget)
         self.options: dict[str, Any] = {
             "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
             "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
             "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
         }  # fmt: skip
+        check_options(self.options)
         self.handle: Handle | None = None
         self._logged = Stats()
         self._trainer: Callable[[], Trainer | None] = lambda: None

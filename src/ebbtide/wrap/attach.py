@@ -28,7 +28,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
-from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks
+from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
     GRAPH_CAPTURE,
@@ -219,6 +219,8 @@ class Attachment:
                     try:
                         output = forward(*args, **kwargs)
                         scope.others.check(block.name, run)
+                        if scope.others.checkpointed:
+                            name_checkpoints(self._told, block.name)
                         run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                     finally:
                         scope.run = None
@@ -238,6 +240,7 @@ class Attachment:
         Raises:
             ConflictError: Another offloader has it.
         """
+        name_checkpoints(self._told, block.name)
         run = self.engine.begin_block(block, kept.tensors())
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))

@@ -14,6 +14,7 @@ that comes next. Nothing comes after the last block; its inputs are read first i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ebbtide.engine.tickets import LightTicket, Ticket
 from ebbtide.engine.wrappers import WrapperTicket
+
+logger = logging.getLogger("ebbtide.wrap")
 
 REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
@@ -65,6 +68,23 @@ class Kept:
         packed = [s.data for s in self._saved]  # ours, if two blocks share a checkpoint
         ours = (torch.Tensor, Ticket, LightTicket, WrapperTicket, type(None))
         return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
+
+
+def name_checkpoints(told: set[str], block: str) -> None:
+    """Log once that the model checkpoints its own blocks: what ebbtide would choose is then chosen already.
+
+    Args:
+        told: What was logged before; this is added.
+        block: The name of such a block.
+    """
+    if "checkpointed" not in told:
+        told.add("checkpointed")
+        logger.warning(
+            "the model checkpoints its own blocks (%s): ebbtide offloads what the checkpoints keep and chooses nothing "
+            "else; hint: set gradient_checkpointing=False, which TRL's trainers have on by default, and ebbtide "
+            "chooses for each saved tensor (enable_ckpt=True: with the memory of checkpointing)",
+            block,
+        )
 
 
 def innermost_hooks() -> Any:

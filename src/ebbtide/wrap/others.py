@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ebbtide.base.errors import ConflictError
@@ -78,10 +79,16 @@ class Inside:
         self._looked: Any = None  # at these hooks, just before
         self._found = ""
         self._told = False
+        self._entered = False
+        self.checkpointed = False
+        """The block's first module ran in a checkpoint: the block checkpoints its own forward."""
 
     def look(self, run: BlockRun) -> None:
         """Look at the innermost hooks; called when a module of the block begins to run."""
         pack = innermost_hooks()
+        if not self._entered:  # a reentrant checkpoint opens no hooks, but runs without gradients
+            self._entered = True
+            self.checkpointed = not torch.is_grad_enabled() or checkpoint_around(pack) is not None
         if pack is self._looked or getattr(pack, "__self__", None) is run:
             return
         self._looked = pack
@@ -110,7 +117,7 @@ class Inside:
 
     def forget(self) -> None:
         """The forward is over, however it ended."""
-        self._looked, self._found = None, ""
+        self._looked, self._found, self._entered = None, "", False
 
 
 def refuse_around(block: str, pack: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -172,3 +173,16 @@ def test_what_is_there_and_broken_is_not_said_to_be_absent(
     text = str(caught.value)
     assert text.startswith(f"broken_package is installed but cannot be imported ({reason}")
     assert text.endswith("; expected broken_package for a test\nhint: `pip check` names incompatible packages")
+
+
+def test_the_first_cause_of_a_broken_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+        try:
+            raise RuntimeError("operator torchvision::nms does not exist")
+        except RuntimeError as error:
+            raise ImportError("Could not import module 'BloomPreTrainedModel'") from error
+    """
+    (tmp_path / "package_on_torchvision.py").write_text(textwrap.dedent(source))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(EbbtideError, match="Bloom.*; cause: operator torchvision::nms does.*\nhint: .*reinstall"):
+        extras.require("package_on_torchvision", extra="recipes", use="a test")

@@ -185,3 +185,13 @@ def test_doctor_prints_versions(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # not each build names itself
     assert lines["python"].startswith(f"{sys.version_info.major}.{sys.version_info.minor}")
     assert {"ebbtide", "transformers", "trl", "device", "platform"} <= set(lines)
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version", "doctor --help"])
+def test_a_reader_that_has_seen_enough_is_no_error(argument: str) -> None:
+    read, write = os.pipe()
+    os.close(read)  # as `| head -1` does, but before the first line
+    command = [sys.executable, "-m", "ebbtide", *argument.split()]
+    with open(write, "wb") as gone:
+        done = subprocess.run(command, stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,121 @@
+"""ebbtide in Lightning: a callback for its ``Trainer``. Fabric needs none: enable offloading after ``fabric.setup``.
+
+[Note: when offloading begins in Lightning]
+The strategy wraps the module (DDP, FSDP) before the first batch. ``on_train_start`` comes after that, and after a
+checkpoint was restored; it is paired with ``on_train_end``, and an exception comes to ``on_exception``. Lightning calls
+``training_step`` without the module's own ``forward`` unless a strategy wraps it, so a pass is delimited by the blocks:
+the first that runs a second time begins the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from ebbtide import Handle, enable_activation_offloading
+from ebbtide.base.actions import Plan
+from ebbtide.base.errors import EbbtideError
+from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
+from ebbtide.integrations.options import check_options
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+"""One library under two names; a process that has imported one uses that one."""
+
+
+def _callback_class() -> type:
+    """Return Lightning's class of callbacks.
+
+    Raises:
+        EbbtideError: Lightning is not installed.
+    """
+    for name in sorted(_PACKAGES, key=lambda name: name not in sys.modules):
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            return importlib.import_module(name).Callback
+    raise EbbtideError(
+        "lightning is not installed",
+        expected="lightning, or pytorch_lightning, for ebbtide.integrations.lightning",
+        hint="pip install lightning",
+    )
+
+
+if TYPE_CHECKING:
+
+    class Callback: ...
+
+else:
+    Callback = _callback_class()
+
+
+class OffloadCallback(Callback):
+    """Keep, offload or recompute saved tensors while a ``Trainer`` of Lightning trains.
+
+    The callback calls ``ebbtide.enable_activation_offloading`` when training begins, on the module as the strategy has
+    wrapped it, and closes the handle when training ends or raises.
+
+    Example::
+
+        callback = OffloadCallback(policy="minimal")
+        trainer = lightning.Trainer(callbacks=[callback])
+        trainer.fit(module, loader)
+        print(callback.handle.stats())
+
+    Args: as of ``ebbtide.enable_activation_offloading``, without the model.
+
+    Attributes:
+        handle: That of the latest training; None before the first.
+
+    Raises:
+        ConfigError: A value cannot be used; raised here, before anything is set up.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Strategy = "auto",
+        enable_ckpt: bool = False,
+        policy: Policy | Plan | str | PathLike[str] | None = None,
+        target: Target = "auto",
+        blocks: Sequence[str] | None = None,
+        tensor_filter: Callable[[Tensor], bool] | None = None,
+        keep_filter: Callable[[Tensor], bool] | None = None,
+        min_bytes: int | str = MIN_BYTES,
+        host_budget: int | str | None = None,
+        window: int | str | None = None,
+        disk_path: str | PathLike[str] | None = None,
+        verify: bool = False,
+    ) -> None:
+        super().__init__()
+        self.options: dict[str, Any] = {
+            "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
+            "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
+            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+        }  # fmt: skip
+        check_options(self.options)
+        self.handle: Handle | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Enable offloading on the wrapped module.
+
+        Raises:
+            EbbtideError: As ``ebbtide.enable_activation_offloading``.
+        """
+        model = cast("nn.Module", trainer.strategy.model or pl_module)
+        self.handle = enable_activation_offloading(model, **self.options)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the handle; its figures remain."""
+        self._close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the handle after a training that raised."""
+        self._close()
+
+    def _close(self) -> None:
+        if self.handle is not None:
+            self.handle.close()

@@ -1,0 +1,92 @@
+"""The code that the page of trainers gives for frameworks with plugins, run as it is there in the real packages."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ebbtide.integrations.transformers import OffloadCallback
+from tests.helpers.hosts import STEPS, Trained, batch, differences, seeded, trained
+
+PAGE = Path(__file__).parents[3] / "docs/guides/trainers.md"
+
+# Of the packages, at import.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+def plugin(host: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return the page's code for a host as the module ``offload``."""
+    section = PAGE.read_text(encoding="utf-8").partition(f"\n## {host}\n")[2]
+    code = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
+    module = ModuleType("offload")
+    monkeypatch.setitem(sys.modules, "offload", module)
+    exec(compile(code, f"{host} of {PAGE.name}", "exec"), vars(module))
+    return module
+
+
+def test_axolotls_manager_of_plugins_adds_the_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = pytest.importorskip("axolotl.integrations.base", reason="needs axolotl: pip install axolotl")
+    plugin("axolotl", monkeypatch)
+    manager = base.PluginManager()
+    monkeypatch.setattr(manager, "plugins", {})
+    manager.register("offload.Offload")
+    (callback,) = manager.add_callbacks_post_trainer({}, None)
+    assert isinstance(callback, OffloadCallback)
+
+
+def test_torchtitans_llama_is_bitwise_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = pytest.importorskip("torchtitan.models.llama3", reason="needs torchtitan: pip install torchtitan")
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    def train(policy: Any) -> Trained:
+        seeded()
+        config = llama.llama3_configs["debugmodel"](attn_backend="flex")
+        for layer in config.layers:  # flex attention would be compiled
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+        model: Any = config.build()
+        model.init_weights(buffer_device=torch.device("cpu"))
+        if policy is not None:
+            policy.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses: list[Tensor] = []
+        for step in range(STEPS):
+            tokens = (batch(step, 2, 65).abs() * 500).long() % 2048
+            positions = torch.arange(64).repeat(2, 1)
+            loss = nn.functional.cross_entropy(model(tokens[:, :-1], positions).flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss)
+        return trained(losses, model, None if policy is None else policy.handle)
+
+    policy = plugin("torchtitan", monkeypatch).Offload.Config().build()
+    plain, ours = train(None), train(policy)
+    policy.handle.close()
+    assert differences(plain, ours) == []
+    assert ours.stats is not None and ours.stats.total_copy_out_bytes + ours.stats.total_recomputes > 0
+
+
+def test_fastvideos_callbacks_offload_the_student(monkeypatch: pytest.MonkeyPatch) -> None:
+    callbacks = pytest.importorskip("fastvideo.train.callbacks.callback", reason="needs FastVideo")
+    plugin("FastVideo", monkeypatch)
+    student = nn.Module()
+    student.transformer = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, batch_first=True) for _ in range(3)])
+    method: Any = nn.Module()
+    method.student = student
+    made = callbacks.CallbackDict({"offload": {"_target_": "offload.Offload"}}, None)
+    made.on_train_start(method)
+    student.transformer(batch(0, 8, 128, 32)).sum().backward()
+    made.on_train_end(method)
+    (callback,) = made._callbacks.values()
+    assert callback.handle.stats().packs > 0 and not callback.handle.enabled
