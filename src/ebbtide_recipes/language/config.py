@@ -43,7 +43,7 @@ class LanguageConfig(RecipeConfig):
             the form of PEFT's adapter_config.json.
         adapters: Folder of adapters to continue.
         attn_impl: Attention implementation.
-        freeze_vit: Freeze the vision part of a vision-language model.
+        freeze_vit: Freeze the parts of a multimodal model that see and hear.
         system: System message put before every chat that has none.
     """
 

@@ -12,7 +12,7 @@ __all__ = ["ALIASES", "UNSUPPORTED", "SftConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(LanguageConfig):
-    """Fine-tune a language or vision-language model; see where its activation memory goes.
+    """Fine-tune a language or multimodal model; see where its activation memory goes.
 
     --activation_cpu_offload and --gradient_checkpointing together choose the mode: neither is plain training, the
     second alone is the trainer's own checkpointing, the first alone is ebbtide with the policy Auto, both together are
