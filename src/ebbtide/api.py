@@ -99,10 +99,10 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             stats = self.stats()
-            if not stats.packs:
+            if not (stats.packs or stats.total_copy_out_bytes or stats.total_recomputes or stats.coverage_percent):
                 logger.warning(
-                    "nothing was offloaded: no forward with gradients came through the handle "
-                    "(was the model compiled after offloading was enabled? compile its blocks instead)"
+                    "nothing was offloaded: no forward with gradients came through the handle (a frozen model has "
+                    "none; of a model that is compiled after offloading was enabled compile the blocks instead)"
                 )
             if stats.memory_saved_percent is not None:
                 saved, of = stats.memory_saved_bytes / 1024**3, stats.unique_bytes / 1024**3
@@ -131,6 +131,7 @@ def enable_activation_offloading(
     host_budget: int | str | None = None,
     window: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
+    synchronous: bool = False,
     verify: bool = False,
 ) -> Handle:
     """Keep, offload or recompute every tensor that the model's blocks save for backward.
@@ -162,6 +163,7 @@ def enable_activation_offloading(
         host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
+        synchronous: Copy in order with compute: for devices whose asynchronous copies are not to be trusted.
         verify: Compare every restored and recomputed tensor with the original; slow.
 
     Returns:
@@ -187,7 +189,7 @@ def enable_activation_offloading(
         )
     chosen = chosen_policy(enable_ckpt, policy)
     check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
-    options = options_of(target, min_bytes, window, disk_path, verify, host_budget)
+    options = options_of(target, min_bytes, window, disk_path, verify, host_budget, synchronous)
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     engine = _open_engine(
@@ -376,10 +378,8 @@ def _open_engine(
     **filters: Any,
 ) -> Engine:
     tier = open_tier(
-        options.target if not isinstance(policy, Keep) else "auto",
-        disk_path=options.disk_path,
-        host_budget_bytes=options.host_budget_bytes,
-    )
+        "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
+        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous)  # fmt: skip
 
     def weights() -> Iterator[torch.Tensor]:
         if model is not None:

@@ -8,10 +8,12 @@ exception: the handle that was left open then is closed when the next training b
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ebbtide import Handle, enable_activation_offloading
 from ebbtide.arguments import check_choosers, chosen_policy, options_of
 from ebbtide.base.actions import Plan
-from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.base.errors import ConfigError, ConflictError, DataError
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.wrap.strategy import check_strategy_name
 
@@ -63,16 +65,18 @@ class OffloadCallback(TrainerCallback):
         host_budget: int | str | None = None,
         window: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
+        synchronous: bool = False,
         verify: bool = False,
     ) -> None:
         chosen_policy(enable_ckpt, policy)
         check_strategy_name(strategy)
         check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
-        options_of(target, min_bytes, window, disk_path, verify, host_budget)
+        options_of(target, min_bytes, window, disk_path, verify, host_budget, synchronous)
         self.options: dict[str, Any] = {
             "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
             "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
-            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+            "host_budget": host_budget, "window": window, "disk_path": disk_path, "synchronous": synchronous,
+            "verify": verify,
         }  # fmt: skip
         self.handle: Handle | None = None
         self._trainer: Callable[[], Trainer | None] = lambda: None
@@ -131,7 +135,7 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
     Raises:
         ConfigError: The switch is neither true nor false.
     """
-    if not wanted(cast("Mapping[str, Any] | None", trainer.args.fsdp_config)):
+    if not wanted(cast("Mapping[str, Any] | str | None", trainer.args.fsdp_config)):
         return None
     existing = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
     return existing[0] if existing else OffloadCallback(**options).follow(trainer)
@@ -150,19 +154,45 @@ class OffloadMixin:
         add_offloading(cast("Trainer", self))
 
 
-def wanted(fsdp_config: Mapping[str, Any] | None) -> bool:
+def wanted(fsdp_config: Mapping[str, Any] | str | None) -> bool:
     """Whether a trainer's ``fsdp_config`` asks for activation offloading.
+
+    Args:
+        fsdp_config: A mapping, a path of a JSON file, or JSON; ms-swift's form with an inner ``fsdp_config`` too.
 
     Raises:
         ConfigError: The switch is neither true nor false.
+        DataError: The file cannot be read.
     """
-    value = (fsdp_config or {}).get(SWITCH, False)
+    value = settings_of(fsdp_config).get(SWITCH, False)
     word = str(value).strip().lower()
     if word not in _TRUE + _FALSE:
         raise ConfigError(
             f"fsdp_config says {SWITCH} {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
         )
     return word in _TRUE
+
+
+def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return the settings of a trainer's ``fsdp_config``; transformers reads a path only where ``fsdp`` is set.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    if isinstance(fsdp_config, str):
+        text = fsdp_config
+        try:
+            text = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
+            fsdp_config = cast("Mapping[str, Any]", json.loads(text))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"fsdp_config {fsdp_config!r:.80} cannot be read: {error}",
+                expected="a JSON file with FSDP's settings, or a dict",
+                hint=f'such as {{"{SWITCH}": true}}',
+            ) from error
+    settings = dict(fsdp_config or {})
+    settings |= cast("Mapping[str, Any]", settings.get("fsdp_config") or {})
+    return {name.removeprefix("fsdp_"): value for name, value in settings.items()}
 
 
 def refuse_other_offloaders(args: TrainingArguments) -> None:
@@ -177,7 +207,9 @@ def refuse_other_offloaders(args: TrainingArguments) -> None:
         "activation_offloading": getattr(args, "activation_offloading", False),
         "gradient_checkpointing_kwargs['offload']": checkpointing.get("offload"),
         "fsdp_config['activation_checkpointing_offload']": plugin.get("activation_checkpointing_offload")
-        or (cast("Mapping[str, Any]", args.fsdp_config or {})).get("activation_checkpointing_offload"),
+        or settings_of(cast("Mapping[str, Any] | str | None", args.fsdp_config)).get(
+            "activation_checkpointing_offload"
+        ),
     }
     for name, value in flags.items():
         if value:
