@@ -101,10 +101,9 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
             changes["activation_cpu_offload"] = True
         if settings.activation_checkpointing:
             changes["gradient_checkpointing"] = True
-        if settings.memory_efficient_init and config.train_type == "qlora":
-            LOGGER.warning(
-                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights need complete tensors"
-            )
+        version = changes.get("fsdp_version", config.fsdp_version)
+        if settings.memory_efficient_init and config.train_type == "qlora" and version == 1:
+            LOGGER.warning("cpu_ram_efficient_loading has no effect with train_type qlora and FSDP1: FSDP2 can")
         elif settings.memory_efficient_init:
             changes["memory_efficient_init"] = True
     config = dataclasses.replace(config, **changes) if changes else config

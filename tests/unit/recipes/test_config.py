@@ -194,8 +194,8 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"adapters": "x"}, "adapters is set with train_type full.*\nhint: --train_type lora"),
         ({"train_type": "lora", "adapters": " "}, "adapters is empty"),
         (
-            {"train_type": "qlora", "memory_efficient_init": True, "fsdp_strategy": "full_shard"},
-            "memory_efficient_init is true with train_type qlora and FSDP.*\nhint: leave --memory_efficient_init out",
+            {"train_type": "qlora", "memory_efficient_init": True, "fsdp_strategy": "full_shard", "fsdp_version": 1},
+            "memory_efficient_init is true with train_type qlora and FSDP1.*\nhint: leave --fsdp_version out",
         ),
         ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: "),
         ({"max_steps": -2}, "max_steps is -2"),

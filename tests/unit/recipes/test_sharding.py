@@ -61,15 +61,17 @@ def test_settings_are_taken_as_a_mapping_or_as_json(flag: str, given: object) ->
         resolved(SftConfig(**{flag: {"vresion": 2}}))
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_accelerates_word_for_loading_is_ours_but_for_four_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str
+def test_accelerates_word_for_loading_is_ours_but_for_four_bits_under_fsdp1(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str, version: int
 ) -> None:
-    file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True})
+    file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True, "fsdp_version": version})
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         config = resolved(SftConfig(fsdp=file, train_type=train_type))
-    assert config.memory_efficient_init is (train_type == "lora")
-    assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is (train_type == "qlora")
+    no_effect = (train_type, version) == ("qlora", 1)
+    assert config.memory_efficient_init is not no_effect
+    assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is no_effect
     assert "cpu_ram_efficient_loading" not in trainer_settings(config)["fsdp_config"]
 
 
