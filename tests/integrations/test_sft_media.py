@@ -101,7 +101,7 @@ def test_files_that_the_processor_does_not_take_are_refused_before_the_weights_a
 
     monkeypatch.setattr(models, "load", lambda *args: pytest.fail("the weights were loaded"))
     rows = make_films(tmp_path / "films", 1) if kind == "videos" else make_sounds(tmp_path / "sounds", 1)
-    for model, takes in ((text_model, "text alone"), (make_llava(tmp_path / "llava", text_model), "images beside")):
+    for model, takes in ((text_model, "text alone"), (make_llava(tmp_path / "llava", text_model), "images and text")):
         with pytest.raises(DataError, match=f"rows.jsonl' has {kind}, and the model takes {takes}"):
             train(model, tmp_path / "out", dataset=(str(rows),))
 

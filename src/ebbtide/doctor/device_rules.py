@@ -207,8 +207,8 @@ def unset(facts: Facts) -> Advice | None:
     names = _ALLOCATORS.get(facts.device.kind)
     if names is None:
         return None
-    said = ",".join(facts.environment.get(name, "") for name in names).replace(" ", "").lower()
-    missing = [] if _EXPANDABLE in said else [f"{names[-1]}=expandable_segments:True"]
+    configured = ",".join(facts.environment.get(name, "") for name in names).replace(" ", "").lower()
+    missing = [] if _EXPANDABLE in configured else [f"{names[-1]}=expandable_segments:True"]
     if facts.device.kind == "npu":
         missing += [f"{name}={value}" for name, value in _OF_NPU.items() if name not in facts.environment]
     if not missing:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ebbtide_recipes.sft.config import SftConfig
 
 _BY_TOKEN = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
-"""What the processor says of each token beside its number, and what that is of a completion's; 0 is text."""
+"""What the processor says of each token in addition to its number, and its value for a completion's; 0 is text."""
 
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -142,7 +142,7 @@ class MediaCollator:
                 f"the model's processor does not take {_listed(rows)}: {_first_line(error)}",
                 expected="files with the sizes, frame rates and sample rates that it takes",
                 hint="the processor's settings are in the model's folder: preprocessor_config.json, "
-                "video_preprocessor_config.json; or write the files anew with ffmpeg",
+                "video_preprocessor_config.json; or convert the files with ffmpeg",
             ) from error
 
     def _sampler(self) -> decode.Sampler | None:

@@ -38,7 +38,7 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
             raise DataError(
                 f"{path} has {count} frames and the frame rate {stream.average_rate}",
                 expected="a video with frames and a rate",
-                hint="write it anew, for example with ffmpeg -i FILE -r 24 NEW.mp4",
+                hint="convert it, for example with ffmpeg -i FILE -r 24 NEW.mp4",
             )
         rate = float(stream.average_rate)
         facts: dict[str, Any] = {
@@ -51,7 +51,7 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
         raise DataError(
             f"{path} has no frame {missing[0]}, though its header says {count} frames",
             expected="as many frames as the header says",
-            hint="the file is cut off; write it anew or remove the row",
+            hint="the file is cut off: replace it, or remove the row",
         )
     return np.stack([frames[index] for index in wanted]), {**facts, "frames_indices": list(wanted)}
 
@@ -94,7 +94,7 @@ def _opened(path: str, kind: str) -> Generator[Any]:
         raise DataError(
             f"{path} cannot be read as {kind}: {error}",
             expected="a file that PyAV decodes",
-            hint="check whether it is complete, or write it anew with ffmpeg",
+            hint="check whether it is complete, or convert it with ffmpeg",
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Images, videos and sounds beside the text of rows, for models that see or hear.
+"""Images, videos and sounds with the text of rows, for models that see or hear.
 
 A row names its files in ``images``, ``videos`` and ``audios`` (lists) or ``image``, ``video`` and ``audio``: paths,
 relative to the data set's file; or in the parts of a message, ``{"type": "video", "video": "clip.mp4"}``. ``<image>``,
@@ -41,7 +41,7 @@ def check_taken(kinds: Sequence[str], taken: Collection[str], name: str) -> None
     """
     missing = [f"{kind}s" for kind in kinds if kind not in taken]
     if missing:
-        takes = f"takes {' and '.join(f'{kind}s' for kind in taken)} beside text" if taken else "takes text alone"
+        takes = f"takes {' and '.join(f'{kind}s' for kind in taken)} and text" if taken else "takes text alone"
         raise DataError(
             f"data set {name!r} has {' and '.join(missing)}, and the model {takes}",
             expected=f"rows of text, or a model whose processor takes {' and '.join(missing)}",
@@ -91,16 +91,16 @@ def as_images(dataset: Dataset) -> Dataset:
 def _named(row: Row, written: Row, kind: str, where: str) -> list[Any]:
     """Return the files of one kind that a row names: in its column, or in the parts of its messages."""
     column = next((row[name] for name in (f"{kind}s", kind) if row.get(name)), [])
-    beside: list[Any] = column if isinstance(column, list) else [column]
+    listed: list[Any] = column if isinstance(column, list) else [column]
     parts = [p for messages in written.values() for m in messages for p in m["content"] if p["type"] == kind]
     within = [file for part in parts if (file := _file_of(part, kind)) is not None]
-    if within and (beside or len(within) != len(parts)):
+    if within and (listed or len(within) != len(parts)):
         raise DataError(
             f"{where} names {kind}s in its messages and elsewhere",
             expected="one of the two",
             hint=f"list them in `{kind}s`, and write <{kind}> where each stands",
         )
-    return within or beside
+    return within or listed
 
 
 def _inline(row: Row, kind: str) -> bool:

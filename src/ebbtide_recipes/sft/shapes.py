@@ -203,14 +203,16 @@ def _check_message(message: object, where: str, column: str) -> None:
 
 def _pair(row: Row, *, question: str, answer: str, chat: bool) -> Row:
     """Return a question with the turns before it, and its answer: as a chat, or as plain text."""
-    asked = "\n\n".join(filter(None, (row[question], row.get("input")))) if question == "instruction" else row[question]
-    turns = [*_turns(row.get("history")), (asked, row[answer])]
+    prompt = (
+        "\n\n".join(filter(None, (row[question], row.get("input")))) if question == "instruction" else row[question]
+    )
+    turns = [*_turns(row.get("history")), (prompt, row[answer])]
     for text in (text for turn in turns for text in turn):
         if not isinstance(text, str):
             raise TypeError(f"{text!r:.60} is not text")
     if not chat:
         before = "".join(f"{earlier}\n{reply}\n" for earlier, reply in turns[:-1])
-        return {"prompt": f"{before}{asked}\n", "completion": row[answer]}
+        return {"prompt": f"{before}{prompt}\n", "completion": row[answer]}
     messages = [
         message for earlier, reply in turns for message in (_message("user", earlier), _message("assistant", reply))
     ]

@@ -290,13 +290,13 @@ def offload_options(config: RecipeConfig) -> dict[str, Any]:
         "blocks": config.blocks,
         "synchronous": config.synchronous,
     }
-    given = {name: value for name, value in flags.items() if value not in (None, False)}
+    options = {name: value for name, value in flags.items() if value not in (None, False)}
     if config.tensor_filter is not None:
         place, colon, name = config.tensor_filter.rpartition(":")
         found = (place, [name]) if colon and place.endswith(".py") else (config.tensor_filter, _FILTERS)
         example = "def tensor_filter(tensor): return tensor.numel() > 1_000_000"
-        given["tensor_filter"] = load_function(*found, what="a filter of tensors", example=example)
-    check_choosers(given.get("blocks"))
-    sizes = {name: given[name] for name in ("host_budget", "window") if name in given}
-    options_of("auto", min_bytes=given.get("min_bytes", 0), disk_path=None, verify=False, **{"window": None, **sizes})
-    return given
+        options["tensor_filter"] = load_function(*found, what="a filter of tensors", example=example)
+    check_choosers(options.get("blocks"))
+    sizes = {name: options[name] for name in ("host_budget", "window") if name in options}
+    options_of("auto", min_bytes=options.get("min_bytes", 0), disk_path=None, verify=False, **{"window": None, **sizes})
+    return options
