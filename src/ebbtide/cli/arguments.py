@@ -117,7 +117,9 @@ class _Names:
         """
         name = self.known(written)
         if name is None:
-            close = nearest(written.replace("-", "_").lower(), (*self.fields, *self.others, *self.unsupported))
+            flat, dotted = (*self.fields, *self.others, *self.unsupported), (*self.aliases, *self.unsupported)
+            names = [key for key in dotted if "." in key] if "." in written else flat
+            close = nearest(written.replace("-", "_").lower(), names)
             raise ConfigError(
                 f"unknown {what} {written!r}{where}",
                 expected=f"a {what} of `{self.prog}`",
