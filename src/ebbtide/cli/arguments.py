@@ -117,8 +117,9 @@ class _Names:
         """
         name = self.known(written)
         if name is None:
-            flat, dotted = (*self.fields, *self.others, *self.unsupported), (*self.aliases, *self.unsupported)
-            names = [key for key in dotted if "." in key] if "." in written else flat
+            # A dotted key is like other dotted ones; aliases without a dot are not suggested: fields are.
+            known = (*self.fields, *self.others, *self.unsupported, *(key for key in self.aliases if "." in key))
+            names = [key for key in known if ("." in key) is ("." in written)]
             close = nearest(written.replace("-", "_").lower(), names)
             raise ConfigError(
                 f"unknown {what} {written!r}{where}",
