@@ -31,7 +31,7 @@ from ebbtide.config import Keep, Minimal, Offload, Options, Policy
 from ebbtide.engine import Block, Engine
 from ebbtide.planner import plan_for
 from ebbtide.store import open_tier
-from ebbtide.wrap.attach import offloading
+from ebbtide.wrap.hooks import offloading
 
 SAVED = 200
 """Operators in the chain, hence saved tensors."""

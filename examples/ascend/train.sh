@@ -2,6 +2,10 @@
 # ms-swift's activation offloading on two Ascend NPUs. Not run on NPUs by us; copies are synchronous there.
 set -euo pipefail
 
+# What torch_npu's users set; docs/guides/from-ms-swift-and-verl.md, Environment.
+export PYTORCH_NPU_ALLOC_CONF=expandable_segments:True TASK_QUEUE_ENABLE=2 COMBINED_ENABLE=1
+export CPU_AFFINITY_CONF=1 TORCH_HCCL_ZERO_COPY=1
+
 ASCEND_RT_VISIBLE_DEVICES=0,1 NPROC_PER_NODE=2 ebbtide sft \
     --model Qwen/Qwen3-8B \
     --train_type lora \

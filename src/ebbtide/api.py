@@ -31,9 +31,9 @@ from ebbtide.profiling.simulated import Job, forecast
 from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
-from ebbtide.wrap.attach import offloading
 from ebbtide.wrap.coverage import Watch
 from ebbtide.wrap.forward import GRAPH_CAPTURE
+from ebbtide.wrap.hooks import offloading
 
 logger = logging.getLogger("ebbtide")
 
@@ -126,6 +126,7 @@ def enable_activation_offloading(
     host_budget: int | str | None = None,
     window: int | str | None = None,
     disk_path: str | PathLike[str] | None = None,
+    synchronous: bool = False,
     verify: bool = False,
 ) -> Handle:
     """Keep, offload or recompute every tensor that the model's blocks save for backward.
@@ -157,6 +158,7 @@ def enable_activation_offloading(
         host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
+        synchronous: Copy in order with compute: for devices whose asynchronous copies are not to be trusted.
         verify: Compare every restored and recomputed tensor with the original; slow.
 
     Returns:
@@ -182,7 +184,7 @@ def enable_activation_offloading(
         )
     chosen = chosen_policy(enable_ckpt, policy)
     check_choosers(blocks, tensor_filter=tensor_filter, keep_filter=keep_filter)
-    options = options_of(target, min_bytes, window, disk_path, verify, host_budget)
+    options = options_of(target, min_bytes, window, disk_path, verify, host_budget, synchronous)
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     engine = _open_engine(
@@ -373,10 +375,8 @@ def _open_engine(
     **filters: Any,
 ) -> Engine:
     tier = open_tier(
-        options.target if not isinstance(policy, Keep) else "auto",
-        disk_path=options.disk_path,
-        host_budget_bytes=options.host_budget_bytes,
-    )
+        "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
+        host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous)  # fmt: skip
 
     def weights() -> Iterator[torch.Tensor]:
         if model is not None:

@@ -87,6 +87,7 @@ def options_of(
     disk_path: str | PathLike[str] | None,
     verify: bool,
     host_budget: int | str | None = None,
+    synchronous: bool = False,
 ) -> Options:
     """Read what users write for sizes and paths into options."""
     return Options(
@@ -95,6 +96,7 @@ def options_of(
         window_bytes=None if window is None else parse_size(window, name="window"),
         host_budget_bytes=None if host_budget is None else parse_size(host_budget, name="host_budget"),
         disk_path=None if disk_path is None else path_of("disk_path", disk_path),
+        synchronous=synchronous,
         verify=verify,
     )
 

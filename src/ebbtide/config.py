@@ -121,6 +121,7 @@ class Options:
         window_bytes: Bytes allowed in flight each way; ``None``: follows the model's largest block.
         host_budget_bytes: Most host memory to use, in bytes; ``None``: a fair share of what the machine has.
         disk_path: Directory for the disk tier's file (which never has a name there).
+        synchronous: Whether copies to host memory are in order with compute.
         verify: Compare every restored and every recomputed tensor with what was saved. Slow.
     """
 
@@ -129,6 +130,7 @@ class Options:
     window_bytes: int | None = None
     host_budget_bytes: int | None = None
     disk_path: str | None = None
+    synchronous: bool = False
     verify: bool = False
 
     def __post_init__(self) -> None:

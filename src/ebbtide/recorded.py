@@ -57,10 +57,10 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
 
 def log_saved(stats: Stats, min_bytes: int) -> None:
     """Log what a handle has saved, and warn if that is nothing."""
-    if not stats.packs:
+    if not (stats.packs or stats.total_copy_out_bytes or stats.total_recomputes or stats.coverage_percent):
         logger.warning(
-            "nothing was offloaded: no forward with gradients came through the handle "
-            "(was the model compiled after offloading was enabled? compile its blocks instead)"
+            "nothing was offloaded: no forward with gradients came through the handle (a frozen model has none; of a "
+            "model that is compiled after offloading was enabled compile the blocks instead)"
         )
     elif not stats.unique_bytes and stats.small_bytes:
         logger.warning(

@@ -26,7 +26,7 @@ from ebbtide.planner import plan_for
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
-from ebbtide.wrap.attach import offloading
+from ebbtide.wrap.hooks import offloading
 from tests.helpers.oracle import Oracle, same_bits
 
 Leaves = Mapping[str, Tensor]

@@ -57,6 +57,7 @@ def made_small(command: str, model: Path, seeing: tuple[Path, Path], out: Path) 
     words = shlex.split(command)
     words = words[words.index("sft") + 1 :]
     values = {**SMALL, "--model": str(model), "--model.path": str(model), "--output_dir": str(out)}
+    words = [word.replace("=Qwen/Qwen3-8B", f"={model}") for word in words]
     images = "rows.jsonl" in words
     if images:
         values |= {"--model": str(seeing[0]), "--dataset": str(seeing[1])}

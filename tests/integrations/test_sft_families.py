@@ -166,7 +166,7 @@ def test_qwen_vl_sees_through_its_own_processor(
     [
         ({"images": ["nowhere.png"]}, "row 1 of .* names the image 'nowhere.png', which is not there"),
         ({"images": [3]}, "has the image 3; expected a path"),
-        ({"images": ["0.png", "1.png"]}, "has 2 images and 1 <image> tags; expected one tag an image"),
+        ({"images": ["0.png", "1.png"]}, "has 2 images and 1 <image> tags; expected one tag for each image"),
     ],
 )
 def test_bad_images_are_refused_before_the_weights_are_loaded(
@@ -183,5 +183,5 @@ def test_bad_images_are_refused_before_the_weights_are_loaded(
 
 
 def test_images_for_a_model_that_sees_none_are_refused(text_model: Path, pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has images, and the model takes none"):
+    with pytest.raises(DataError, match="has images, and the model takes text alone"):
         train(text_model, tmp_path, dataset=(str(pictures),))

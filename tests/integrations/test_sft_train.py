@@ -12,6 +12,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
+from ebbtide_recipes.skeleton.steps import _duration
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict:
@@ -130,9 +131,35 @@ def test_the_log_file_carries_the_documented_figures(tiny_model: Path, tmp_path:
         "memory_saved(GiB)",
         "stall(s)",
         "learning_rate",
+        "grad_norm",
+        "epoch",
+        "percentage",
+        "elapsed_time",
+        "remaining_time",
     }
+    assert figures["grad_norm"] > 0 and 0 < figures["epoch"] <= 1
+    assert (figures["percentage"], figures["remaining_time"]) == ("100.00%", "0s")
+    first = json.loads(lines[0][lines[0].index("{") :])
+    assert first["percentage"] == "50.00%" and first["epoch"] < figures["epoch"]
     assert figures["loss"] == pytest.approx(losses(run)[-1], rel=1e-5)
     assert figures["memory_saved(GiB)"] is None  # nothing was to be saved, so nothing is known
+
+
+def test_the_load_of_the_weights_is_in_the_record_and_drawn(tiny_model: Path, tmp_path: Path) -> None:
+    from ebbtide.report import html, load_run
+
+    run = train(tiny_model, tmp_path, max_steps=1, memory_efficient_init=True, activation_cpu_offload=True)
+    edges = [event["edge"] for event in run["events"] if event["event"] == "load"]
+    assert edges[0] == "begin" and edges[-1] == "end"
+    loaded = load_run(tmp_path)
+    span = loaded.loading()
+    assert span is not None and any(span.begin <= t <= span.end for t, _ in loaded.samples("rss_bytes"))
+    html([loaded], tmp_path / "report.html")
+    assert "Memory while weights are loaded" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_time_is_written_as_people_say_it() -> None:
+    assert [_duration(s) for s in (0, 59.6, 61, 3600, 7384)] == ["0s", "1m 0s", "1m 1s", "1h 0m 0s", "2h 3m 4s"]
 
 
 def test_accumulated_micro_batches_are_one_step(tiny_model: Path, tmp_path: Path) -> None:

@@ -243,6 +243,21 @@ def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFi
     assert "nothing was offloaded" not in caplog.text
 
 
+def test_a_last_pass_that_failed_is_no_reason_to_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    tiny = build("block")
+
+    def fail(*inputs: object) -> None:
+        raise OSError("in the middle of a pass")
+
+    with enable(tiny.model, policy="offload", min_bytes=0) as handle:
+        tiny.step()
+        next(m for m in tiny.model.modules() if not list(m.children())).register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="in the middle"):
+            tiny.step()
+        assert handle.stats().packs == 0
+    assert "nothing was offloaded" not in caplog.text
+
+
 def test_stats_print_ten_lines() -> None:
     tiny = build("block")
     with enable(tiny.model, policy="minimal", min_bytes=0) as handle:

@@ -12,6 +12,8 @@ import contextlib
 import dataclasses
 import inspect
 import io
+import json
+import re
 import textwrap
 import typing
 from collections.abc import Mapping, Sequence
@@ -27,6 +29,9 @@ from ebbtide.cli.yamlfile import load_settings
 ConfigT = TypeVar("ConfigT")
 
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.IGNORECASE | re.DOTALL)
+"""hydra's ``section.key=value``, as verl's users write it."""
+
 _ASKS_FOR_NOTHING = ("none", "null", "", *_FALSE)
 
 
@@ -60,7 +65,8 @@ def read_arguments(
         kind: A dataclass. A class attribute ``unsupported`` may map the names of known flags that this release cannot
             serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``) or is among
             those that a class attribute ``granted`` maps the name to. A class attribute ``aliases`` may map other
-            names to fields; a dotted one is a key inside a section of the file.
+            names to fields; a dotted one is a key inside a section of the file, or ``section.key=value``. Fields in a
+            class attribute ``mappings`` also take a mapping in the file, as JSON.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere; only suggested where an unknown flag is like one of them.
@@ -90,11 +96,12 @@ class _Names:
         hints = typing.get_type_hints(kind)
         self.fields = tuple(field.name for field in dataclasses.fields(kind))
         self.booleans = {name for name in self.fields if hints[name] is bool}
-        self.repeatable = {name for name in self.fields if typing.get_origin(hints[name]) is tuple}
+        self.repeatable = {name for name in self.fields if _takes_several(hints[name])}
         self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
         self.granted: Mapping[str, Sequence[str]] = getattr(kind, "granted", {})
         self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
+        self.mappings: Sequence[str] = getattr(kind, "mappings", ())
 
     def known(self, written: str) -> str | None:
         """Return the field's name for what was written, hyphen equals underscore; ``None`` if there is none."""
@@ -110,7 +117,10 @@ class _Names:
         """
         name = self.known(written)
         if name is None:
-            close = nearest(written.replace("-", "_").lower(), (*self.fields, *self.others, *self.unsupported))
+            # A dotted key is like other dotted ones; aliases without a dot are not suggested: fields are.
+            known = (*self.fields, *self.others, *self.unsupported, *(key for key in self.aliases if "." in key))
+            names = [key for key in known if ("." in key) is ("." in written)]
+            close = nearest(written.replace("-", "_").lower(), names)
             raise ConfigError(
                 f"unknown {what} {written!r}{where}",
                 expected=f"a {what} of `{self.prog}`",
@@ -155,6 +165,9 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
+        if override := _OVERRIDE.fullmatch(token):
+            _override(override[1], override[2], found, names)
+            continue
         if not token.startswith("--"):
             if path is not None or found or token[:1] in ("-", "\u2013", "\u2014"):
                 raise _stray(token, names)
@@ -179,6 +192,24 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
             )
         found[name] = flag
     return path, found
+
+
+def _override(written: str, value: str, found: Values, names: _Names) -> None:
+    """Take in one ``section.key=value``, hydra's form of a flag."""
+    name = names.canonical(written, what="key", where=" (of the form key=value)")
+    listed = value[1:-1].split(",") if value[:1] + value[-1:] == "[]" else [value]
+    texts = [text.strip().strip("'\"") for text in listed]
+    if texts in (["null"], ["None"]):
+        return
+    flag = names.accept(name, FlagValue(shown=written, texts=texts))
+    if flag is None:
+        return
+    before = found.get(name)
+    if before is not None and before.texts != flag.texts:
+        raise ConfigError(
+            f"{written} is set twice: {before.text}, {flag.text}", expected="one value", hint="leave one out"
+        )
+    found[name] = flag
 
 
 def _stray(token: str, names: _Names) -> ConfigError:
@@ -221,6 +252,8 @@ def _read_file(path: Path, names: _Names) -> Values:
             if name in names.fields and name not in names.optional:
                 raise ConfigError(f"{shown} has no value", expected="a value", hint=f"leave {name} out for its default")
             continue
+        if name in names.mappings and isinstance(value, dict):
+            value = json.dumps(value)
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
         if name in names.unsupported:
             items = [str(item) for item in items]
@@ -302,6 +335,11 @@ def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
         return None
 
 
+def _takes_several(hint: Any) -> bool:
+    """Whether a field takes a list of values, or none at all."""
+    return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
+
+
 def _required(field: dataclasses.Field[Any]) -> bool:
     """Whether a field has no default."""
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -312,7 +350,7 @@ def _as_flags(kind: type[Any], values: Values) -> list[str]:
     hints = typing.get_type_hints(kind)
     flags: list[str] = []
     for name, flag in values.items():
-        several = typing.get_origin(hints[name]) is tuple
+        several = _takes_several(hints[name])
         flags += [f"--{name}", *flag.texts] if several else [f"--{name}={text}" for text in flag.texts]
     return flags
 

@@ -29,6 +29,16 @@ _BLOCKING = (
     "HIP_LAUNCH_BLOCKING",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
 )
+_ALLOCATORS = {
+    "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
+}
+"""Variables that set the allocator of a kind of device; the last is the usual one."""
+
+_EXPANDABLE = "expandable_segments:true"
+_OF_NPU = {"TASK_QUEUE_ENABLE": "2", "COMBINED_ENABLE": "1", "CPU_AFFINITY_CONF": "1", "TORCH_HCCL_ZERO_COPY": "1"}
+"""Variables of torch_npu that trainers for Ascend recommend, with the usual value."""
+
 _OFF = frozenset({"0", "false", "no", "off", "none"})
 
 
@@ -189,4 +199,22 @@ def blocking(facts: Facts) -> Advice | None:
     return (
         f"{', '.join(found)} set: nothing overlaps, and copies stall compute",
         "unset it; it is for debugging",
+    )
+
+
+def unset(facts: Facts) -> Advice | None:
+    """EBB042: the allocator's or the runtime's usual variables are not set."""
+    names = _ALLOCATORS.get(facts.device.kind)
+    if names is None:
+        return None
+    configured = ",".join(facts.environment.get(name, "") for name in names).replace(" ", "").lower()
+    missing = [] if _EXPANDABLE in configured else [f"{names[-1]}=expandable_segments:True"]
+    if facts.device.kind == "npu":
+        missing += [f"{name}={value}" for name, value in _OF_NPU.items() if name not in facts.environment]
+    if not missing:
+        return None
+    return (
+        f"not set: {', '.join(missing)}",
+        "expandable segments leave fewer gaps in device memory; docs/guides/from-ms-swift-and-verl.md, Environment, "
+        "says what each does. ebbtide sets none of them",
     )

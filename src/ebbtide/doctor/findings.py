@@ -155,5 +155,11 @@ RULES = (
     Rule(
         code="EBB041", severity="note", about="variables that serialize copies and compute", check=device_rules.blocking
     ),
+    Rule(
+        code="EBB042",
+        severity="note",
+        about="usual variables of the allocator or of torch_npu are not set",
+        check=device_rules.unset,
+    ),
 )
 """Everything that is looked for, by code."""

@@ -89,12 +89,14 @@ class OffloadCallback(Callback):
         window: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
         verify: bool = False,
+        synchronous: bool = False,
     ) -> None:
         super().__init__()
         self.options: dict[str, Any] = {
             "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
             "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
             "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+            "synchronous": synchronous,
         }  # fmt: skip
         check_options(self.options)
         self.handle: Handle | None = None

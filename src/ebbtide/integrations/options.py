@@ -21,5 +21,5 @@ def check_options(options: Mapping[str, Any]) -> None:
     chosen_policy(options["enable_ckpt"], options["policy"])
     check_strategy_name(options["strategy"])
     check_choosers(options["blocks"], tensor_filter=options["tensor_filter"], keep_filter=options["keep_filter"])
-    names = ("target", "min_bytes", "window", "disk_path", "verify", "host_budget")
+    names = ("target", "min_bytes", "window", "disk_path", "verify", "host_budget", "synchronous")
     options_of(*(options[name] for name in names))

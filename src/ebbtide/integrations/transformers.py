@@ -14,10 +14,12 @@ begins. transformers gives a callback no way to its trainer; the list is that of
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -27,7 +29,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from ebbtide import Handle, Stats, enable_activation_offloading
 from ebbtide.base.actions import Plan
-from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.base.errors import ConfigError, ConflictError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.integrations.options import check_options
@@ -82,12 +84,14 @@ class OffloadCallback(TrainerCallback):
         host_budget: int | str | None = None,
         window: int | str | None = None,
         disk_path: str | PathLike[str] | None = None,
+        synchronous: bool = False,
         verify: bool = False,
     ) -> None:
         self.options: dict[str, Any] = {
             "strategy": strategy, "enable_ckpt": enable_ckpt, "policy": policy, "target": target, "blocks": blocks,
             "tensor_filter": tensor_filter, "keep_filter": keep_filter, "min_bytes": min_bytes,
-            "host_budget": host_budget, "window": window, "disk_path": disk_path, "verify": verify,
+            "host_budget": host_budget, "window": window, "disk_path": disk_path, "synchronous": synchronous,
+            "verify": verify,
         }  # fmt: skip
         check_options(self.options)
         self.handle: Handle | None = None
@@ -191,7 +195,7 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
     Raises:
         ConfigError: The switch is neither true nor false.
     """
-    if not wanted(cast("Mapping[str, Any] | None", trainer.args.fsdp_config)):
+    if not wanted(cast("Mapping[str, Any] | str | None", trainer.args.fsdp_config)):
         return None
     existing = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
     return existing[0] if existing else OffloadCallback(**options).follow(trainer)
@@ -210,19 +214,45 @@ class OffloadMixin:
         add_offloading(cast("Trainer", self))
 
 
-def wanted(fsdp_config: Mapping[str, Any] | None) -> bool:
+def wanted(fsdp_config: Mapping[str, Any] | str | None) -> bool:
     """Whether a trainer's ``fsdp_config`` asks for activation offloading.
+
+    Args:
+        fsdp_config: A mapping, a path of a JSON file, or JSON; ms-swift's form with an inner ``fsdp_config`` too.
 
     Raises:
         ConfigError: The switch is neither true nor false.
+        DataError: The file cannot be read.
     """
-    value = (fsdp_config or {}).get(SWITCH, False)
+    value = settings_of(fsdp_config).get(SWITCH, False)
     word = str(value).strip().lower()
     if word not in _TRUE + _FALSE:
         raise ConfigError(
             f"fsdp_config says {SWITCH} {value!r:.60}", expected="true or false", hint=f'"{SWITCH}": true'
         )
     return word in _TRUE
+
+
+def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return the settings of a trainer's ``fsdp_config``; transformers reads a path only where ``fsdp`` is set.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    if isinstance(fsdp_config, str):
+        text = fsdp_config
+        try:
+            text = text if text.lstrip().startswith("{") else Path(text).expanduser().read_text(encoding="utf-8")
+            fsdp_config = cast("Mapping[str, Any]", json.loads(text))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"fsdp_config {fsdp_config!r:.80} cannot be read: {error}",
+                expected="a JSON file with FSDP's settings, or a dict",
+                hint=f'such as {{"{SWITCH}": true}}',
+            ) from error
+    settings = dict(fsdp_config or {})
+    settings |= cast("Mapping[str, Any]", settings.get("fsdp_config") or {})
+    return {name.removeprefix("fsdp_"): value for name, value in settings.items()}
 
 
 def refuse_other_offloaders(args: TrainingArguments) -> None:
@@ -237,7 +267,9 @@ def refuse_other_offloaders(args: TrainingArguments) -> None:
         "activation_offloading": getattr(args, "activation_offloading", False),
         "gradient_checkpointing_kwargs['offload']": checkpointing.get("offload"),
         "fsdp_config['activation_checkpointing_offload']": plugin.get("activation_checkpointing_offload")
-        or (cast("Mapping[str, Any]", args.fsdp_config or {})).get("activation_checkpointing_offload"),
+        or settings_of(cast("Mapping[str, Any] | str | None", args.fsdp_config)).get(
+            "activation_checkpointing_offload"
+        ),
     }
     for name, value in flags.items():
         if value:

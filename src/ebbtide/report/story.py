@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ebbtide.report import copies
 from ebbtide.report.frame import window
 from ebbtide.report.run import Run
 from ebbtide.report.table import Table, size
@@ -59,6 +60,8 @@ def happened(run: Run) -> list[str]:
         sentences.append(
             f"Stalls: {summary['stall_seconds']:.3f} s" + (f", {share:.2f} % of the steps counted." if share else ".")
         )
+    if (copied := copies.sentence(run)) is not None:
+        sentences.append(copied)
     checkpointed = [e for e in run.all("pass_end") if e.get("checkpointed")]
     if checkpointed:
         sentences.append(f"{checkpointed[-1]['checkpointed']} blocks checkpointed.")

@@ -7,6 +7,7 @@ from typing import Any
 
 from ebbtide.report import story
 from ebbtide.report.blocks import block_bytes
+from ebbtide.report.copies import copies, overlap
 from ebbtide.report.peak import split, splits_table
 from ebbtide.report.run import Run, common_step
 from ebbtide.report.table import Table, bytes_table, headline, phases_table, section
@@ -63,6 +64,8 @@ def as_values(run: Run) -> dict[str, Any]:
             for e in run.blocks(step)
         ],
         "stalls": [{key: e.get(key) for key in ("t", "where", "block", "seconds", "bytes")} for e in run.all("stall")],
+        "copies": [dataclasses.asdict(step) for step in copies(run)],
+        "overlap": overlap(run),
         "plans": [{"name": name, "text": words} for name, words in story.plans(run)],
         "messages": story.messages(run),
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebbtide.base.runs import Event
+from ebbtide.report.copies import copies
 from ebbtide.report.run import Run
 
 _STEPS, _PHASES, _BLOCKS, _STALLS = 1, 2, 3, 4
@@ -16,7 +17,10 @@ _INSTANTS = {"block", "block_backward", "pass_end", "plan", "message"}
 
 
 def chrome_trace(run: Run) -> dict[str, Any]:
-    """Return a run as a Chrome trace: steps, phases and stalls as slices, blocks as instants, memory as counters."""
+    """Return a run as a Chrome trace: steps, phases and stalls are slices, blocks instants, memory and copies counters.
+
+    A step's copies stand at its end: see [Note: overlap] in ``copies.py``.
+    """
     begin = run.events[0]["t"] if run.events else 0.0
     pid = next((event.get("pid") for event in run.all("run_begin")), None) or 1
 
@@ -36,6 +40,10 @@ def chrome_trace(run: Run) -> dict[str, Any]:
     for event in run.all("stall"):
         name = f"stall in {event.get('where')}"
         traced.append(slice_(_STALLS, name, event["t"] - event["seconds"], event["t"], **_fields(event)))
+    for copied in copies(run):
+        sizes = {"out_bytes": copied.out_bytes, "in_bytes": copied.in_bytes}
+        micros = (copied.t - begin) * 1e6
+        traced.append({"ph": "C", "pid": pid, "name": "copied in the step", "ts": micros, "args": sizes})
     for event in run.events:
         micros = (event["t"] - begin) * 1e6
         if event["event"] in _INSTANTS:

@@ -76,6 +76,8 @@ def open_tier(
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
         host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)
         return SpillTier(host, lambda: DiskTier(disk_path, budget_bytes=disk_budget_bytes), budget_bytes=budget)
+    if synchronous:
+        _LOG.warning("synchronous has no effect here: offloaded bytes go to disk")
     if accelerated:
         _LOG.warning("target='disk' with an accelerator offloads only tensors in RAM; see target='host'")
     if in_flight_bytes is None:

@@ -17,13 +17,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ebbtide.base.errors import ConflictError, DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
-from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, under_fsdp1, weights_of
@@ -41,6 +39,7 @@ from ebbtide.wrap.forward import (
     replays_graphs,
     running_transform,
 )
+from ebbtide.wrap.hooks import offloading
 from ebbtide.wrap.others import refuse_around, refuse_compiled, refuse_taken
 from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
@@ -359,47 +358,3 @@ class Attachment:
                 if other.block.kind == scope.block.kind:
                     other.leave_parts(scope.compiled)
             scope.compiled.clear()
-
-
-class offloading:
-    """Opens the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included.
-
-    No generator: one that an interrupt keeps from its end would hold the hooks open as long as the traceback lives.
-
-    Args:
-        engine: Carries out the plan.
-        block: What the engine is told of the block.
-        inputs: Tensors that come into it.
-        checkpointed: The block is run again in backward.
-    """
-
-    def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:
-        self._engine, self._block, self._inputs, self._checkpointed = engine, block, inputs, checkpointed
-        self._run: BlockRun | None = None
-        self._ended = False
-
-    def __enter__(self) -> BlockRun:
-        run = self._run = self._engine.begin_block(self._block, self._inputs, checkpointed=self._checkpointed)
-        saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
-        return run
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the hooks and end the block. Harmless when repeated; what an interrupt left undone is done then."""
-        run = self._run
-        if run is None:
-            return
-        try:
-            while (top := _open_hooks()) is not None and getattr(top[0], "__self__", None) is run:
-                torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
-            if not self._ended:
-                self._ended = True
-                self._engine.end_block(run, checkpointed=self._checkpointed)
-        finally:
-            run.close()  # an open run holds its own tickets
-
-
-def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

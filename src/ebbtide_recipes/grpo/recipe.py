@@ -62,11 +62,11 @@ class Grpo(Recipe[GrpoConfig]):
         launch.check_device(config)
         with PartialState().main_process_first():  # what is fetched or made is so once
             source = models.look_up(config)
-        if source.sees:
+        if source.multimodal:
             raise ConfigError(
-                f"{config.model} is a vision-language model",
+                f"{config.model} is a multimodal model",
                 expected="a language model",
-                hint="`ebbtide sft` trains vision-language models",
+                hint="`ebbtide sft` trains multimodal models",
             )
         made = adapters.chosen(config, models.outline(config, source)) if config.trains_adapters else None
         functions = rewards.load(config.reward_funcs)

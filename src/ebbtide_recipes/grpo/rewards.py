@@ -10,7 +10,6 @@ called once a completion, with ``data_source``, ``solution_str``, ``ground_truth
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from ebbtide.base.errors import ConfigError, DataError, TrainingError, nearest
 from ebbtide_recipes.grpo.answers import has_tags, number_in, same_answer
+from ebbtide_recipes.skeleton.functions import load_function
 
 ANSWERS = ("answer", "solution", "ground_truth")
 """Columns that the right answer may stand in, the first that is there."""
@@ -206,40 +206,8 @@ def _load(name: str) -> Reward:
             expected=f"some of {', '.join(BUILTIN)}, or path.py:function",
             hint=nearest(name, BUILTIN) or "for a function of your own: rewards.py:reward",
         )
-    path = Path(place).expanduser()
-    if not path.is_file():
-        names = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        raise ConfigError(
-            f"there is no file {place!r} with a reward function",
-            expected="path.py:function",
-            hint=nearest(path.name, names) or f"looked in {path.parent.resolve()}",
-        )
-    found = vars(_module(path)).get(function)
-    if not callable(found):
-        functions = [key for key, value in vars(_module(path)).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"{place} has no function {function!r}",
-            expected=f"one of {', '.join(functions) or 'its functions, and it has none'}",
-            hint=nearest(function, functions) or f"such as {_HINT}",
-        )
-    return Reward(name=f"{path.stem}:{function}", function=found)
-
-
-def _module(path: Path) -> Any:
-    """Import a file by its path; it stays out of ``sys.modules``."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} cannot be imported", expected="a Python file", hint="name a file that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(
-            f"{path} cannot be imported: {type(error).__name__}: {error}",
-            expected="a file that Python imports",
-            hint=f"`python {path}` shows where it fails",
-        ) from error
-    return module
+    found = load_function(place, [function], what="a reward function", example=_HINT)
+    return Reward(name=f"{Path(place).stem}:{function}", function=found)
 
 
 def _wanted(columns: Mapping[str, Any]) -> Sequence[Any]:

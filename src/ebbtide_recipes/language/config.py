@@ -43,7 +43,7 @@ class LanguageConfig(RecipeConfig):
             the form of PEFT's adapter_config.json.
         adapters: Folder of adapters to continue.
         attn_impl: Attention implementation.
-        freeze_vit: Freeze the vision part of a vision-language model.
+        freeze_vit: Freeze the parts of a multimodal model that see and hear.
         system: System message put before every chat that has none.
     """
 
@@ -102,9 +102,10 @@ class LanguageConfig(RecipeConfig):
                 expected="a train_type that trains adapters",
                 hint="--train_type lora, qlora or adapter continues them",
             )
-        if self.memory_efficient_init and self.train_type == "qlora" and self.fsdp_strategy != "none":
+        sharded = self.fsdp_strategy != "none"
+        if self.memory_efficient_init and self.train_type == "qlora" and sharded and self.fsdp_version == 1:
             raise ConfigError(
-                "memory_efficient_init is true with train_type qlora and FSDP",
-                expected="weights that can be sharded while reading: 4-bit weights need complete tensors",
-                hint="leave --memory_efficient_init out, or --fsdp_strategy none, or --train_type lora",
+                "memory_efficient_init is true with train_type qlora and FSDP1",
+                expected="FSDP2, which shards 4-bit weights while they are read",
+                hint="leave --fsdp_version out, or --memory_efficient_init",
             )

@@ -99,7 +99,7 @@ class ModelSource:
     Args:
         place: What transformers loads.
         config: The model's own config.
-        processor: Its tokenizer; of a vision-language model the processor that holds it.
+        processor: Its tokenizer; of a multimodal model the processor that holds it.
     """
 
     place: str
@@ -107,9 +107,9 @@ class ModelSource:
     processor: PreTrainedTokenizerBase | ProcessorMixin
 
     @property
-    def sees(self) -> bool:
-        """Whether the model takes images."""
-        return is_vision_language(self.config)
+    def multimodal(self) -> bool:
+        """Whether the model takes images, videos or sounds beside text."""
+        return is_multimodal(self.config)
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -129,10 +129,22 @@ def is_vision_language(config: PreTrainedConfig) -> bool:
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and hasattr(config, "vision_config")
 
 
-def vision_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
-    """Return the paths of the modules that see: those built from the config's vision part."""
-    kind = type(config.vision_config)  # pyright: ignore[reportAttributeAccessIssue]
-    found = [name for name, module in model.named_modules() if name and isinstance(getattr(module, "config", 0), kind)]
+def is_multimodal(config: PreTrainedConfig) -> bool:
+    """Whether a model's config is of one that takes images, videos or sounds beside text."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    others = set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return is_vision_language(config) or config.model_type in others
+
+
+def media_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
+    """Return the paths of the modules that see or hear: those built from the config's vision and audio parts."""
+    parts = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
+    kinds = tuple(type(part) for part in parts if part is not None)
+    found = [name for name, module in model.named_modules() if name and isinstance(getattr(module, "config", 0), kinds)]
     return [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
 
 
@@ -150,7 +162,7 @@ def look_up(config: LanguageConfig) -> ModelSource:
         found = AutoConfig.from_pretrained(place)
         check_length(config, found)
         _check_unquantised(config, found)
-        reader = AutoProcessor if is_vision_language(found) else AutoTokenizer
+        reader = AutoProcessor if is_multimodal(found) else AutoTokenizer
         return ModelSource(place=place, config=found, processor=reader.from_pretrained(place))
 
 
@@ -232,17 +244,19 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
         options |= four_bits(config, options["dtype"])
     with explained(config):
         model = _auto_class(source.config).from_pretrained(source.place, **options)
-    if source.sees and config.freeze_vit:
-        for part in vision_parts(model, source.config):
+    if source.multimodal and config.freeze_vit:
+        for part in media_parts(model, source.config):
             model.get_submodule(part).requires_grad_(False)
     return model
 
 
 def _auto_class(model_config: PreTrainedConfig) -> Any:
     """Return the class that makes a model of this kind."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
-    return AutoModelForImageTextToText if is_vision_language(model_config) else AutoModelForCausalLM
+    if is_vision_language(model_config):
+        return AutoModelForImageTextToText
+    return AutoModelForMultimodalLM if is_multimodal(model_config) else AutoModelForCausalLM
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
@@ -295,7 +309,7 @@ def _not_loaded(name: str, error: Exception) -> str:
 def _hint(name: str) -> str:
     if Path(name).expanduser().is_dir():
         return "give a folder that save_pretrained of a language model and of its tokenizer wrote"
-    return _near(name) or "without a network use a local folder, or a model fetched before"
+    return _near(name) or f"without a network use a local folder, or a model fetched before; {hubs.ON_MODELSCOPE}"
 
 
 def _first_line(error: Exception) -> str:

@@ -48,7 +48,7 @@ class PlanConfig:
         train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora).
         lora_rank: Rank of the adapters.
         target_modules: Modules that get adapters; all-linear is every linear module but the head.
-        freeze_vit: Freeze the vision part of a vision-language model.
+        freeze_vit: Freeze the parts of a multimodal model that see and hear.
         per_device_train_batch_size: Sequences or clips in a micro-batch.
         gradient_accumulation_steps: Micro-batches in a step; above 1, earlier gradients use memory too.
         optim: Optimizer whose state is counted: adamw has two numbers for each trained weight, adamw_8bit two of 8

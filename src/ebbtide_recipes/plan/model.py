@@ -92,8 +92,8 @@ def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
     """
     with _explained():
         model: nn.Module = models.outline_of(config, found, dtype)
-    sees = models.is_vision_language(found)
-    frozen = models.vision_parts(model, found) if sees and config.freeze_vit else []
+    sees = models.is_multimodal(found)
+    frozen = models.media_parts(model, found) if sees and config.freeze_vit else []
     if config.trains_adapters:
         model = _with_adapters(config, found, dtype, frozen)
     else:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from ebbtide_recipes.language.config import ALIASES, UNSUPPORTED, LanguageConfig
+from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
+from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
+from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.sft import verl
 from ebbtide_recipes.skeleton.rules import at_least
 
-__all__ = ["ALIASES", "UNSUPPORTED", "SftConfig"]
+ALIASES: Mapping[str, str] = {**verl.ALIASES, **LANGUAGE_ALIASES}
+UNSUPPORTED: Mapping[str, str] = {**LANGUAGE_UNSUPPORTED, **verl.UNSUPPORTED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SftConfig(LanguageConfig):
-    """Fine-tune a language or vision-language model; see where its activation memory goes.
+    """Fine-tune a language or multimodal model; see where its activation memory goes.
 
     --activation_cpu_offload and --gradient_checkpointing together choose the mode: neither is plain training, the
     second alone is the trainer's own checkpointing, the first alone is ebbtide with the policy Auto, both together are
@@ -28,6 +34,10 @@ class SftConfig(LanguageConfig):
         dataset_num_proc: Processes that tokenize rows.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
     """
+
+    unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
+    granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
 
     dataset: tuple[str, ...] = ("builtin:pydoc",)
     max_length: int = 1024

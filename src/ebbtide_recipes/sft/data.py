@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.tables import as_dataset
-from ebbtide_recipes.sft import images
-from ebbtide_recipes.sft.shapes import EXAMPLE, answer_apart, one_kind, shape_of, shaped_row, with_system
+from ebbtide_recipes.sft import media
+from ebbtide_recipes.sft.shapes import (
+    EXAMPLE,
+    answer_apart,
+    one_kind,
+    shape_of,
+    shaped_row,
+    with_own_system,
+    with_system,
+)
 from ebbtide_recipes.skeleton.rows import Reader, Row, split_name
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+
+LOGGER = logging.getLogger("ebbtide.sft")
 
 
 def _pydoc(seed: int) -> list[Row]:
@@ -36,7 +48,7 @@ class Reading:
         seed: Seed of the built-in data sets' order.
         system: System message for chats that have none.
         answers_alone: Whether the last answer of a chat is what is learned.
-        vision: Whether the model takes images.
+        takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
         use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
     """
 
@@ -44,7 +56,7 @@ class Reading:
     seed: int
     system: str | None = None
     answers_alone: bool = False
-    vision: bool = False
+    takes: tuple[str, ...] = ()
     use_hf: bool = True
 
 
@@ -62,41 +74,63 @@ def load(names: Sequence[str], reading: Reading) -> Dataset:
         DataError: A data set cannot be found or read, is empty, or has columns that are not known.
         ConfigError: The part after ``#`` is not a number of rows, or the shapes of several data sets differ.
     """
+    return load_both(names, (), reading)[0]
+
+
+def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading) -> tuple[Dataset, Dataset | None]:
+    """Read the data sets to train on, and those to evaluate on; both name their files in the same columns.
+
+    Args:
+        names: As ``load`` takes them.
+        evaluation: The same, to evaluate on; empty: none.
+        reading: How they are read.
+
+    Raises:
+        EbbtideError: As ``load``.
+    """
+    read = {
+        name: READER.read(name, seed=reading.seed, use_hf=reading.use_hf)
+        for name in dict.fromkeys((*names, *evaluation))
+    }
+    kinds = media.kinds_in(row for rows in read.values() for row in rows)
+    trained = _table({name: read[name] for name in names}, kinds, reading)
+    return trained, _table({name: read[name] for name in evaluation}, kinds, reading) if evaluation else None
+
+
+def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Reading) -> Dataset:
+    """Put data sets into one table."""
     shaped: list[Row] = []
-    kinds: dict[str, str] = {}
-    for name in names:
-        part = _shaped(READER.read(name, seed=reading.seed, use_hf=reading.use_hf), name, reading)
-        kinds[name] = one_kind(part, name)
+    shapes: dict[str, str] = {}
+    for name, rows in parts.items():
+        part = _shaped(rows, name, kinds, reading)
+        shapes[name] = one_kind(part, name)
         shaped += part
-    if len(set(kinds.values())) > 1:
-        described = ", ".join(f"{name}: {kind}" for name, kind in kinds.items())
+    if len(set(shapes.values())) > 1:
+        described = ", ".join(f"{name}: {kind}" for name, kind in shapes.items())
         raise ConfigError(
             f"the data sets differ in shape ({described})",
             expected="data sets of the same shape",
             hint="train on one after the other, or give them the same columns",
         )
-    made = as_dataset(shaped, names)
-    return images.as_images(made) if "images" in made.column_names else made
+    made = as_dataset(shaped, list(parts))
+    return media.as_images(made) if "images" in made.column_names else made
 
 
-def _shaped(rows: Sequence[Row], name: str, reading: Reading) -> list[Row]:
+def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading) -> list[Row]:
     """Put the rows of one data set into the shape that the first of them has."""
-    shape = shape_of(rows[0], name, chat=reading.chat)
-    seen = any(column in rows[0] for column in images.COLUMNS)
-    if seen and not reading.vision:
-        raise DataError(
-            f"data set {name!r} has images, and the model takes none",
-            expected="rows of text, or a vision-language model",
-            hint="choose a vision-language model with --model, or remove the column from the data set",
-        )
+    shape, read = shape_of(rows[0], name, chat=reading.chat)
+    media.check_taken(media.kinds_in(rows), reading.takes, name)
+    unread = sorted({str(column) for row in rows for column in row} - {*read, "system", *media.COLUMNS})
+    if unread:
+        LOGGER.warning("data set %r: nothing is learned from the columns %s", name, ", ".join(unread))
     folder = Path(split_name(name)[0]).expanduser().parent
     part: list[Row] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of data set {name!r}"
-        made = shaped_row(shape, row, name, number)
+        made = with_own_system(shaped_row(shape, row, name, number), row.get("system"), where)
         if reading.system is not None:
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
-        part.append(images.attach(row, made, folder, where) if seen else made)
+        part.append(media.attach(row, made, kinds, folder, where) if kinds else made)
     return part

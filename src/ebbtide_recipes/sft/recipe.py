@@ -6,7 +6,6 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.skeleton import launch, run
 from ebbtide_recipes.skeleton.recipe import Recipe
@@ -20,7 +19,7 @@ LOGGER = logging.getLogger("ebbtide.sft")
 
 
 class Sft(Recipe[SftConfig]):
-    """Supervised fine-tuning of a language or vision-language model."""
+    """Supervised fine-tuning of a language model, or of one that sees or hears too."""
 
     name = "sft"
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
@@ -68,7 +67,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
     from accelerate import PartialState
 
     from ebbtide_recipes.language import adapters, meta, models, tables
-    from ebbtide_recipes.sft import data, trainer
+    from ebbtide_recipes.sft import collator, data, media, trainer
 
     trainer.arguments(config)  # also joins the other ranks
     launch.check_device(config)
@@ -77,17 +76,14 @@ def _prepared(config: SftConfig) -> SftTrainer:
     made = None
     if config.trains_adapters:
         outline = models.outline(config, source)
-        frozen = models.vision_parts(outline, source.config) if source.sees and config.freeze_vit else []
+        frozen = models.media_parts(outline, source.config) if source.multimodal and config.freeze_vit else []
         made = adapters.chosen(config, outline, without=frozen)
-    reading = _reading(config, source)
-    dataset = data.load(config.dataset, reading)
-    evaluation = None if config.eval_dataset is None else data.load(config.eval_dataset, reading)
+    dataset, evaluation = data.load_both(config.dataset, config.eval_dataset or (), _reading(config, source))
     if config.split_dataset_ratio > 0:
         dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
-    if source.sees and config.packing and "images" in dataset.column_names:
-        raise ConfigError(
-            "packing is true, and the rows have images", expected="one row a sequence", hint="leave --packing out"
-        )
+    batches = None
+    if media.WHERE in dataset.column_names:
+        batches = collator.made(config, source.processor, dataset)
     weights: Found | None = None
     if config.memory_efficient_init:
         model, weights = models.load_empty(config, source)
@@ -99,12 +95,20 @@ def _prepared(config: SftConfig) -> SftTrainer:
         config,
         trained,
         weights,
-        partial(trainer.build, config, processor=source.processor, dataset=dataset, evaluation=evaluation),
+        partial(
+            trainer.build,
+            config,
+            processor=source.processor,
+            dataset=dataset,
+            evaluation=evaluation,
+            collator=batches,
+        ),
     )
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:
     """Return how rows are to be read for this model."""
+    from ebbtide_recipes.sft.collator import taken_by
     from ebbtide_recipes.sft.data import Reading
 
     return Reading(
@@ -112,6 +116,6 @@ def _reading(config: SftConfig, source: ModelSource) -> Any:
         seed=config.seed,
         system=config.system,
         answers_alone=bool(config.completion_only_loss),
-        vision=source.sees,
+        takes=taken_by(source.processor),
         use_hf=config.use_hf,
     )

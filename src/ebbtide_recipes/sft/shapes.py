@@ -4,31 +4,42 @@
 Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
 loss is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a
 chat template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
-``completion`` are taken as they are.
+``completion`` are taken as they are. ``history`` is earlier turns of a question: context, not learned. ``system`` is
+the system message of its row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ebbtide.base.errors import DataError, nearest
 from ebbtide_recipes.skeleton.rows import Row
 
-ACCEPTED = "`messages`, `conversations`, `prompt`+`completion`, `question`+`answer`, `instruction`+`output` or `text`"
-KNOWN = ("messages", "conversations", "prompt", "completion", "question", "answer", "instruction", "output", "text")
+PAIRS = (("question", "answer"), ("query", "response"), ("instruction", "output"))
+"""Columns of a question and its answer; ``input`` is the rest of an instruction, ``history`` the turns before."""
+
+ACCEPTED = (
+    "`messages`, `conversations`, `prompt`+`completion`, `question`+`answer`, `query`+`response`, "
+    "`instruction`+`output` or `text`"
+)
+KNOWN = ("messages", "conversations", "prompt", "completion", *(name for pair in PAIRS for name in pair), "text")
 EXAMPLE = '{"prompt": "What is ebb?", "completion": "The tide going out."}'
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 Shape = Callable[[Row], Row]
 
 
-def shape_of(row: Row, name: str, *, chat: bool) -> Shape:
+def shape_of(row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]:
     """Choose how rows with these columns are put into shape.
 
     Args:
         row: The first row.
         name: The data set, for errors.
         chat: Whether the tokenizer has a chat template.
+
+    Returns:
+        The function that does it, and the columns it reads.
 
     Raises:
         DataError: The columns are not known, or the rows are chats and there is no chat template.
@@ -41,16 +52,19 @@ def shape_of(row: Row, name: str, *, chat: bool) -> Shape:
                 expected="a tokenizer with a chat template, or `prompt`+`completion` or `text` columns",
                 hint="use the model's instruct variant",
             )
-        return _chat
+        return _chat, frozenset({"messages" if "messages" in columns else "conversations"})
     if {"prompt", "completion"} <= columns:
-        return lambda row: {"prompt": row["prompt"], "completion": row["completion"]}
-    pair: Callable[[str, str], Row] = _turn if chat else _plain_turn
-    if {"question", "answer"} <= columns:
-        return lambda row: pair(row["question"], row["answer"])
-    if {"instruction", "output"} <= columns:
-        return lambda row: pair("\n\n".join(filter(None, (row["instruction"], row.get("input")))), row["output"])
+        return lambda row: {"prompt": row["prompt"], "completion": row["completion"]}, frozenset(
+            {"prompt", "completion"}
+        )
+    for question, answer in PAIRS:
+        if {question, answer} <= columns:
+            rest = {"input"} if question == "instruction" else set[str]()
+            return partial(_pair, question=question, answer=answer, chat=chat), frozenset(
+                {question, answer, "history", *rest}
+            )
     if "text" in columns:
-        return lambda row: {"text": row["text"]}
+        return lambda row: {"text": row["text"]}, frozenset({"text"})
     listed = ", ".join(sorted(map(str, columns))) or "(none)"
     close = next((near for c in sorted(map(str, columns - {*KNOWN})) if (near := nearest(c, KNOWN, count=1))), "")
     raise DataError(
@@ -99,11 +113,41 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
 
 def with_system(row: Row, text: str) -> Row:
     """Put a system message before a chat that has none; plain text stays as it is."""
-    column = "messages" if "messages" in row else "prompt"
-    messages = row.get(column)
-    if not isinstance(messages, list) or (messages and messages[0].get("role") == "system"):
+    column, messages = _chat_of(row)
+    if messages is None or (messages and messages[0].get("role") == "system"):
         return row
     return {**row, column: [_message("system", text), *messages]}
+
+
+def with_own_system(row: Row, text: object, where: str) -> Row:
+    """Put the system message of a row's own ``system`` column before its chat.
+
+    Raises:
+        DataError: It is no text, the row is plain text, or its chat begins with another system message.
+    """
+    if text is None or text == "":
+        return row
+    messages = _chat_of(row)[1]
+    if not isinstance(text, str) or messages is None:
+        raise DataError(
+            f"{where} has the system message {text!r:.60}" + (" with plain text" if messages is None else ""),
+            expected="text, and a chat that it stands before",
+            hint="use a model with a chat template, or write the message into the prompt and remove the column",
+        )
+    if messages and messages[0].get("role") == "system" and messages[0].get("content") != text:
+        raise DataError(
+            f"{where} has two system messages: {messages[0].get('content')!r:.40} and {text!r:.40}",
+            expected="one",
+            hint="remove the column `system`, or the first message",
+        )
+    return with_system(row, text)
+
+
+def _chat_of(row: Row) -> tuple[str, list[Row] | None]:
+    """Return the column that a chat begins in, and its messages; ``None``: the row is plain text."""
+    column = "messages" if "messages" in row else "prompt"
+    messages = row.get(column)
+    return column, messages if isinstance(messages, list) else None
 
 
 def answer_apart(row: Row, where: str) -> Row:
@@ -157,16 +201,31 @@ def _check_message(message: object, where: str, column: str) -> None:
         )
 
 
-def _turn(question: str, answer: str) -> Row:
-    """One question and its answer, as a chat."""
-    return {"prompt": [_message("user", question)], "completion": [_message("assistant", answer)]}
+def _pair(row: Row, *, question: str, answer: str, chat: bool) -> Row:
+    """Return a question with the turns before it, and its answer: as a chat, or as plain text."""
+    prompt = (
+        "\n\n".join(filter(None, (row[question], row.get("input")))) if question == "instruction" else row[question]
+    )
+    turns = [*_turns(row.get("history")), (prompt, row[answer])]
+    for text in (text for turn in turns for text in turn):
+        if not isinstance(text, str):
+            raise TypeError(f"{text!r:.60} is not text")
+    if not chat:
+        before = "".join(f"{earlier}\n{reply}\n" for earlier, reply in turns[:-1])
+        return {"prompt": f"{before}{prompt}\n", "completion": row[answer]}
+    messages = [
+        message for earlier, reply in turns for message in (_message("user", earlier), _message("assistant", reply))
+    ]
+    return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
-def _plain_turn(question: str, answer: str) -> Row:
-    """One question and its answer, as plain text."""
-    if not isinstance(question, str):
-        raise TypeError(f"{question!r:.60} is not text")
-    return {"prompt": f"{question}\n", "completion": answer}
+def _turns(history: object) -> list[tuple[object, object]]:
+    """Return the questions and answers of a row's ``history``."""
+    if history is None:
+        return []
+    if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
+        raise TypeError(f"history {history!r:.60} is no list of [question, answer]")
+    return [(question, answer) for question, answer in history]
 
 
 def _chat(row: Row) -> Row:

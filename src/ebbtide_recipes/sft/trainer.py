@@ -8,6 +8,8 @@ from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
 
 from ebbtide.base.errors import DataError
+from ebbtide_recipes.sft.collator import MediaCollator
+from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
@@ -25,16 +27,23 @@ class SftTrainer(RecordedTrainer, TrlTrainer):
         """Return the share of tokens that the last micro-batch predicted right."""
         return (self._metrics["train"].get("mean_token_accuracy") or [None])[-1]
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Leave rows with files as they are: the collator reads their columns."""
+        if isinstance(self.data_collator, MediaCollator):
+            self._signature_columns = ["messages", "prompt", "completion", *(f"{kind}s" for kind in KINDS), WHERE]
+        super()._set_signature_columns_if_needed()
+
     def _send_telemetry(self) -> None:
         """Send nothing: a training run tells nobody about itself."""
 
 
-def arguments(config: SftConfig, *, sees: bool = False) -> TrlConfig:
+def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = False) -> TrlConfig:
     """Return the trainer's arguments.
 
     Args:
         config: As ``sharding.resolved`` returned it.
-        sees: Whether the model takes images.
+        multimodal: Whether the model takes more than text.
+        files: Whether rows have images, videos or sounds: batches are made of them when they are needed.
     """
     own = {
         "max_length": config.max_length,
@@ -45,8 +54,9 @@ def arguments(config: SftConfig, *, sees: bool = False) -> TrlConfig:
         "padding_free": False,
         "activation_offloading": False,
         "dataset_num_proc": config.dataset_num_proc,
-        # A vision-language model may be given rows without an image; others use all they have in every batch.
-        "ddp_find_unused_parameters": sees,
+        # A multimodal model may be given rows of text alone; others use all they have in every batch.
+        "ddp_find_unused_parameters": multimodal,
+        "dataset_kwargs": {"skip_prepare_dataset": files},
     }
     return made(TrlConfig, shared_arguments(config) | own)
 
@@ -57,8 +67,9 @@ def build(
     processor: PreTrainedTokenizerBase | ProcessorMixin,
     dataset: Dataset,
     evaluation: Dataset | None = None,
+    collator: MediaCollator | None = None,
 ) -> SftTrainer:
-    """Make the trainer; tokenise and pack the data.
+    """Make the trainer; tokenise and pack the data, or leave rows with files to the collator.
 
     Raises:
         DataError: The data has no full sequence (with packing), or no token to learn from.
@@ -69,7 +80,8 @@ def build(
         name_present_blocks(model)
     trainer = SftTrainer(
         model=model,
-        args=arguments(config, sees=isinstance(processor, ProcessorMixin)),
+        args=arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None),
+        data_collator=collator,
         train_dataset=dataset,
         eval_dataset=evaluation,
         processing_class=processor,

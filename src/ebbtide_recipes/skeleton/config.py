@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,7 +13,7 @@ from ebbtide.config import Auto, Policy, policy_named
 from ebbtide_recipes.skeleton import rules
 
 Mode = Literal["plain", "checkpointing", "ebbtide"]
-Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "native_fsdp", "accelerate"]
+Strategy = Literal["none", "full_shard", "shard_grad_op", "hybrid_shard", "native_fsdp", "accelerate", "fsdp", "fsdp2"]
 
 UNSUPPORTED: Mapping[str, str] = {
     "activation_offloading": "the flag is --activation_cpu_offload here",
@@ -20,7 +21,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "hsdp_shard_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "hsdp_replicate_dim": "--fsdp_strategy hybrid_shard: shards within a node, copies across nodes",
     "enable_gradient_checkpointing_type": "--gradient_checkpointing true, or --policy for another choice",
-    "external_plugins": "leave it out: ebbtide needs no plugin; --activation_cpu_offload true",
 }
 """Flags that users of other trainers know, and that no recipe of this release takes."""
 
@@ -30,8 +30,13 @@ ALIASES: Mapping[str, str] = {
     "strategy": "fsdp_strategy",
     "enable_activation_offload": "activation_cpu_offload",
     "enable_gradient_checkpointing": "gradient_checkpointing",
+    "external_plugins": "tensor_filter",
 }
 """What users of other trainers call some of these; a dotted name is a key inside a section of a YAML file."""
+
+
+OFFLOADING = ("min_bytes", "host_budget", "window", "blocks", "synchronous", "tensor_filter")
+"""Flags that are parameters of ``enable_activation_offloading`` under the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +58,21 @@ class RecipeConfig:
         memory_budget: For the policy auto: largest peak, such as 40GiB.
         offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
         disk_path: Directory for offloaded bytes on disk; default: the system's temporary directory.
+        min_bytes: Smaller storages stay, such as 1MiB; 0 offloads everything; default: 64KiB.
+        host_budget: Largest host memory for offloaded bytes, such as 200GiB; default: a fair share of the machine's.
+        window: Bytes in flight each way, such as 1GiB; default: follows the model's largest block.
+        blocks: Paths of the blocks, with *; default: found by structure. Several may be given.
+        synchronous: Copy in order with compute: for devices whose asynchronous copies are not to be trusted.
+        tensor_filter: path.py:function; the function returns false for a tensor that is never offloaded. Without
+            :function the file's tensor_filter or custom_tensor_filter. ms-swift's --external_plugins means this flag.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
         fsdp_strategy: What FSDP shards over the processes: nothing (none: DDP), weights, gradients and optimizer
             (full_shard), the same with weights gathered between forward and backward (shard_grad_op), or full_shard
-            within a node and copies across nodes (hybrid_shard). twinkle's native_fsdp and accelerate are full_shard.
+            within a node and copies across nodes (hybrid_shard). twinkle's native_fsdp and accelerate are full_shard;
+            so are verl's fsdp, with fsdp_version 1, and fsdp2.
         fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
-        fsdp_config: JSON file with FSDP settings in the form of transformers and ms-swift.
-        fsdp: ms-swift's and transformers' form: a JSON file, fsdp2, or words such as "full_shard auto_wrap".
+        fsdp_config: FSDP settings in the form of transformers and ms-swift: a JSON file, JSON, or a mapping in YAML.
+        fsdp: ms-swift's and transformers' form: as --fsdp_config, fsdp2, or words such as "full_shard auto_wrap".
         memory_efficient_init: Build the model empty and read each process's part of the weights straight into place,
             without a full copy in any process.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
@@ -99,6 +112,8 @@ class RecipeConfig:
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    mappings: ClassVar[tuple[str, ...]] = ("fsdp_config", "fsdp")
+    """Flags that also take a mapping; it is kept as JSON."""
 
     model: str
     use_hf: bool = True
@@ -113,6 +128,12 @@ class RecipeConfig:
     memory_budget: str | None = None
     offload_target: Literal["auto", "host", "disk"] = "auto"
     disk_path: str | None = None
+    min_bytes: str | None = None
+    host_budget: str | None = None
+    window: str | None = None
+    blocks: tuple[str, ...] | None = None
+    synchronous: bool = False
+    tensor_filter: str | None = None
     verify: bool = False
     fsdp_strategy: Strategy = "none"
     fsdp_version: int = 2
@@ -154,6 +175,9 @@ class RecipeConfig:
     seed: int = 42
 
     def __post_init__(self) -> None:
+        for name in self.mappings:
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, json.dumps(value))
         check_fields(self)
         rules.check_texts(self)
         rules.check_numbers(self)
@@ -203,7 +227,7 @@ class RecipeConfig:
 
     def without_effect(self) -> list[str]:
         """Return the flags that were given but do nothing in this mode."""
-        ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify")
+        ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify", *OFFLOADING)
         rank = ("lora_rank", "lora_alpha", "lora_dropout")
         idle = ours if self.mode != "ebbtide" else ()
         if self.train_type not in ("lora", "qlora"):

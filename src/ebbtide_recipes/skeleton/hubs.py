@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
 
 
+ON_MODELSCOPE = "--use_hf false looks names up on ModelScope (pip install 'ebbtide[modelscope]')"
+"""A hint for names that Hugging Face does not know."""
+
+
 def check(config: RecipeConfig) -> None:
     """Refuse names of ModelScope where its package is not installed.
 
@@ -22,7 +26,7 @@ def check(config: RecipeConfig) -> None:
         raise ConfigError(
             "use_hf is false, and the package modelscope is not installed",
             expected="modelscope, which knows ModelScope's names",
-            hint="pip install modelscope, or leave --use_hf out for names on Hugging Face",
+            hint="pip install 'ebbtide[modelscope]', or leave --use_hf out for names on Hugging Face",
         )
 
 

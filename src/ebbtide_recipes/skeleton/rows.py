@@ -12,6 +12,7 @@ from typing import Any
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide_recipes.skeleton import hubs
+from ebbtide_recipes.skeleton.hubs import ON_MODELSCOPE
 
 LOGGER = logging.getLogger("ebbtide.recipes")
 
@@ -90,7 +91,8 @@ class Reader:
             raise DataError(
                 f"data set {name!r} is no local file and could not be loaded by that name: {error}",
                 expected=self._places,
-                hint=self._near(name) or "without a network use a local file, or a data set fetched before",
+                hint=self._near(name)
+                or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
         return list(islice(dataset, limit))
 

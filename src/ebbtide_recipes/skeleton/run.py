@@ -8,13 +8,14 @@ import os
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ebbtide.base.errors import ConfigError, DataError, DiskError, TargetError
 from ebbtide.base.events import BUS
 from ebbtide.base.extras import check_installed, require
 from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
+from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_hosts
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", bound="RecipeConfig")
 
 LOGGER = logging.getLogger("ebbtide.recipes")
+
+_FILTERS = ("tensor_filter", "custom_tensor_filter")
+"""Names of a filter in a file that is named without its function."""
 
 
 def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
@@ -104,6 +108,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
     launch.processes(config)
     launch.check_device(config)
     _check_store(config)
+    offload_options(config)
     _check_precision(config)
     hubs.check(config)
     recipe.check(config)
@@ -274,4 +279,32 @@ def _offloading(config: RecipeConfig) -> OffloadCallback | None:
         target=config.offload_target,
         disk_path=config.disk_path,
         verify=config.verify,
+        **offload_options(config),
     )
+
+
+def offload_options(config: RecipeConfig) -> dict[str, Any]:
+    """Return the arguments of ``enable_activation_offloading`` that flags of the same names give.
+
+    Raises:
+        ConfigError: A size or a path of a block cannot be used, or the filter is not there.
+    """
+    from ebbtide.arguments import check_choosers, options_of
+
+    flags: dict[str, Any] = {
+        "min_bytes": config.min_bytes,
+        "host_budget": config.host_budget,
+        "window": config.window,
+        "blocks": config.blocks,
+        "synchronous": config.synchronous,
+    }
+    options = {name: value for name, value in flags.items() if value not in (None, False)}
+    if config.tensor_filter is not None:
+        place, colon, name = config.tensor_filter.rpartition(":")
+        found = (place, [name]) if colon and place.endswith(".py") else (config.tensor_filter, _FILTERS)
+        example = "def tensor_filter(tensor): return tensor.numel() > 1_000_000"
+        options["tensor_filter"] = load_function(*found, what="a filter of tensors", example=example)
+    check_choosers(options.get("blocks"))
+    sizes = {name: options[name] for name in ("host_budget", "window") if name in options}
+    options_of("auto", min_bytes=options.get("min_bytes", 0), disk_path=None, verify=False, **{"window": None, **sizes})
+    return options

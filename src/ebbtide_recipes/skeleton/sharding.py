@@ -43,8 +43,8 @@ _OURS = (
     "version", "reshard_after_forward", "sharding_strategy", "activation_checkpointing", "activation_cpu_offload",
     "cpu_ram_efficient_loading",
 )  # fmt: skip
-_FULL_SHARD = ("native_fsdp", "accelerate")
-"""What twinkle calls the ways to ``full_shard``; there is one here."""
+_FULL_SHARD = ("native_fsdp", "accelerate", "fsdp", "fsdp2")
+"""What twinkle calls the ways to ``full_shard``; there is one here. verl's ``fsdp`` is FSDP1."""
 
 _RENAMED = {"offload_params": "cpu_offload", "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap"}
 """What accelerate calls some of them."""
@@ -83,20 +83,27 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
         DataError: The file cannot be read.
     """
     settings = read(config)
+    if config.fsdp_strategy == "fsdp2" and config.fsdp_version == 1:
+        raise ConfigError(
+            "fsdp_strategy is 'fsdp2' with fsdp_version 1",
+            expected="one meaning: fsdp2 is full_shard with fsdp_version 2, fsdp with 1",
+            hint="leave --fsdp_version out",
+        )
     changes: dict[str, Any] = {"fsdp_strategy": "full_shard"} if config.fsdp_strategy in _FULL_SHARD else {}
+    if config.fsdp_strategy == "fsdp":
+        changes["fsdp_version"] = 1
     if settings is not None:
         if config.fsdp_strategy == "none":
             changes["fsdp_strategy"] = settings.strategy or "full_shard"
-        if config.fsdp_version == 2 and settings.version is not None:
+        if config.fsdp_version == 2 and settings.version is not None and "fsdp_version" not in changes:
             changes["fsdp_version"] = settings.version
         if settings.activation_cpu_offload:
             changes["activation_cpu_offload"] = True
         if settings.activation_checkpointing:
             changes["gradient_checkpointing"] = True
-        if settings.memory_efficient_init and config.train_type == "qlora":
-            LOGGER.warning(
-                "cpu_ram_efficient_loading has no effect with train_type qlora: 4-bit weights need complete tensors"
-            )
+        version = changes.get("fsdp_version", config.fsdp_version)
+        if settings.memory_efficient_init and config.train_type == "qlora" and version == 1:
+            LOGGER.warning("cpu_ram_efficient_loading has no effect with train_type qlora and FSDP1: FSDP2 can")
         elif settings.memory_efficient_init:
             changes["memory_efficient_init"] = True
     config = dataclasses.replace(config, **changes) if changes else config
@@ -141,33 +148,21 @@ def read(config: RecipeConfig) -> Sharding | None:
         DataError: The file cannot be read.
     """
     if config.fsdp_config is not None:
-        return _read_file(Path(config.fsdp_config).expanduser(), "fsdp_config")
+        return _read_settings(config.fsdp_config, "fsdp_config")
     text = (config.fsdp or "").strip()
     if not text or text.lower() in ("none", "false"):
         return None
-    if text.endswith(".json") or "/" in text:
-        return _read_file(Path(text).expanduser(), "fsdp")
+    if text.startswith("{") or text.endswith(".json") or "/" in text:
+        return _read_settings(text, "fsdp")
     return _from_words(text, f"fsdp is {text!r}")
 
 
-def _read_file(path: Path, flag: str) -> Sharding:
-    """Read a JSON file: settings, or ``fsdp`` words beside ``fsdp_config`` settings."""
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
-        raise DataError(
-            f"{flag} file {str(path)!r} cannot be read ({error.strerror})",
-            expected="a JSON file with FSDP's settings",
-            hint=nearest(path.name, others) or _GUIDE,
-        ) from error
-    except ValueError as error:
-        raise DataError(
-            f"{flag} file {str(path)!r} is not JSON: {error}", expected="a JSON object of settings", hint=_GUIDE
-        ) from error
-    if not isinstance(content, dict):
-        raise DataError(f"{path} holds {content!r:.60}", expected="a JSON object of settings", hint=_GUIDE)
-    outer = {k: v for k, v in cast("dict[str, Any]", content).items() if not k.startswith("_")}
+def _read_settings(written: str, flag: str) -> Sharding:
+    """Read JSON, or a file of it: settings, or ``fsdp`` words beside ``fsdp_config`` settings."""
+    inline = written.lstrip().startswith("{")
+    path = flag if inline else Path(written).expanduser()
+    content = _parsed(written, flag) if isinstance(path, str) else _file(path, flag)
+    outer = {k: v for k, v in content.items() if not k.startswith("_")}
     words, inner = outer.pop("fsdp", None), outer.pop("fsdp_config", {})
     if not isinstance(inner, dict):
         raise ConfigError(f"fsdp_config in {path} is {inner!r:.60}", expected="an object of settings", hint=_GUIDE)
@@ -181,6 +176,30 @@ def _read_file(path: Path, flag: str) -> Sharding:
         version=settings.version or named.version,
         settings={**named.settings, **settings.settings},
     )
+
+
+def _file(path: Path, flag: str) -> dict[str, Any]:
+    """Return what a JSON file holds."""
+    try:
+        return _parsed(path.read_text(encoding="utf-8"), f"{flag} file {str(path)!r}")
+    except OSError as error:
+        others = [o.name for o in path.parent.glob("*.json")] if path.parent.is_dir() else []
+        raise DataError(
+            f"{flag} file {str(path)!r} cannot be read ({error.strerror})",
+            expected="a JSON file with FSDP's settings",
+            hint=nearest(path.name, others) or _GUIDE,
+        ) from error
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    """Return the settings that JSON holds."""
+    try:
+        content: object = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where} is not JSON: {error}", expected="a JSON object of settings", hint=_GUIDE) from error
+    if not isinstance(content, dict):
+        raise DataError(f"{where} holds {content!r:.60}", expected="a JSON object of settings", hint=_GUIDE)
+    return cast("dict[str, Any]", content)
 
 
 def _from_words(text: str, found: str) -> Sharding:
@@ -200,7 +219,7 @@ def _from_words(text: str, found: str) -> Sharding:
     )
 
 
-def _from_settings(settings: Mapping[str, Any], path: Path) -> Sharding:
+def _from_settings(settings: Mapping[str, Any], path: Path | str) -> Sharding:
     """Read settings, with the prefix ``fsdp_`` or without."""
     values: dict[str, Any] = {}
     known = {*_PASSED_ON, *_OURS, *_RENAMED}
@@ -226,7 +245,7 @@ def _from_settings(settings: Mapping[str, Any], path: Path) -> Sharding:
     )
 
 
-def _strategy(values: Mapping[str, Any], path: Path) -> Strategy | None:
+def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
     """Return what is sharded, of what files say about it: a strategy's name, or whether weights are resharded."""
     for key in ("sharding_strategy", "reshard_after_forward"):
         word = str(values.get(key, "")).lower()
@@ -245,7 +264,7 @@ def _strategy(values: Mapping[str, Any], path: Path) -> Strategy | None:
     return None
 
 
-def _switch(values: Mapping[str, Any], name: str, path: Path) -> bool | None:
+def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | None:
     """Return a setting that is true or false; ``None`` if it is not there."""
     word = str(values.get(name, "")).lower()
     if word not in ("", "true", "false"):

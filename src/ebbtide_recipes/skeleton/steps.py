@@ -59,7 +59,8 @@ class StepRecorder(TrainerCallback):
         self._noted: dict[str, list[float]] = {}
         self._seconds: list[float] = []
         self._tokens = 0
-        self._began = 0.0
+        self._began = self._training_began = 0.0
+        self._first_step = 0
         self._learning_rate: float | None = None
         self._memory_bytes = 0
         self._stalled_seconds = 0.0
@@ -81,6 +82,12 @@ class StepRecorder(TrainerCallback):
     def micro_loss(self, loss: torch.Tensor) -> None:
         """Take one micro-batch's share of the step's loss."""
         self._losses.append(loss.detach())
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Start the run's clock; a run that is resumed begins behind its checkpoint's step."""
+        self._training_began, self._first_step = time.perf_counter(), state.global_step
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -194,10 +201,21 @@ class StepRecorder(TrainerCallback):
             self._report_evaluation(state, logs)
         if not logs or "loss" not in logs:
             return
-        line = {"loss": logs["loss"], **self.shown, "learning_rate": self._learning_rate}
-        rounded = {name: value if value is None else float(f"{value:.6g}") for name, value in line.items()}
-        LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded))
+        figures = {"grad_norm": logs.get("grad_norm"), "learning_rate": self._learning_rate, "epoch": state.epoch}
+        line = {"loss": logs["loss"], **self.shown, **figures}
+        rounded = {name: value if value is None else float(f"{float(value):.6g}") for name, value in line.items()}
+        LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded | self._progress(state)))
         self._seconds = []
+
+    def _progress(self, state: TrainerState) -> dict[str, str]:
+        """Return how far the run is, and what is left at the pace so far, in ms-swift's words."""
+        elapsed = time.perf_counter() - self._training_began
+        done = max(1, state.global_step - self._first_step)
+        return {
+            "percentage": f"{100 * state.global_step / state.max_steps:.2f}%",
+            "elapsed_time": _duration(elapsed),
+            "remaining_time": _duration(elapsed / done * (state.max_steps - state.global_step)),
+        }
 
     def _report_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Emit and log what an evaluation found."""
@@ -207,6 +225,14 @@ class StepRecorder(TrainerCallback):
         line = {"eval_loss": loss, "eval_token_acc": accuracy}
         line |= {f"eval_{name}": value for name, value in reward.items()}
         LOGGER.info("evaluation after step %d %s", state.global_step, json.dumps(line))
+
+
+def _duration(seconds: float) -> str:
+    """Write a time as ``1h 2m 3s``, without leading zeros."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    parts = [f"{hours}h"] if hours else []
+    return " ".join([*parts, *([f"{minutes}m"] if parts or minutes else []), f"{rest}s"])
 
 
 def _memory_bytes() -> int:

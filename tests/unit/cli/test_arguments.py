@@ -26,7 +26,11 @@ class Settings:
         path: Where.
     """
 
-    unsupported: ClassVar[dict[str, str]] = {"deepspeed": "leave it out", "fsdp_strategy": "one process"}
+    unsupported: ClassVar[dict[str, str]] = {
+        "deepspeed": "leave it out", "fsdp_strategy": "one process", "critic.path": "no critic"
+    }  # fmt: skip
+    aliases: ClassVar[dict[str, str]] = {"actor.model.path": "path", "data.files": "dataset", "optim.lr": "rate"}
+    mappings: ClassVar[tuple[str, ...]] = ("path",)
 
     model: str
     dataset: tuple[str, ...] = ("default",)
@@ -49,6 +53,38 @@ def test_hyphen_equals_underscore_and_equals_sign_equals_space() -> None:
     wanted = Settings(model="m", max_steps=5)
     for argv in (("--max-steps", "5"), ("--max_steps", "5"), ("--max-steps=5",), ("--max_steps=5",)):
         assert read("--model", "m", *argv) == wanted
+
+
+def test_overrides_of_hydra_are_flags_by_their_keys() -> None:
+    read_settings = read(
+        "--model", "m", "actor.model.path=a b", "data.files=['x','y']", "+optim.lr=1e-3", "optim.lr=1e-3"
+    )
+    assert read_settings == Settings(model="m", path="a b", dataset=("x", "y"), rate=1e-3)
+    assert read("actor.model.path=null", "--model", "m", "critic.path=none") == Settings(model="m")
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("critic.path=there", "critic.path there is not supported in this release\nhint: no critic"),
+        ("actor.modle.path=x", r"unknown key 'actor.modle.path' \(of the form key=value\)"),
+        ("optim.lr=fast", "optim.lr is 'fast'; expected a number"),
+        ("actor.model.path=", "actor.model.path is ''; expected a value"),
+    ],
+)
+def test_overrides_that_cannot_be_are_named_by_their_keys(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read("--model", "m", word)
+    with pytest.raises(ConfigError, match="optim.lr is set twice: 1, 2"):
+        read("--model", "m", "--rate", "1", "optim.lr=2")
+
+
+def test_a_mapping_in_the_file_is_kept_as_json(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: m\npath: {a: true, b: [1, x]}\n")
+    assert read(str(tmp_path / "run.yaml")) == Settings(model="m", path='{"a": true, "b": [1, "x"]}')
+    (tmp_path / "run.yaml").write_text("model: {a: 1}\n")
+    with pytest.raises(ConfigError, match="model in .* is {'a': 1}; expected a value"):
+        read(str(tmp_path / "run.yaml"))
 
 
 def test_defaults_stay() -> None:

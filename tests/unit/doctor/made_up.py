@@ -27,7 +27,7 @@ SERVER = Facts(
         huge_pages="madvise", libc="glibc 2.39", load=0.5,
     ),
     ranks=1,
-    environment={},
+    environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     machine=MACHINES["h200"],
     both_ways=0.95,
 )  # fmt: skip

@@ -119,6 +119,12 @@ CASES: dict[str, Case] = {
         {"environment": {"CUDA_LAUNCH_BLOCKING": "0"}},
         "CUDA_LAUNCH_BLOCKING set",
     ),
+    "EBB042": (
+        SERVER,
+        {"environment": {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}},
+        {"environment": {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True"}},
+        "not set: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    ),
 }
 
 NOT_HERE = {
@@ -133,6 +139,7 @@ NOT_HERE = {
     "EBB030 unknown": (SERVER, {"bus__width": None, "bus__speed": None, "bus__node": None}),
     "EBB034 one node": (SERVER, {"host__nodes": {0: frozenset({0})}, "host__cpus": frozenset({5}), "host__load": 0.0}),
     "EBB041 on a CPU": (SMALL, {"environment": {"CUDA_LAUNCH_BLOCKING": "1"}}),
+    "EBB042 on a CPU": (SMALL, {"environment": {}}),
 }
 
 

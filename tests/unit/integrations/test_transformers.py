@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import ebbtide
-from ebbtide.base.errors import ConfigError, ConflictError
+from ebbtide.base.errors import ConfigError, ConflictError, DataError
 from ebbtide.integrations.transformers import (
     OffloadCallback,
     OffloadMixin,
@@ -136,10 +137,36 @@ def test_the_switch_in_the_fsdp_config_adds_the_callback_once(tmp_path: Path, sw
 
     settings = {} if switch is None else {"activation_cpu_offload": switch}
     trainer = OffloadingTrainer(args=arguments(tmp_path, fsdp_config=settings), **parts())
-    again = add_offloading(trainer)
     found = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
-    assert len(found) == count
-    assert again is (found[0] if found else None)
+    assert len(found) == count  # before add_offloading is called by hand: the mixin has done it
+    assert add_offloading(trainer) is (found[0] if found else None)
+    assert [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)] == found
+
+
+@pytest.mark.parametrize("form", ["path", "nested", "json", "prefix"])
+def test_the_mixin_reads_every_form_of_the_settings(tmp_path: Path, form: str) -> None:
+    class OffloadingTrainer(OffloadMixin, Trainer): ...
+
+    settings: dict[str, Any] = {"fsdp_version": 2, "activation_cpu_offload": True}
+    if form == "nested":
+        settings = {"fsdp": "full_shard auto_wrap", "fsdp_config": settings}
+    if form == "prefix":
+        settings = {"fsdp_activation_cpu_offload": "true"}
+    file = tmp_path / "fsdp.json"
+    file.write_text(json.dumps(settings))
+    given = file.read_text() if form == "json" else str(file)
+    # Nothing but the mixin adds the callback; without ``fsdp`` transformers leaves the text as it is.
+    trainer = OffloadingTrainer(args=arguments(tmp_path, fsdp_config=given), **parts())
+    (callback,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, OffloadCallback)]
+    assert Trainer(args=arguments(tmp_path, fsdp_config=given), **parts()).callback_handler.callbacks != [callback]
+    trainer.train()
+    assert callback.handle is not None and callback.handle.stats().packs > 0
+
+
+def test_settings_that_cannot_be_read_are_named() -> None:
+    for given, said in (("nowhere.json", "fsdp_config 'nowhere.json' cannot be read"), ("{broken", "cannot be read")):
+        with pytest.raises(DataError, match=rf"{said}.*\nhint: "):
+            wanted(given)
 
 
 def test_a_switch_that_is_neither_is_refused() -> None:

@@ -15,7 +15,7 @@ from ebbtide.cli.arguments import read_arguments
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload
 from ebbtide_recipes.sft import config as config_module
 from ebbtide_recipes.sft.config import ALIASES, UNSUPPORTED, SftConfig
-from ebbtide_recipes.skeleton.run import _offloading
+from ebbtide_recipes.skeleton.run import _offloading, offload_options
 from ebbtide_recipes.skeleton.sharding import resolved
 
 PROMISED = (
@@ -27,6 +27,71 @@ PROMISED = (
     "bf16", "fp16", "log_level", "deepspeed", "nproc_per_node",
 )  # fmt: skip
 """The flags that users of ms-swift and TRL are promised."""
+
+
+FILTER = "def tensor_filter(tensor): return tensor.numel() > 1000\ndef other(tensor): return False\n"
+
+
+def test_the_settings_of_the_function_are_flags_and_keys(tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(FILTER)
+    flags = [
+        "--activation_cpu_offload", "true", "--min_bytes", "1MiB", "--host_budget", "2GiB", "--window", "64MiB",
+        "--blocks", "model.layers.*", "lm_head", "--synchronous", "--tensor_filter", f"{tmp_path}/plugin.py:other",
+    ]  # fmt: skip
+    (tmp_path / "run.yaml").write_text(
+        "activation_cpu_offload: true\nmin_bytes: 1MiB\nhost_budget: 2GiB\nwindow: 64MiB\n"
+        f"blocks: [model.layers.*, lm_head]\nsynchronous: true\ntensor_filter: {tmp_path}/plugin.py:other\n"
+    )
+    for argv in (flags, [str(tmp_path / "run.yaml")]):
+        callback = _offloading(read_arguments(SftConfig, argv, prog="ebbtide sft"))
+        assert callback is not None
+        options = {name: callback.options[name] for name in ("min_bytes", "host_budget", "window", "synchronous")}
+        assert options == {"min_bytes": "1MiB", "host_budget": "2GiB", "window": "64MiB", "synchronous": True}
+        assert callback.options["blocks"] == ("model.layers.*", "lm_head")
+        assert callback.options["tensor_filter"].__name__ == "other"
+
+
+def test_a_plugin_of_ms_swift_is_a_filter(tmp_path: Path) -> None:
+    (tmp_path / "plugin.py").write_text(FILTER.replace("tensor_filter", "custom_tensor_filter"))
+    argv = ["--activation_cpu_offload", "true", "--external_plugins", f"{tmp_path}/plugin.py"]
+    callback = _offloading(read_arguments(SftConfig, argv, prog="ebbtide sft"))
+    assert callback is not None and callback.options["tensor_filter"].__name__ == "custom_tensor_filter"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"tensor_filter": "plugni.py"},
+            r"there is no file '.*plugni.py' with a filter.*\nhint: did you mean 'plugin.py'",
+        ),
+        ({"tensor_filter": "plugin.py:othr"}, "has no function 'othr'; expected one of .*\nhint: did you mean 'other'"),
+        ({"tensor_filter": "empty.py"}, "has no function 'tensor_filter' or 'custom_tensor_filter'"),
+        ({"min_bytes": "lots"}, "min_bytes is 'lots'"),
+        ({"window": "0"}, "window is '0'"),
+        ({"host_budget": "-1"}, "host_budget is '-1'"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_first(tmp_path: Path, changes: dict, said: str) -> None:
+    (tmp_path / "plugin.py").write_text(FILTER)
+    (tmp_path / "empty.py").write_text("")
+    changes = {name: f"{tmp_path}/{value}" if ".py" in value else value for name, value in changes.items()}
+    with pytest.raises(ConfigError, match=said):
+        offload_options(SftConfig(**changes))
+
+
+def test_keys_of_verl_are_known_in_every_form() -> None:
+    argv = [
+        "actor_rollout_ref.model.path=m", "actor_rollout_ref.model.enable_activation_offload=True",
+        "actor_rollout_ref.actor.strategy=fsdp2", "critic.model.enable_activation_offload=False",
+        "data.train_files=rows.parquet", "trainer.total_epochs=3", "trainer.logger=['console']",
+    ]  # fmt: skip
+    config = read_arguments(SftConfig, argv, prog="ebbtide sft")
+    assert config is not None
+    assert (config.model, config.dataset, config.num_train_epochs) == ("m", ("rows.parquet",), 3.0)
+    assert (config.activation_cpu_offload, config.fsdp_strategy) == (True, "fsdp2")
+    with pytest.raises(ConfigError, match="critic.model.enable_activation_offload True .*\nhint: one model is trained"):
+        read_arguments(SftConfig, ["critic.model.enable_activation_offload=True"], prog="ebbtide sft")
 
 
 @pytest.mark.parametrize(
@@ -129,8 +194,8 @@ def test_the_policy_named_is_the_policy_made(changes: dict, policy: object) -> N
         ({"adapters": "x"}, "adapters is set with train_type full.*\nhint: --train_type lora"),
         ({"train_type": "lora", "adapters": " "}, "adapters is empty"),
         (
-            {"train_type": "qlora", "memory_efficient_init": True, "fsdp_strategy": "full_shard"},
-            "memory_efficient_init is true with train_type qlora and FSDP.*\nhint: leave --memory_efficient_init out",
+            {"train_type": "qlora", "memory_efficient_init": True, "fsdp_strategy": "full_shard", "fsdp_version": 1},
+            "memory_efficient_init is true with train_type qlora and FSDP1.*\nhint: leave --fsdp_version out",
         ),
         ({"max_steps": 0}, "max_steps is 0; expected 1 or more, or -1\nhint: "),
         ({"max_steps": -2}, "max_steps is -2"),

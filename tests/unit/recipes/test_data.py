@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -14,6 +16,7 @@ from ebbtide_recipes.skeleton.rows import SUFFIXES
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -60,6 +63,19 @@ def test_every_file_kind_gives_the_same_rows(tmp_path: Path, suffix: str) -> Non
         ),
         ({"instruction": "q", "input": "", "output": "a"}, {"prompt": [USER], "completion": [ASSISTANT]}),
         ({"text": "q a", "id": 1}, {"text": "q a"}),
+        ({"query": "q", "response": "a"}, {"prompt": [USER], "completion": [ASSISTANT]}),
+        ({"query": "q", "response": "a", "history": []}, {"prompt": [USER], "completion": [ASSISTANT]}),
+        (
+            {"query": "r", "response": "a", "history": [["q", "a"]], "system": "s"},
+            {"prompt": [SYSTEM, USER, ASSISTANT, {"role": "user", "content": "r"}], "completion": [ASSISTANT]},
+        ),
+        ({"messages": [USER, ASSISTANT], "system": "s"}, {"messages": [SYSTEM, USER, ASSISTANT]}),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "s"}, {"messages": [SYSTEM, USER, ASSISTANT]}),
+        ({"messages": [USER, ASSISTANT], "system": ""}, {"messages": [USER, ASSISTANT]}),
+        (
+            {"instruction": "q", "output": "a", "system": "s", "history": None},
+            {"prompt": [SYSTEM, USER], "completion": [ASSISTANT]},
+        ),
     ],
 )
 def test_columns_are_put_into_shape(tmp_path: Path, row: dict, shaped: dict) -> None:
@@ -69,6 +85,54 @@ def test_columns_are_put_into_shape(tmp_path: Path, row: dict, shaped: dict) -> 
 def test_without_a_chat_template_a_question_is_plain_text(tmp_path: Path) -> None:
     name = write(tmp_path / "rows.jsonl", [{"question": "q", "answer": "a"}])
     assert load(name, chat=False) == [{"prompt": "q\n", "completion": "a"}]
+
+
+def test_without_a_chat_template_earlier_turns_stand_before_the_question(tmp_path: Path) -> None:
+    row = {"query": "r", "response": "b", "history": [["q", "a"]]}
+    assert load(write(tmp_path / "rows.jsonl", [row]), chat=False) == [{"prompt": "q\na\nr\n", "completion": "b"}]
+
+
+def test_the_system_message_of_a_row_comes_before_that_of_the_flag(tmp_path: Path) -> None:
+    rows = [{"query": "q", "response": "a", "system": "s"}, {"query": "q", "response": "a"}]
+    read = data.load([write(tmp_path / "rows.jsonl", rows)], data.Reading(chat=True, seed=0, system="flag"))
+    assert [row["prompt"][0]["content"] for row in read] == ["s", "flag"]
+
+
+@pytest.mark.parametrize(
+    ("row", "chat", "said"),
+    [
+        ({"query": "q", "response": "a", "system": "s"}, False, "has the system message 's' with plain text"),
+        ({"text": "t", "system": "s"}, True, "has the system message 's' with plain text"),
+        ({"messages": [USER], "system": 5}, True, "has the system message 5;"),
+        ({"messages": [SYSTEM, USER], "system": "t"}, True, "has two system messages: 's' and 't'"),
+        ({"query": "q", "response": "a", "history": ["q"]}, True, "does not fit: history .* is no list of"),
+        ({"query": "q", "response": "a", "history": [["q", 1]]}, True, "does not fit: 1 is not text"),
+    ],
+)
+def test_a_system_message_or_history_without_a_place_is_refused(
+    tmp_path: Path, row: dict, chat: bool, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        load(write(tmp_path / "rows.jsonl", [row]), chat=chat)
+
+
+def test_columns_that_are_not_read_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"text": "t"}, {"text": "t", "id": 3}]
+    load(write(tmp_path / "rows.jsonl", rows))
+    assert "nothing is learned from the columns id" in caplog.text
+    caplog.clear()
+    load(write(tmp_path / "rows.jsonl", [{"instruction": "q", "input": "", "output": "a", "history": []}]))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(("kind", "column"), [("image", "images"), ("video", "video"), ("audio", "audios")])
+def test_files_that_the_model_does_not_take_are_refused_by_kind(tmp_path: Path, kind: str, column: str) -> None:
+    rows = [{"messages": [USER, ASSISTANT]}, {"messages": [USER, ASSISTANT], column: ["file"]}]
+    with pytest.raises(DataError, match=rf"rows.jsonl' has {kind}s, and the model takes text alone;.*\nhint: "):
+        load(write(tmp_path / "rows.jsonl", rows))
+    part = {"role": "user", "content": [{"type": kind, kind: "file"}, {"type": "text", "text": "q"}]}
+    with pytest.raises(DataError, match=rf"parts.jsonl' has {kind}s, and the model takes text alone"):
+        load(write(tmp_path / "parts.jsonl", [{"messages": [part, ASSISTANT]}]))
 
 
 def test_data_sets_follow_one_another(tmp_path: Path) -> None:
@@ -246,5 +310,26 @@ def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monkey
         DataError, match="'owner/name' is no local file and could not be loaded by that name: no network"
     ):
         load("owner/name")
+    with pytest.raises(
+        DataError, match=r"\nhint: .*--use_hf false looks names up on ModelScope \(pip install 'ebbtide"
+    ):
+        load("owner/name")
     with pytest.raises(DataError, match="\nhint: did you mean 'builtin:pydoc'"):
         load("pydoc")
+
+
+def test_names_on_modelscope_are_fetched_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(name: str) -> str:
+        if name != "swift/self-cognition":
+            raise RuntimeError(f"The request model: {name} does not exist!")
+        (tmp_path / "train.jsonl").write_text(json.dumps({"query": "q", "response": "a", "tag": "zh"}) + "\n")
+        return str(tmp_path)
+
+    package = ModuleType("modelscope")
+    package.dataset_snapshot_download = fetch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "modelscope", package)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    reading = data.Reading(chat=True, seed=0, use_hf=False)
+    assert data.load(["swift/self-cognition#1"], reading).to_list() == [{"prompt": [USER], "completion": [ASSISTANT]}]
+    with pytest.raises(DataError, match=r"'swift/other' cannot be fetched from ModelScope.*\nhint: .*--use_hf true"):
+        data.load(["swift/other"], reading)

@@ -42,15 +42,36 @@ def test_the_words_of_twinkle_are_full_shard(word: str) -> None:
     assert trainer_settings(config)["fsdp_config"]["reshard_after_forward"] is True
 
 
+@pytest.mark.parametrize(("word", "version"), [("fsdp", 1), ("fsdp2", 2)])
+def test_the_words_of_verl_are_versions(word: str, version: int) -> None:
+    config = resolved(SftConfig(fsdp_strategy=word))
+    assert (config.fsdp_strategy, config.fsdp_version) == ("full_shard", version)
+    with pytest.raises(ConfigError, match="fsdp_strategy is 'fsdp2' with fsdp_version 1"):
+        resolved(SftConfig(fsdp_strategy="fsdp2", fsdp_version=1))
+
+
+@pytest.mark.parametrize("flag", ["fsdp_config", "fsdp"])
+@pytest.mark.parametrize("given", [NESTED, json.dumps(NESTED)])
+def test_settings_are_taken_as_a_mapping_or_as_json(flag: str, given: object) -> None:
+    config = resolved(SftConfig(**{flag: given}))
+    assert (config.fsdp_strategy, config.fsdp_version, config.mode) == ("full_shard", 2, "ebbtide")
+    with pytest.raises(DataError, match=f"{flag} is not JSON"):
+        resolved(SftConfig(**{flag: '{"fsdp_version": 2'}))
+    with pytest.raises(ConfigError, match=f"unknown setting 'vresion' in {flag}; .*\nhint: did you mean 'version'"):
+        resolved(SftConfig(**{flag: {"vresion": 2}}))
+
+
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("train_type", ["lora", "qlora"])
-def test_accelerates_word_for_loading_is_ours_but_for_four_bits(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str
+def test_accelerates_word_for_loading_is_ours_but_for_four_bits_under_fsdp1(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, train_type: str, version: int
 ) -> None:
-    file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True})
+    file = written(tmp_path, {"fsdp_cpu_ram_efficient_loading": True, "fsdp_version": version})
     with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
         config = resolved(SftConfig(fsdp=file, train_type=train_type))
-    assert config.memory_efficient_init is (train_type == "lora")
-    assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is (train_type == "qlora")
+    no_effect = (train_type, version) == ("qlora", 1)
+    assert config.memory_efficient_init is not no_effect
+    assert ("cpu_ram_efficient_loading has no effect" in caplog.text) is no_effect
     assert "cpu_ram_efficient_loading" not in trainer_settings(config)["fsdp_config"]
 
 

@@ -11,6 +11,7 @@ import pytest
 from ebbtide.base.errors import DataError, EbbtideError
 from ebbtide.report import as_values, chrome_trace, html, load_run, text, timeline_svg
 from ebbtide.report.blocks import block_bytes, blocks_svg
+from ebbtide.report.copies import copies, overlap
 from ebbtide.report.run import common_step
 from ebbtide.report.story import peak_sentence, plans
 from ebbtide.report.style import ticks
@@ -261,6 +262,36 @@ def test_the_trace_is_what_chrome_reads(runs):
     assert all(e["ts"] > -0.06e6 for e in events if "ts" in e)
     assert sum(e["name"] == "layers.3" for e in events) == 6
     assert {e["pid"] for e in events} == {4321}
+
+
+def stats_event(t, step, out, back, stall, *, rate=100.0):
+    return event(
+        t, "stats", step=step, total_copy_out_bytes=out, total_copy_in_bytes=back, total_stall_seconds=stall,
+        copy_out_bytes_per_second=rate, copy_in_bytes_per_second=rate,
+    )  # fmt: skip
+
+
+def test_copies_are_those_of_each_step_and_overlap_is_what_compute_did_not_wait_for(runs):
+    run = with_events(runs[2], stats_event(103.0, 1, 400, 300, 0.5), stats_event(106.0, 2, 800, 700, 2.0))
+    first, second = copies(run)
+    assert (first.out_bytes, first.in_bytes, first.seconds, first.stall_seconds) == (400, 300, 7.0, 0.5)
+    assert (second.out_bytes, second.in_bytes, second.seconds, second.stall_seconds) == (400, 400, 8.0, 1.5)
+    assert overlap(run) == pytest.approx(1 - 2.0 / 15.0)
+    assert "Copies: 800 B out and 700 B in; 87 % overlapped compute." in text(run)
+    counters = [e for e in chrome_trace(run)["traceEvents"] if e["name"] == "copied in the step"]
+    assert [e["args"] for e in counters] == [{"out_bytes": 400, "in_bytes": 300}, {"out_bytes": 400, "in_bytes": 400}]
+    values = as_values(run)
+    assert (len(values["copies"]), values["overlap"]) == (2, overlap(run))
+
+
+def test_an_overlap_that_is_not_known_is_not_made_up(runs):
+    assert (copies(runs[2]), overlap(runs[2])) == ([], None)
+    assert "Copies" not in text(runs[2])
+    unknown = with_events(runs[2], stats_event(103.0, 1, 400, 0, 0.5, rate=None))
+    assert overlap(unknown) is None
+    assert "how much of it overlapped compute is not known" in text(unknown)
+    waiting = with_events(runs[2], stats_event(103.0, 1, 400, 0, 99.0))
+    assert overlap(waiting) == 0.0
 
 
 def test_the_values_for_programs(runs):

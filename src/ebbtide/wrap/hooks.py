@@ -1,0 +1,56 @@
+"""The saved-tensor hooks of one run of a block: opened, and closed however the block is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.run import BlockRun
+
+
+class offloading:
+    """Opens the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included.
+
+    No generator: one that an interrupt keeps from its end would hold the hooks open as long as the traceback lives.
+
+    Args:
+        engine: Carries out the plan.
+        block: What the engine is told of the block.
+        inputs: Tensors that come into it.
+        checkpointed: The block is run again in backward.
+    """
+
+    def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:
+        self._engine, self._block, self._inputs, self._checkpointed = engine, block, inputs, checkpointed
+        self._run: BlockRun | None = None
+        self._ended = False
+
+    def __enter__(self) -> BlockRun:
+        run = self._run = self._engine.begin_block(self._block, self._inputs, checkpointed=self._checkpointed)
+        saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
+        return run
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the hooks and end the block. Harmless when repeated; what an interrupt left undone is done then."""
+        run = self._run
+        if run is None:
+            return
+        try:
+            while (top := _open_hooks()) is not None and getattr(top[0], "__self__", None) is run:
+                torch._C._autograd._pop_saved_tensors_default_hooks()  # pyright: ignore[reportAttributeAccessIssue]
+            if not self._ended:
+                self._ended = True
+                self._engine.end_block(run, checkpointed=self._checkpointed)
+        finally:
+            run.close()  # an open run holds its own tickets
+
+
+def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]

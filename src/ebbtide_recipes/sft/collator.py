@@ -1,0 +1,205 @@
+"""Batches of rows with images, videos and sounds: the model's own processor makes them when they are needed.
+
+[Note: prompts and completions apart]
+The processor sees the prompt with its files; a completion is tokenised alone and put behind it, as TRL does with
+images, so that which tokens are learned never depends on how a tokenizer joins the two. A row of messages is a prompt
+without completion, all of which is learned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from trl import apply_chat_template
+
+from ebbtide.base.errors import ConfigError, DataError
+from ebbtide_recipes.sft import decode
+from ebbtide_recipes.sft.media import WHERE
+from ebbtide_recipes.skeleton.rows import Row
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import ProcessorMixin
+
+    from ebbtide_recipes.sft.config import SftConfig
+
+_BY_TOKEN = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
+"""What the processor says of each token in addition to its number, and its value for a completion's; 0 is text."""
+
+_PLACES = ("image_token_id", "video_token_id", "audio_token_id")
+
+
+def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> MediaCollator:
+    """Return what makes batches of rows with files, once it has made one of the first row.
+
+    What no row can pass is seen so before weights are loaded.
+
+    Raises:
+        ConfigError: Rows are to be packed.
+        DataError: The processor does not take the first row.
+    """
+    if config.packing:
+        raise ConfigError(
+            "packing is true, and the rows have images, videos or sounds",
+            expected="one row a sequence",
+            hint="leave --packing out",
+        )
+    tokenizer: Any = processor.tokenizer
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    alone = config.completion_only_loss
+    collator = MediaCollator(
+        processor=processor,
+        max_length=config.max_length,
+        completion_only="completion" in dataset.column_names if alone is None else alone,
+    )
+    collator([dataset[0]])
+    return collator
+
+
+@dataclass(frozen=True, kw_only=True)
+class MediaCollator:
+    """Makes batches of rows with files.
+
+    Attributes:
+        processor: The model's.
+        max_length: Tokens in a sequence; longer rows are cut where that cuts no file.
+        completion_only: Whether prompts are left out of what is learned.
+    """
+
+    processor: ProcessorMixin
+    max_length: int
+    completion_only: bool
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+        """Return a batch: ``input_ids``, ``labels`` ``[B, S]`` and what the processor makes of the files.
+
+        Raises:
+            DataError: A file cannot be read or sampled, or a row is too long for its files.
+        """
+        texts = [apply_chat_template(_bare(row), self.processor) for row in rows]
+        prompts = [text.get("text", text.get("prompt", "")) for text in texts]
+        batch = self._processed(rows, prompts)
+        lengths = batch["attention_mask"].sum(1).tolist()
+        answers = [self._answer(text["completion"]) if "completion" in text else None for text in texts]
+        for row, ids, length in zip(rows, batch["input_ids"], lengths, strict=True):
+            self._check_length(row, ids[:length])
+        pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
+        columns: dict[str, list[torch.Tensor]] = {name: [] for name in (*pads, "labels") if name in (*batch, "labels")}
+        for index, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
+            tail = batch["input_ids"].new_tensor(answer or [])
+            for name in columns:
+                columns[name].append(self._column(name, batch, index, length, tail)[: self.max_length])
+        padded = {
+            name: pad_sequence(values, batch_first=True, padding_value=-100 if name == "labels" else pads[name])
+            for name, values in columns.items()
+        }
+        return {**batch, **padded}
+
+    def _column(self, name: str, batch: Any, index: int, length: int, tail: torch.Tensor) -> torch.Tensor:
+        """Return one row of a column, with its completion behind it."""
+        if name == "labels":
+            head = batch["input_ids"][index, :length]
+            return torch.cat([torch.full_like(head, -100) if self.completion_only else head, tail])
+        head = batch[name][index, :length]
+        if name == "input_ids":
+            return torch.cat([head, tail])
+        return torch.cat([head, torch.full_like(tail, int(name == "attention_mask"), dtype=head.dtype)])
+
+    def _answer(self, text: str) -> list[int]:
+        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
+        """Let the processor make tensors of texts and files.
+
+        Raises:
+            DataError: It does not take them.
+        """
+        files: dict[str, Any] = {}
+        images = [row.get("images", []) for row in rows]
+        if any(images):
+            files["images"] = images
+        try:
+            videos = [decode.video(path, self._sampler()) for row in rows for path in row.get("videos", [])]
+            if videos:
+                frames, facts = zip(*videos, strict=True)
+                files |= {"videos": list(frames), "video_metadata": list(facts), "do_sample_frames": False}
+            rate = self._sampling_rate()
+            sounds = [decode.sound(path, rate) for row in rows for path in row.get("audios", [])]
+            if sounds:
+                files |= {"audio": sounds, "sampling_rate": rate}
+            return self.processor(
+                text=texts, **files, padding=True, padding_side="right", return_tensors="pt", add_special_tokens=False
+            )
+        except (ValueError, TypeError, IndexError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"the model's processor does not take {_listed(rows)}: {_first_line(error)}",
+                expected="files with the sizes, frame rates and sample rates that it takes",
+                hint="the processor's settings are in the model's folder: preprocessor_config.json, "
+                "video_preprocessor_config.json; or convert the files with ffmpeg",
+            ) from error
+
+    def _sampler(self) -> decode.Sampler | None:
+        """Return how the processor chooses frames: by its own rate or number of frames; ``None``: it takes all."""
+        reader: Any = self.processor.video_processor
+        chosen = [getattr(reader, name, None) for name in ("do_sample_frames", "fps", "num_frames")]
+        return reader.sample_frames if any(chosen) else None
+
+    def _sampling_rate(self) -> int:
+        """Return the samples a second that the processor takes."""
+        return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
+
+    def _check_length(self, row: Row, ids: torch.Tensor) -> None:
+        """Refuse a row of which ``max_length`` would cut a file: the model would find fewer places than features.
+
+        Raises:
+            DataError: It would.
+        """
+        places = {getattr(self.processor, name, None) for name in _PLACES} - {None}
+        cut = ids[self.max_length :].tolist()
+        if cut and (not places or places & set(cut)):
+            raise DataError(
+                f"{row[WHERE]} has {len(ids)} tokens with its files",
+                expected=f"at most {self.max_length}, the max_length, to the end of the last file",
+                hint="use a larger --max_length, or smaller and shorter files",
+            )
+
+
+def taken_by(processor: Any) -> tuple[str, ...]:
+    """Return the kinds of files that a model's processor takes; none of a plain tokenizer."""
+    readers = {
+        "image": getattr(processor, "image_processor", None),
+        "video": getattr(processor, "video_processor", None),
+        "audio": audio_reader(processor),
+    }
+    return tuple(kind for kind, reader in readers.items() if reader is not None)
+
+
+def audio_reader(processor: Any) -> Any:
+    """Return the part of a processor that takes sounds; ``None``: it has none."""
+    return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
+
+
+def _bare(row: Row) -> Row:
+    """Return the texts of a row, without the empty fields that its table has."""
+    return {
+        name: [
+            {**m, "content": [{k: v for k, v in p.items() if v is not None} for p in m["content"]]} for m in row[name]
+        ]
+        for name in ("messages", "prompt", "completion")
+        if name in row
+    }
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    return rows[0][WHERE] if len(rows) == 1 else f"one of {', '.join(row[WHERE] for row in rows)}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]

@@ -1,0 +1,116 @@
+"""Frames of videos and samples of sounds, read with PyAV as a model's processor takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ebbtide.base.errors import DataError
+from ebbtide.base.extras import require
+
+Sampler = Callable[[Any], Sequence[int]]
+"""Returns which frames are wanted of a video with this ``transformers`` ``VideoMetadata``."""
+
+
+def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return frames of a video, and what the processor wants to know of them.
+
+    Args:
+        path: The file.
+        sampler: Chooses the frames; ``None``: all of them.
+
+    Returns:
+        ``[F, H, W, 3]``, bytes; and the fields of transformers' ``VideoMetadata``.
+
+    Raises:
+        DataError: The file cannot be read, has no picture or no frame rate, or fewer frames than its header says.
+        ValueError: The processor cannot sample this video.
+    """
+    from transformers.video_utils import VideoMetadata
+
+    with _opened(path, "video") as container:
+        stream = container.streams.video[0]
+        count = stream.frames or _packets(container, stream)
+        if not stream.average_rate or not count:
+            raise DataError(
+                f"{path} has {count} frames and the frame rate {stream.average_rate}",
+                expected="a video with frames and a rate",
+                hint="convert it, for example with ffmpeg -i FILE -r 24 NEW.mp4",
+            )
+        rate = float(stream.average_rate)
+        facts: dict[str, Any] = {
+            "total_num_frames": count, "fps": rate, "duration": count / rate, "video_backend": "pyav",
+            "height": stream.height, "width": stream.width,
+        }  # fmt: skip
+        wanted = range(count) if sampler is None else [int(index) for index in sampler(VideoMetadata(**facts))]
+        frames = _frames(container, set(wanted))
+    if missing := sorted(set(wanted) - set(frames)):
+        raise DataError(
+            f"{path} has no frame {missing[0]}, though its header says {count} frames",
+            expected="as many frames as the header says",
+            hint="the file is cut off: replace it, or remove the row",
+        )
+    return np.stack([frames[index] for index in wanted]), {**facts, "frames_indices": list(wanted)}
+
+
+def sound(path: str, rate: int) -> np.ndarray:
+    """Return the samples of a sound, resampled; of several channels their mean.
+
+    Args:
+        path: A sound, or a video with one.
+        rate: Samples a second that the processor takes.
+
+    Returns:
+        ``[N]``, float32 from -1 to 1.
+
+    Raises:
+        DataError: The file cannot be read, or has no sound.
+    """
+    with _opened(path, "audio") as container:
+        import av
+
+        resampler = av.AudioResampler(format="fltp", rate=rate)  # its own mix of channels may exceed 1
+        pieces = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
+        pieces += resampler.resample(None)
+        samples = [piece.to_ndarray().mean(0) for piece in pieces]
+    if not sum(len(part) for part in samples):
+        raise DataError(f"{path} has no samples", expected="a sound", hint="remove the row")
+    return np.concatenate(samples)
+
+
+@contextmanager
+def _opened(path: str, kind: str) -> Generator[Any]:
+    """Open a file with PyAV; name what is wrong with it."""
+    av = require("av", extra="media", use=f"reading {kind}s")
+    try:
+        with av.open(path) as container:
+            if not getattr(container.streams, kind):
+                raise DataError(f"{path} holds no {kind}", expected=f"a file with {kind}", hint="remove the row")
+            yield container
+    except (av.FFmpegError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be read as {kind}: {error}",
+            expected="a file that PyAV decodes",
+            hint="check whether it is complete, or convert it with ffmpeg",
+        ) from error
+
+
+def _packets(container: Any, stream: Any) -> int:
+    """Count the frames of a file whose header does not say how many there are."""
+    count = sum(1 for packet in container.demux(stream) if packet.size)
+    container.seek(0)
+    return count
+
+
+def _frames(container: Any, wanted: set[int]) -> dict[int, np.ndarray]:
+    """Decode the wanted frames, by their number."""
+    found: dict[int, np.ndarray] = {}
+    for index, frame in enumerate(container.decode(video=0)):
+        if index in wanted:
+            found[index] = frame.to_ndarray(format="rgb24")
+        if len(found) == len(wanted):
+            break
+    return found

@@ -1,0 +1,60 @@
+"""Functions of a user's file, named on the command line as ``path.py:function``."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ebbtide.base.errors import ConfigError, nearest
+
+
+def load_function(place: str, names: Sequence[str], *, what: str, example: str) -> Callable[..., Any]:
+    """Return the first of several functions that a file has.
+
+    Args:
+        place: The file's path.
+        names: The functions' names, the likeliest first.
+        what: What the function is, for errors: "a reward function".
+        example: Such a function, for hints.
+
+    Raises:
+        ConfigError: There is no such file or function, or the file cannot be imported.
+    """
+    path = Path(place).expanduser()
+    if not path.is_file():
+        there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        raise ConfigError(
+            f"there is no file {place!r} with {what}",
+            expected="path.py:function",
+            hint=nearest(path.name, there) or f"looked in {path.parent.resolve()}",
+        )
+    found = vars(_module(path))
+    for name in names:
+        if callable(found.get(name)):
+            return found[name]
+    functions = [key for key, value in found.items() if inspect.isfunction(value)]
+    raise ConfigError(
+        f"{place} has no function {' or '.join(repr(name) for name in names)}",
+        expected=f"one of {', '.join(functions) or 'its functions, and it has none'}",
+        hint=nearest(names[0], functions) or f"such as {example}",
+    )
+
+
+def _module(path: Path) -> Any:
+    """Import a file by its path; it stays out of ``sys.modules``."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported", expected="a Python file", hint="name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(
+            f"{path} cannot be imported: {type(error).__name__}: {error}",
+            expected="a file that Python imports",
+            hint=f"`python {path}` shows where it fails",
+        ) from error
+    return module
