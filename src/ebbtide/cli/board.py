@@ -40,16 +40,16 @@ class Board:
         self._rounds: dict[int, dict[str, Run]] = {}
         self._failures: dict[str, list[str]] = {}
 
-    def add(self, turn: int, rounds: int, mode: str, ended: Ended) -> None:
+    def add(self, index: int, rounds: int, mode: str, ended: Ended) -> None:
         """Read a child's folder and print its line."""
-        head = f"round {turn} of {rounds}  {mode:<16}"
+        head = f"round {index} of {rounds}  {mode:<16}"
         problem, run = _read(mode, ended, self._warm_up)
         if run is None:
-            self._failures.setdefault(mode, []).append(f"round {turn}: {problem}")
+            self._failures.setdefault(mode, []).append(f"round {index}: {problem}")
             self._console.print(f"{head}failed: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
             self._console.print(ended.tail, markup=False, highlight=False, style="dim", soft_wrap=True)
             return
-        self._rounds.setdefault(turn, {})[mode] = run
+        self._rounds.setdefault(index, {})[mode] = run
         view = measured(run.summary)
         lines = [
             f"{ended.seconds:.1f} s",
@@ -62,7 +62,7 @@ class Board:
     def finish(self, environment: dict[str, Any]) -> list[dict[str, Any]]:
         """Merge, write ``summary.json`` and ``report.html``, print the table; return one summary a mode."""
         late = self._wait_for_plans()
-        summaries = {turn: {mode: run.summary for mode, run in by.items()} for turn, by in self._rounds.items()}
+        summaries = {index: {mode: run.summary for mode, run in by.items()} for index, by in self._rounds.items()}
         modes = merge(summaries, self._modes, self._failures)
         equal = self._compare_parameters(modes)
         written = {"schema": SCHEMA, "modes": modes, "environment": environment}

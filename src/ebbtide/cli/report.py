@@ -185,12 +185,12 @@ def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, ta
 def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
     """Return the runs of the last round in which all modes ended well, or what the last rounds have."""
     rounds: dict[int, dict[str, Run]] = {}
-    for turn in folder.glob("round-*"):
+    for part in folder.glob("round-*"):
         for mode in modes:
-            if (turn / mode / SUMMARY_FILE).exists():
-                found = dataclasses.replace(load_run(turn / mode), name=mode)
+            if (part / mode / SUMMARY_FILE).exists():
+                found = dataclasses.replace(load_run(part / mode), name=mode)
                 if found.summary.get("status") == "ok":
-                    rounds.setdefault(int(turn.name.rpartition("-")[2]), {})[mode] = found
+                    rounds.setdefault(int(part.name.rpartition("-")[2]), {})[mode] = found
     return latest_complete_round(rounds, modes)
 
 

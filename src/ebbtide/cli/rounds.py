@@ -216,11 +216,13 @@ def check_folder(out: Path) -> None:
     if begun or ((out / SUMMARY_FILE).exists() and not any(out.glob("round-*"))):
         what = "a comparison" if begun else f"a run ({SUMMARY_FILE})"
         raise DataError(f"{out} already holds {what}", expected="a folder without one", hint="name another with --out")
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        what = "is not writable" if there.is_dir() else "is a file"
+    parent = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        what = "is not writable" if parent.is_dir() else "is a file"
         raise DataError(
-            f"{out} cannot be made: {there} {what}", expected="a folder for the result", hint="name another with --out"
+            f"{out} cannot be made: {parent} {what}",
+            expected="a folder for the result",
+            hint="name another with --out",
         )
 
 

@@ -96,7 +96,7 @@ class Attachment:
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._told: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
+        self._logged: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine)
@@ -177,7 +177,7 @@ class Attachment:
             return forward(*args, **kwargs)
         if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
-        engine, block = self.engine, scope.block
+        block = scope.block
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
@@ -198,6 +198,18 @@ class Attachment:
                 return self._plain.call(block, inputs, forward, args, kwargs)
             finally:
                 scope.open = False
+        return self._offloaded_call(scope, inputs, forward, args, kwargs)
+
+    def _offloaded_call(
+        self,
+        scope: Scope,
+        inputs: list[torch.Tensor],
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a block's forward under the hooks, or checkpointed."""
+        engine, block = self.engine, scope.block
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
@@ -219,7 +231,7 @@ class Attachment:
                         output = forward(*args, **kwargs)
                         scope.others.check(block.name, run)
                         if scope.others.checkpointed:
-                            name_checkpoints(self._told, block.name)
+                            name_checkpoints(self._logged, block.name)
                         run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                     finally:
                         scope.run = None
@@ -239,7 +251,7 @@ class Attachment:
         Raises:
             ConflictError: Another offloader has it.
         """
-        name_checkpoints(self._told, block.name)
+        name_checkpoints(self._logged, block.name)
         run = self.engine.begin_block(block, kept.tensors())
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))
@@ -258,8 +270,8 @@ class Attachment:
 
     def _compiled_away(self) -> None:
         """Say that the model, or what holds its blocks, is being compiled: nothing of ours runs in compiled code."""
-        if self.enabled and "compiled" not in self._told:
-            self._told.add("compiled")
+        if self.enabled and "compiled" not in self._logged:
+            self._logged.add("compiled")
             logger.warning(
                 "nothing is offloaded in code that is being compiled: hooks inside it would break its graph; "
                 "compile the blocks instead: `for block in model.layers: block.compile()`"
@@ -268,16 +280,16 @@ class Attachment:
     def _transformed(self) -> bool:
         """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
         transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
-        if transform is not None and transform not in self._told:
-            self._told.add(transform)
+        if transform is not None and transform not in self._logged:
+            self._logged.add(transform)
             logger.warning("nothing is offloaded inside %s: the model runs there as without ebbtide", transform)
         return transform is not None
 
     def _graphed(self, module: nn.Module) -> bool:
         """Whether a compiled block is replayed from device graphs. See [Note: device graphs]."""
         graphed = is_compiled_inside(module) and replays_graphs()
-        if graphed and "graphed" not in self._told:
-            self._told.add("graphed")
+        if graphed and "graphed" not in self._logged:
+            self._logged.add("graphed")
             logger.warning(
                 "nothing is offloaded in compiled blocks that torch replays from device graphs "
                 "(mode='reduce-overhead'): their saved tensors are in the graphs' memory; "

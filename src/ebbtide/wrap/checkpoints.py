@@ -70,15 +70,15 @@ class Kept:
         return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
 
 
-def name_checkpoints(told: set[str], block: str) -> None:
+def name_checkpoints(logged: set[str], block: str) -> None:
     """Log once that the model checkpoints its own blocks: what ebbtide would choose is then chosen already.
 
     Args:
-        told: What was logged before; this is added.
+        logged: What was logged before; this is added.
         block: The name of such a block.
     """
-    if "checkpointed" not in told:
-        told.add("checkpointed")
+    if "checkpointed" not in logged:
+        logged.add("checkpointed")
         logger.warning(
             "the model checkpoints its own blocks (%s): ebbtide offloads what the checkpoints keep and chooses nothing "
             "else; hint: set gradient_checkpointing=False, which TRL's trainers have on by default, and ebbtide "

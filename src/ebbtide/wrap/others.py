@@ -78,7 +78,7 @@ class Inside:
     def __init__(self) -> None:
         self._looked: Any = None  # at these hooks, just before
         self._found = ""
-        self._told = False
+        self._logged = False
         self._entered = False
         self.checkpointed = False
         """The block's first module ran in a checkpoint: the block checkpoints its own forward."""
@@ -108,8 +108,8 @@ class Inside:
         found = self._found
         if found and not run.tally.packs:
             _refuse(f"block {block!r} saves all its tensors under other saved-tensor hooks inside it ({found})")
-        if found and not self._told:
-            self._told = True
+        if found and not self._logged:
+            self._logged = True
             logger.warning(
                 "block %r saves a part under other saved-tensor hooks (%s): ebbtide cannot offload that part",
                 block, found,

@@ -25,11 +25,11 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
     """
     path = Path(place).expanduser()
     if not path.is_file():
-        there = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        names = sorted(other.name for other in path.parent.glob("*.py")) if path.parent.is_dir() else []
         raise ConfigError(
             f"there is no file {place!r} with {what}",
             expected="path.py:function",
-            hint=nearest(path.name, there) or f"looked in {path.parent.resolve()}",
+            hint=nearest(path.name, names) or f"looked in {path.parent.resolve()}",
         )
     found = vars(_module(path))
     for name in names:

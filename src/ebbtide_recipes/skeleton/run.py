@@ -79,7 +79,7 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
                 _train(recipe, config, trainer, folder)
             return trainer
     except KeyboardInterrupt:
-        if launch.is_main() and (complete := checkpoints.whole(folder)):
+        if launch.is_main() and (complete := checkpoints.complete(folder)):
             LOGGER.info("%s is complete: --resume_from_checkpoint latest continues from it", complete[-1].folder)
         raise
     finally:
