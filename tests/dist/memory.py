@@ -181,7 +181,7 @@ def measure(setup: Setup, policy: str | None) -> Count:
             )
 
         stack.enter_context(mock.patch.object(tier, "park", park))
-        stack.enter_context(mock.patch("ebbtide.wrap.attach.saved_tensors_hooks", hooks))
+        stack.enter_context(mock.patch("ebbtide.wrap.hooks.saved_tensors_hooks", hooks))
         _when_backward_begins(job.model, count)
         record: Record = {}
         for step in range(STEPS):

@@ -45,7 +45,8 @@ class RunFile:
     Args:
         folder: Made if it is not there.
         bus: Where events come from.
-        sample_seconds: Time between two memory samples; memory is also read at the edges of phases and passes.
+        sample_seconds: Time between two memory samples; memory is also read at the edges of phases,
+            passes and loads.
         overwrite: Replace the files of an earlier run in the same folder.
         **run_begin_fields: Fields of ``run_begin``: ``model``, ``mode``, ``config``, ``world_size``, ...
 
@@ -168,7 +169,7 @@ class RunFile:
 
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         self._write(kind, fields)
-        if kind == "phase" or kind == "pass_end":
+        if kind in ("phase", "pass_end", "load"):
             # The edges are where memory is compared; a sample of the thread may be up to sample_seconds away.
             self._reader.follow_thread_device()
             rss = self._reader.rss_bytes()

@@ -19,7 +19,7 @@ SERVER = Facts(
         pinned=True, asynchronous=True, address="0000:17:00.0",
     ),
     bus=PcieLink(width=16, most_width=16, speed=32.0, most_speed=32.0, node=0),
-    disk=Disk(path="/var/tmp", given=False, filesystem="ext4", free_bytes=900 * GIB, direct=True, refused=None),
+    disk=Disk(path="/var/tmp", requested=False, filesystem="ext4", free_bytes=900 * GIB, direct=True, refused=None),
     host=Host(
         memory_bytes=2048 * GIB, limit_bytes=2048 * GIB, available_bytes=2000 * GIB, share_bytes=1900 * GIB,
         swap_bytes=0, swap_used_bytes=0, locked_bytes=8 << 20, open_files=65536,

@@ -74,7 +74,7 @@ def test_a_broken_disk_does_not_keep_the_link_from_being_measured(room: Any, mon
     asked: list[tuple[str, str | None]] = []
     speed = Speed(out_bytes_per_second=1e9, in_bytes_per_second=2e9, both_ways=0.5)
     monkeypatch.setattr(room, "speed_here", lambda target, path: asked.append((target, path)) or speed)
-    facts = changed(SERVER, machine=None, disk__given=True, disk__path="/x")
+    facts = changed(SERVER, machine=None, disk__requested=True, disk__path="/x")
     room.measure(changed(facts, disk__refused="it is missing"))
     room.measure(facts)
     assert asked == [("host", None), ("host", "/x")]

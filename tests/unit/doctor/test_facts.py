@@ -90,9 +90,9 @@ def test_a_disk_that_serves(tmp_path: Path) -> None:
     if filesystem_of(tmp_path) == "tmpfs":
         pytest.skip("the temporary directory lies in RAM")
     found = look_at_disk(str(tmp_path), root=write(tmp_path, {"proc/self/mountinfo": "1 2 3 / / rw - zfs pool rw\n"}))
-    assert (found.path, found.given, found.filesystem, found.refused) == (str(tmp_path), True, "zfs", None)
+    assert (found.path, found.requested, found.filesystem, found.refused) == (str(tmp_path), True, "zfs", None)
     assert found.direct is not None and found.free_bytes is not None and found.free_bytes > 0
-    assert look_at_disk(None).given is False
+    assert look_at_disk(None).requested is False
 
 
 def test_a_disk_that_does_not(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
     "EBB012": (
         SERVER,
         {"disk__refused": "none serves"},
-        {"disk__refused": "none serves", "disk__given": True},
+        {"disk__refused": "none serves", "disk__requested": True},
         "there is no disk behind host memory (none serves)",
     ),
     "EBB013": (SMALL, {"disk__free_bytes": 900 * MIB}, {"disk__free_bytes": GIB}, "900.0 MiB are free in /var/tmp"),
@@ -192,5 +192,5 @@ def test_problems_come_first() -> None:
 
 
 def test_a_path_that_was_asked_for_matters_with_the_host_target_too() -> None:
-    assert codes(changed(SERVER, disk__given=True, disk__filesystem="tmpfs")) == ["EBB010"]
-    assert codes(changed(SERVER, disk__given=True, disk__refused="it is missing")) == ["EBB011"]
+    assert codes(changed(SERVER, disk__requested=True, disk__filesystem="tmpfs")) == ["EBB010"]
+    assert codes(changed(SERVER, disk__requested=True, disk__refused="it is missing")) == ["EBB011"]

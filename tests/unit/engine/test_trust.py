@@ -37,7 +37,7 @@ TENSORS = {
 @pytest.mark.parametrize("kind", TENSORS)
 def test_a_fingerprint_is_of_values_and_not_of_memory(kind: str, whole: bool) -> None:
     tensor = TENSORS[kind]()
-    taken = Fingerprint(tensor, whole=whole)
+    taken = Fingerprint(tensor, full=whole)
     assert taken.same(tensor) is True
     assert taken.same(tensor.clone()) is True
     assert taken.same(tensor.contiguous().clone()) is True
@@ -47,7 +47,7 @@ def test_a_fingerprint_is_of_values_and_not_of_memory(kind: str, whole: bool) ->
 
 def test_one_changed_number_is_seen_by_a_whole_fingerprint() -> None:
     tensor = torch.randn(1000, 37)
-    whole = Fingerprint(tensor, whole=True)
+    whole = Fingerprint(tensor, full=True)
     for place in torch.randint(tensor.numel(), (50,)):
         changed = tensor.clone()
         changed.view(-1)[place] += 1

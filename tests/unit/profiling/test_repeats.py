@@ -99,9 +99,9 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(("make", "shards"), all_pairs([alike, mixed], [1, 4]))
 def test_the_profile_is_that_of_all_blocks(make: Callable[[int], Net], shards: int, operators: list[int]) -> None:
     net, job = make(60 if make is mixed else 16), Job(shards=shards)
-    short = task(net, job).profile(whole=False)
+    short = task(net, job).profile(every_block=False)
     few, operators[0] = operators[0], 0
-    assert_same(short, task(net, job).profile(whole=True))
+    assert_same(short, task(net, job).profile(every_block=True))
     assert few < 0.75 * operators[0]
 
 
@@ -117,8 +117,8 @@ def test_more_alike_blocks_take_no_more_operators(operators: list[int]) -> None:
 def test_blocks_that_only_look_alike_are_simulated_one_by_one() -> None:
     net = Net([Odd(i) for i in range(15)])
     with pytest.raises(NotAlike, match="look alike and take other time or memory"):
-        task(net, Job()).profile(whole=False)
-    whole = task(net, Job()).profile(whole=True)
+        task(net, Job()).profile(every_block=False)
+    whole = task(net, Job()).profile(every_block=True)
     assert_same(
         forecast(net, torch.zeros(512, WIDTH, device="meta"), MACHINES["h200"], options=Options(min_bytes=0)), whole
     )
@@ -129,7 +129,7 @@ def test_a_block_whose_parts_are_listened_to_is_not_left_out() -> None:
     for layer in net.layers:
         layer.up.register_forward_hook(lambda *given: net.seen.append(given[-1]))  # type: ignore[union-attr]
     with pytest.raises(NotAlike, match="somebody listens"):
-        task(net, Job()).profile(whole=False)
+        task(net, Job()).profile(every_block=False)
 
 
 def test_a_block_that_leaves_something_behind_is_not_left_out() -> None:
@@ -140,13 +140,13 @@ def test_a_block_that_leaves_something_behind_is_not_left_out() -> None:
             return made
 
     with pytest.raises(NotAlike, match="leaves behind something else than its gradients"):
-        task(Net([Leaves(i) for i in range(12)]), Job()).profile(whole=False)
+        task(Net([Leaves(i) for i in range(12)]), Job()).profile(every_block=False)
 
 
 def test_few_blocks_all_run(operators: list[int]) -> None:
     net = alike(6)
-    short = task(net, Job()).profile(whole=False)
+    short = task(net, Job()).profile(every_block=False)
     few, operators[0] = operators[0], 0
-    task(net, Job()).profile(whole=True)
+    task(net, Job()).profile(every_block=True)
     assert few == operators[0]
     assert len(short.blocks) == 6
