@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import ebbtide
 from ebbtide.base.actions import Action
+from ebbtide.engine.build import Builder
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
 from tests.helpers.engines import assert_nothing_left, drain
@@ -186,3 +188,30 @@ def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert not differences(plain, tiny.step())
         again = handle.stats()
     assert (again.kept_bytes, again.offloaded_bytes) == (stats.kept_bytes, stats.offloaded_bytes)
+
+
+def test_of_what_a_plan_keeps_or_offloads_no_recipe_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes cost the host more than anything else that is done for a saved tensor."""
+    monkeypatch.setattr("ebbtide.profiling.measured.COMPARED", 0)
+    built: list[int] = []
+    recipe = Builder.recipe
+    monkeypatch.setattr(Builder, "recipe", lambda self, *args: built.append(1) or recipe(self, *args))
+    tiny = build("llama")
+    plain = tiny.step()
+    counts: dict[str, int] = {}
+    for name, keeps in (("all", False), ("none", True)):
+        with enabled(tiny.model, ebbtide.Auto()) as handle:
+            for _ in range(4):
+                tiny.step()
+            handle.plan.save(tmp_path / "plan.json")
+        table = load_plan(tmp_path / "plan.json")
+        action = Action.KEEP if keeps else Action.RECOMPUTE
+        plan = replace(table, actions=dict.fromkeys(table.actions, action))
+        plan = replace(plan, predicted=replace(plan.predicted, kept_bytes=10**12))
+        with ebbtide.enable_activation_offloading(tiny.model, policy=plan, min_bytes=0) as handle:
+            tiny.step()
+            built.clear()
+            assert not differences(plain, tiny.step())
+            counts[name] = len(built)
+            assert (handle.stats().recomputed_bytes > 0) is not keeps
+    assert counts["none"] == 0 < counts["all"]

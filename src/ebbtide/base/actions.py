@@ -95,6 +95,22 @@ class Plan(Protocol):
         ...
 
 
+class SettledPlan(Plan, Protocol):
+    """A plan that knows some answers before it is known whether a storage can be recomputed, such as a table.
+
+    Recipes cost the host more than anything else that is done for a saved tensor. Those that would not be used are not
+    built. A plan without this method is always given a recipe's cost.
+    """
+
+    def needs_recipe(self, candidate: Candidate) -> bool:
+        """Whether ``choose`` may answer RECOMPUTE.
+
+        Args:
+            candidate: The storage; ``recompute_flops`` is not known yet.
+        """
+        ...
+
+
 class SavablePlan(Plan, Protocol):
     """A plan that can be written into a file: of ``Auto`` once its steps are measured, of ``make_plan``, of a file."""
 

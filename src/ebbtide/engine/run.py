@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import weakref
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +32,11 @@ FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
 
 
+def _needs_recipe(candidate: Candidate) -> bool:
+    """Return True: most plans want to know what recomputing costs before they choose."""
+    return True
+
+
 class BlockRun(RunRecord):
     """The forward of one block, open while it runs."""
 
@@ -47,6 +54,7 @@ class BlockRun(RunRecord):
         self.place: Place = "(block)", block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self._needs_recipe: Callable[[Candidate], bool] = getattr(engine.plan, "needs_recipe", _needs_recipe)
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
@@ -248,14 +256,26 @@ class BlockRun(RunRecord):
         weight = None
         if may_recompute and (node is None or made_by == CAST):
             weight = self.weights.copied(base, self._innermost)
-        recipe = None
+        candidate = Candidate(
+            site=site,
+            block_name=self.block.name,
+            block=self.block.index,
+            bytes_=nbytes,
+            block_input=is_input,
+            recompute_flops=None,
+            kept_bytes=engine.kept_bytes,
+        )
+        recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
             recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
         elif may_recompute and not came_in and node is not None and self.builder is not None and self.recipes:
-            recipe = self.builder.recipe(node, base.output_nr)
+            settled = not self._needs_recipe(candidate)
+            recipe = None if settled else self.builder.recipe(node, base.output_nr)
+        if recipe is not None:
+            candidate = replace(candidate, recompute_flops=recipe.flops)
         moved = (0, nbytes)
-        if recipe is None and (layout.first, layout.last) != moved:
+        if recipe is None and not settled and (layout.first, layout.last) != moved:
             moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
         entry = Entry(
             engine.empty(tensor),
@@ -264,15 +284,6 @@ class BlockRun(RunRecord):
             base_layout=base_layout,
             at=at,
             live=engine.live_entries,
-        )
-        candidate = Candidate(
-            site=site,
-            block_name=self.block.name,
-            block=self.block.index,
-            bytes_=nbytes,
-            block_input=is_input,
-            recompute_flops=None if recipe is None else recipe.flops,
-            kept_bytes=engine.kept_bytes,
         )
         action = engine.plan.choose(candidate)
         if weight is not None and action is not Action.KEEP:
@@ -284,7 +295,7 @@ class BlockRun(RunRecord):
         if timer is not None:
             self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
-        self.tally.add(entry.action, entry.nbytes, must_keep=recipe is None and not is_input)
+        self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
         return entry
 
     def _inform_timer(

@@ -108,6 +108,13 @@ class TablePlan:
             return self.by_rule.choose(candidate)
         return action
 
+    def needs_recipe(self, candidate: Candidate) -> bool:
+        """Whether the table may answer RECOMPUTE: not where it offloads, or keeps and has bytes left for that."""
+        action = self.actions.get((candidate.block_name, candidate.site))
+        if candidate.block_name in self._inputs or action not in (Action.KEEP, Action.OFFLOAD):
+            return True
+        return action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes
+
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP

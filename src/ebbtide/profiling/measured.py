@@ -109,6 +109,11 @@ class MeasuredPlan:
             return Action.KEEP
         return (self.table or self._by_rule).choose(candidate)
 
+    def needs_recipe(self, candidate: Candidate) -> bool:
+        """Whether RECOMPUTE may be chosen. In measured steps every recipe is built, to be timed."""
+        measures = self._timer is not None and self._timer.wanted
+        return measures or self.table is None or self.table.needs_recipe(candidate)
+
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: what a block saves is treated one by one."""
         return Action.KEEP

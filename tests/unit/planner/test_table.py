@@ -54,6 +54,28 @@ def test_what_can_no_longer_be_recomputed_is_offloaded() -> None:
     assert ask(plan(), "light", flops=None) is Action.OFFLOAD
 
 
+def needs(found: TablePlan, module: str, *, block: str = "layers.1", kept: int = 0) -> bool:
+    site = Site("Layer", module, "Node", 0)
+    return found.needs_recipe(
+        Candidate(
+            site=site, block_name=block, block=1, bytes_=100, block_input=False, recompute_flops=None, kept_bytes=kept
+        )
+    )  # fmt: skip
+
+
+def test_a_recipe_is_needed_unless_the_table_has_settled_it() -> None:
+    """Whatever the cost of a recipe: where none is needed, the answer is the same with one and without."""
+    found = plan()
+    room = found.predicted.kept_bytes - 100
+    for (block, site), action in found.actions.items():
+        assert needs(found, site.module, block=block, kept=room) is (action is Action.RECOMPUTE)
+        for kept in (0, room, room + 1):
+            answers = {ask(found, site.module, block, flops=flops, kept=kept) for flops in (None, 0.0, 1e9)}
+            assert needs(found, site.module, block=block, kept=kept) or answers == {action}
+        assert needs(found, site.module, block=block, kept=room + 1) is (action is not Action.OFFLOAD)
+    assert needs(found, "elsewhere") and needs(found, "light", block="another.block")
+
+
 def test_a_larger_batch_keeps_no_more_bytes() -> None:
     found = plan()
     (block, site), _ = next(item for item in found.actions.items() if item[1] is Action.KEEP)
