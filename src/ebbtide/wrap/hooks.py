@@ -19,7 +19,7 @@ class offloading:
 
     Args:
         engine: Carries out the plan.
-        block: What the engine is told of the block.
+        block: The block, as the engine knows it.
         inputs: Tensors that come into it.
         checkpointed: The block is run again in backward.
     """
