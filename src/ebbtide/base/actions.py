@@ -63,7 +63,13 @@ class Candidate:
 
 
 class Plan(Protocol):
-    """Chooses the action of every storage and of every block; pure arithmetic, no tensors."""
+    """Chooses the action of every storage and of every block; pure arithmetic, no tensors.
+
+    Recipes cost the host more than anything else that is done for a saved tensor. A plan that knows some answers before
+    it is known whether a storage can be recomputed, such as a table, may also have a method
+    ``needs_recipe(candidate) -> bool``: where it returns False, ``choose`` never answers RECOMPUTE, and no recipe is
+    built.
+    """
 
     @property
     def name(self) -> str:
@@ -92,22 +98,6 @@ class Plan(Protocol):
 
     def explain(self) -> str:
         """Say in one or two lines what the plan does and why."""
-        ...
-
-
-class SettledPlan(Plan, Protocol):
-    """A plan that knows some answers before it is known whether a storage can be recomputed, such as a table.
-
-    Recipes cost the host more than anything else that is done for a saved tensor. Those that would not be used are not
-    built. A plan without this method is always given a recipe's cost.
-    """
-
-    def needs_recipe(self, candidate: Candidate) -> bool:
-        """Whether ``choose`` may answer RECOMPUTE.
-
-        Args:
-            candidate: The storage; ``recompute_flops`` is not known yet.
-        """
         ...
 
 

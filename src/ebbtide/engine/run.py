@@ -33,7 +33,7 @@ FUSED_ATTENTION = "ScaledDotProduct"
 
 
 def _needs_recipe(candidate: Candidate) -> bool:
-    """Return True: most plans want to know what recomputing costs before they choose."""
+    """Return True, for a plan without this method (``Plan``): it learns what recomputing costs before it chooses."""
     return True
 
 
