@@ -261,7 +261,7 @@ class HostTier:
         with self._lock:
             self._harvest()
             self._settle()
-            self._arena.trim()
+            self._arena.trim([stream for pair in self._sides.values() for stream in pair])
 
     def close(self) -> None:
         """Wait for copies and give host memory back. Harmless when repeated."""
