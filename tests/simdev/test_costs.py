@@ -13,7 +13,7 @@ from ebbtide.base.events import BUS
 from ebbtide.engine.flow import BACKWARDS_WITH_ROOM, Window
 from ebbtide.engine.recompute import recompute
 from tests.gpu.test_first_light import _batch, _model, _same, _step
-from tests.simdev.device import counters
+from tests.simdev.device import configured, counters
 
 
 def count(name: str) -> int:
@@ -69,6 +69,40 @@ def test_the_window_grows_again_when_there_is_room() -> None:
         assert window.in_bytes == 1 << 19
     window.recover()
     assert window.in_bytes == 1 << 20
+    window.shrink(0)  # nothing was ahead, and yet there was too little room
+    assert window.in_bytes == 1 << 19
+
+
+def test_copies_ahead_leave_the_allocator_what_it_keeps() -> None:
+    """On a card that is all but full: no step in which the allocator gives back its cache, after the first two."""
+    model, x = _model(width=128, depth=6), _batch(width=128, tokens=4096)
+    plain = _step(model, x)
+
+    def steps(count: int, capacity: int = 0) -> list[int]:
+        """Return how often each step had the cache given back."""
+        model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        found = list[int]()
+        with (
+            configured(capacity=capacity),
+            ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window="64MiB"),
+        ):
+            for step in range(count):
+                before = torch.accelerator.memory_stats()["num_alloc_retries"]
+                try:
+                    assert _same(plain, _step(model, x))
+                except torch.OutOfMemoryError:  # compute found the window in its way
+                    assert step == 0
+                torch.accelerator.synchronize()
+                found.append(torch.accelerator.memory_stats()["num_alloc_retries"] - before)
+        return found
+
+    assert not any(steps(2))
+    flushes = steps(4, torch.accelerator.max_memory_reserved() - 24 * (1 << 20))
+    assert any(flushes) and not any(flushes[2:]), flushes
 
 
 def test_the_first_step_pins_the_memory_of_all_blocks_at_once() -> None:

@@ -44,6 +44,9 @@ LEAST_WINDOW = 16 * 1024**2
 BACKWARDS_WITH_ROOM = 50
 """After so many the window that a full device has made smaller grows again."""
 
+_LEAST_ROOM = 1024**2
+"""What it grows to at least: a device that had no room at all would else need a thousand backwards."""
+
 
 class Window:
     """Bytes allowed in flight each way. See [Note: window].
@@ -63,8 +66,13 @@ class Window:
         self._block_bytes = max(self._block_bytes, offloaded_bytes)
 
     def shrink(self, ahead_bytes: int) -> None:
-        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on."""
-        first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, ahead_bytes // 2)
+        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on.
+
+        Args:
+            ahead_bytes: What was brought in; 0: nothing was, for there was too little room before.
+        """
+        smaller = (ahead_bytes or self.in_bytes) // 2
+        first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, smaller)
         self._backwards = 0
         if first:
             logger.warning(
@@ -77,7 +85,7 @@ class Window:
         """A backward begins: after many that had room, bring in twice as much."""
         self._backwards += 1
         if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
-            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, 1), sys.maxsize - 1), 0
+            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, _LEAST_ROOM), sys.maxsize - 1), 0
 
     @property
     def out_bytes(self) -> int:

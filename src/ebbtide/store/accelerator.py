@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities
+from ebbtide.store.device import Capabilities, Room
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -155,6 +155,20 @@ class AcceleratorDevice:
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
+
+    def room(self, where: torch.device) -> Room | None:
+        """Return what torch's allocator has left, of what the user lets it have."""
+        share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
+        try:
+            stats = torch.accelerator.memory_stats(where)
+            free, total = torch.accelerator.get_memory_info(where)
+            reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
+            allowed = free if share is None else min(free, int(share(where) * total) - reserved)
+            flushes = stats["num_alloc_retries"]
+        except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
+            _LOG.debug("free device memory is not known: %s", error)
+            return None
+        return Room(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Let torch's allocator know that ``stream`` uses the tensor's memory."""

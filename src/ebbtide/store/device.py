@@ -38,6 +38,19 @@ class Capabilities:
     timed_events: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What an allocator of device memory has left.
+
+    Attributes:
+        free_bytes: Bytes that it can give while it keeps what it has: those it keeps for reuse, and the device's own.
+        flushes: How often it gave back what it keeps, because there was too little.
+    """
+
+    free_bytes: int
+    flushes: int
+
+
 class Device(Protocol):
     """A kind of device; where there are several, a ``torch.device`` says which one is meant."""
 
@@ -94,6 +107,10 @@ class Device(Protocol):
         Raises:
             torch.OutOfMemoryError: The device has no more.
         """
+        ...
+
+    def room(self, where: torch.device) -> Room | None:
+        """Return what the device's allocator has left; ``None``: not known."""
         ...
 
     def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:

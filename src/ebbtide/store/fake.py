@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.store.device import Capabilities
+from ebbtide.store.device import Capabilities, Room
 from ebbtide.store.fakeuses import Uses
 
 _POISON = 0xFF
@@ -93,6 +93,7 @@ class FakeDevice:
         peak_bytes: The most they have been.
         host_bytes: Host memory given out and not given back.
         host_calls: How often host memory was asked for.
+        flushes: What ``room`` says of them.
         violations: One line for each mistake. See [Note: poison].
     """
 
@@ -119,7 +120,7 @@ class FakeDevice:
         self._count = 0
         self._observed: Vector = {}  # what the host has seen to be done
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
-        self._pinned_bytes = self.host_calls = 0
+        self._pinned_bytes = self.host_calls = self.flushes = 0
         self.violations: list[str] = []
 
     @property
@@ -201,6 +202,11 @@ class FakeDevice:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
+
+    def room(self, where: torch.device) -> Room | None:
+        """Return what is left of the limit."""
+        limit = self._device_limit_bytes
+        return None if limit is None else Room(free_bytes=limit - self.live_bytes, flushes=self.flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         """Do nothing: there is one compute stream."""

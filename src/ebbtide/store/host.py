@@ -13,6 +13,7 @@ from ebbtide.base.errors import ConfigError, TargetError
 from ebbtide.store.arena import Arena, ArenaState, Place
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import Device, EventHandle, StreamHandle
+from ebbtide.store.headroom import Headroom
 from ebbtide.store.hostslot import HostCopyIn, HostSlot
 
 _MOST_SPANS = 4096
@@ -36,7 +37,7 @@ class HostTier:
             raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
         self.device = device
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
-        self._arena = Arena(device, budget_bytes)
+        self._arena, self._headroom = Arena(device, budget_bytes), Headroom(device)
         self._counters = TierCounters()
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
@@ -187,9 +188,14 @@ class HostTier:
             self._arena.expect(nbytes)
 
     def prefetch(self, slot: HostSlot) -> None:
-        """Begin the copy-in of ``slot``, unless it has begun."""
+        """Begin the copy-in of ``slot``, unless it has begun.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet. See [Note: headroom].
+        """
         self._check(slot)
         if not self.synchronous and (slot.ahead is None or slot.ahead.done is None):
+            self._headroom.take(slot.nbytes, slot.where)
             self._copy_in(slot)
 
     def put_back(self, slot: HostSlot) -> None:
@@ -258,6 +264,7 @@ class HostTier:
 
     def trim(self) -> None:
         """Give back host memory that the last backwards did not need."""
+        self._headroom.forget()
         with self._lock:
             self._harvest()
             self._settle()

@@ -90,6 +90,7 @@ class HostSlot:
 
         Raises:
             TargetError: The slot was freed, or the tier is closed.
+            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
         """
         self._tier.prefetch(self)
 

@@ -44,7 +44,7 @@ def populate(address: int, nbytes: int, memory: object) -> None:
     threads = max(1, min(_MOST_THREADS, len(pieces), len(near) // ranks_of(os.environ)))
     stay = functools.partial(os.sched_setaffinity, 0, near)  # of the thread that calls it
     with ThreadPoolExecutor(threads, "ebbtide-pages", stay) as pool:
-        for problem in pool.map(lambda piece: _back(*piece, memory), pieces):
+        for problem in pool.map(lambda piece: _back(piece[0], piece[1], memory), pieces):
             if problem:
                 raise RuntimeError(f"cannot back memory with pages: {os.strerror(problem)}")
 

@@ -43,7 +43,11 @@ class Slot(Protocol):
         ...
 
     def prefetch(self) -> None:
-        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun."""
+        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
+        """
         ...
 
     def put_back(self) -> None:
