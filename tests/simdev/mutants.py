@@ -8,11 +8,13 @@ from __future__ import annotations
 from tests.helpers.mutants import Mutant
 
 TESTS = ("--simdev", "--timeout=60", "tests/simdev/test_ordering.py", "tests/simdev/test_two_streams.py")
+ARENA = ("tests/unit/store/test_arena.py",)
+HEADROOM = ("tests/unit/store/test_headroom.py",)
 
 
-def without(name: str, file: str, text: str, replacement: str = "pass") -> Mutant:
+def without(name: str, file: str, text: str, replacement: str = "pass", *, tests: tuple[str, ...] = TESTS) -> Mutant:
     """Return a mutant of ``src/ebbtide/store``: what is missing then, and which text is replaced by what."""
-    return Mutant(name, f"ebbtide/store/{file}", text, replacement, TESTS)
+    return Mutant(name, f"ebbtide/store/{file}", text, replacement, tests)
 
 
 MUTANTS = (
@@ -85,6 +87,44 @@ MUTANTS = (
     without("unclaimed guard passes on", "guards.py", "yield from guard.leaves()"),
     without("places inherit guards", "arena.py", "guard = Guard(self._cooling.over(spans))", "guard = Guard()"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),
+    without(
+        "bytes are guarded until their copies are done",
+        "guards.py",
+        "if self._marks and all(map(device.query, self._marks)):",
+        "if self._marks:",
+    ),
+    without(
+        "bytes given back after a mark are guarded by the next",
+        "guards.py",
+        "self._spans = [span for span in self._spans if span[3] == self._generation]",
+        "self._spans = []",
+        tests=ARENA,
+    ),
+    without(
+        "a mark is on every stream", "guards.py", "[device.record(stream) for stream in streams]", "[]", tests=ARENA
+    ),
+    without(
+        "lost places are found",
+        "arena.py",
+        "if not self._torn and not self._lost:",
+        "if not self._torn:",
+        tests=ARENA,
+    ),
+    without("a prefetch asks what is free", "host.py", "self._headroom.take(slot.nbytes, slot.where)", tests=HEADROOM),
+    without(
+        "a cache that was given back refuses a prefetch",
+        "headroom.py",
+        "if flushed or room.free_bytes < nbytes:",
+        "if room.free_bytes < nbytes:",
+        tests=HEADROOM,
+    ),
+    without("answers are forgotten", "host.py", "self._headroom.forget()", tests=HEADROOM),
+    without(
+        "memory has its pages before it is pinned",
+        "pinned.py",
+        "populate(address, mapping.nbytes, loan)",
+        tests=("tests/unit/store/test_pinned.py",),
+    ),
     without("chunks are quiet before they go", "arena.py", "elif not guard.quiet(self._device):", "elif False:"),
     without("copies run on their stream", "accelerator.py", "        with stream:", "        if True:"),
     without(

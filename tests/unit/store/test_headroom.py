@@ -63,6 +63,18 @@ def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room(
     assert len(calls) == 3 and device.violations == []
 
 
+def test_each_backward_asks_anew() -> None:
+    device = Asked(1e9, 1e9, device_limit_bytes=MIB)
+    tier = HostTier(device)
+    for asked in (1, 2):
+        slot = tier.park(produce(device, 4096, 0.001))
+        slot.wait_parked()
+        slot.prefetch()
+        tier.trim()
+        slot.free()
+        assert device.asked == asked
+
+
 def test_a_cache_that_was_given_back_refuses_one_prefetch() -> None:
     device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
     device.flushes = 3  # before anything was brought in
