@@ -71,7 +71,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a parameter is exchanged behind the module's back": _behind,
     "all of a module's parameters are exchanged": _registry,
     "a parameter is added": lambda m: m[1].linear.register_parameter("bias", nn.Parameter(torch.ones(16))),
-    "a module is added at the end": lambda m: m.append(nn.Identity()),
+    "a buffer is added to the last layer": lambda m: m[2].linear.register_buffer("step", torch.ones(())),
     "a parameter is tied": _tie,
     "a buffer is exchanged": lambda m: setattr(m[1], "scale", torch.full((64, 16), 3.0)),
     "a layer is exchanged": lambda m: setattr(m[1], "linear", nn.Linear(16, 16, bias=False)),
