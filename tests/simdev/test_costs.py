@@ -51,7 +51,8 @@ def test_a_device_too_full_to_compare_recipes_offloads_instead(policy: str) -> N
         with ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0, window="1MiB") as handle:
             if offloaded:
                 handle._engine.trust._compare = _no_room  # pyright: ignore
-            assert _same(plain, _step(model, x))
+            for _ in range(2):  # in the first, answers may come too late
+                assert _same(plain, _step(model, x))
             stats = handle.stats()
         assert stats.demoted_sites == ()
         assert (stats.recomputed_bytes == 0) is (offloaded and not stats.checkpointed_blocks)

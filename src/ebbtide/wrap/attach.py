@@ -165,11 +165,11 @@ class Attachment:
         now = self._tree.look(), distributed, None if around is None else weakref.ref(around)
         if self._groups or now == self._asked:
             return
-        self._asked = now
         groups = groups_of(self._model)
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
             self._groups += groups
+        self._asked = now  # only now: where ranks differ, each forward says so
 
     def _begin_pass(self) -> None:
         self._before = None
