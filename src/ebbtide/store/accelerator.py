@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities, Room
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -156,7 +156,7 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
-    def room(self, where: torch.device) -> Room | None:
+    def room(self, where: torch.device) -> FreeMemory | None:
         """Return what torch's allocator has left, of what the user lets it have."""
         share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
         try:
@@ -168,7 +168,7 @@ class AcceleratorDevice:
         except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
             _LOG.debug("free device memory is not known: %s", error)
             return None
-        return Room(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
+        return FreeMemory(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Let torch's allocator know that ``stream`` uses the tensor's memory."""

@@ -39,7 +39,7 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class FreeMemory:
     """What an allocator of device memory has left.
 
     Attributes:
@@ -109,7 +109,7 @@ class Device(Protocol):
         """
         ...
 
-    def room(self, where: torch.device) -> Room | None:
+    def room(self, where: torch.device) -> FreeMemory | None:
         """Return what the device's allocator has left; ``None``: not known."""
         ...
 

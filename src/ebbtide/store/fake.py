@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ebbtide.store.device import Capabilities, Room
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.fakeuses import Uses
 
 _POISON = 0xFF
@@ -203,10 +203,10 @@ class FakeDevice:
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
-    def room(self, where: torch.device) -> Room | None:
+    def room(self, where: torch.device) -> FreeMemory | None:
         """Return what is left of the limit."""
         limit = self._device_limit_bytes
-        return None if limit is None else Room(free_bytes=limit - self.live_bytes, flushes=self.flushes)
+        return None if limit is None else FreeMemory(free_bytes=limit - self.live_bytes, flushes=self.flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         """Do nothing: there is one compute stream."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ebbtide.store.device import Room
+from ebbtide.store.device import FreeMemory
 from ebbtide.store.fake import FakeDevice
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.host import HostTier
@@ -20,7 +20,7 @@ class Asked(FakeDevice):
 
     asked = 0
 
-    def room(self, where: torch.device) -> Room | None:
+    def room(self, where: torch.device) -> FreeMemory | None:
         self.asked += 1
         return super().room(where)
 
@@ -54,7 +54,7 @@ def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room(
     assert room is not None and room.free_bytes == 10_000
     for slot in slots[:2]:
         slot.prefetch()
-    with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be brought in ahead, 2.0 KiB of device memory"):
+    with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be prefetched, 2.0 KiB of device memory"):
         slots[2].prefetch()
     assert calls == [4000, 4000]  # the allocator was not asked
     taken = slots[0].take()
