@@ -10,8 +10,8 @@ import torch
 
 import ebbtide
 from ebbtide.base.events import BUS
-from ebbtide.engine.flow import BACKWARDS_WITH_ROOM, Window
 from ebbtide.engine.recompute import recompute
+from ebbtide.engine.window import BACKWARDS_WITH_ROOM, Window
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.simdev.device import configured, counters
 
@@ -156,3 +156,21 @@ def test_events_keep_time_only_where_somebody_reads_it() -> None:
         assert events()[0] > 0
         unsubscribe()
         assert events()[0] == 0
+
+
+def test_copies_that_are_asked_for_together_share_their_events() -> None:
+    """A window of a byte has each copy asked for alone; the usual one a group at a time."""
+    model, x = _model(width=64, depth=6), _batch(width=64, tokens=256)
+    plain = _step(model, x)
+    events: dict[str, float] = {}
+    for window in ("1B", "64MiB"):
+        with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, window=window) as handle:
+            for _ in range(2):
+                assert _same(plain, _step(model, x))
+            handle._engine._copy_out._expected_bytes = 1 << 60  # nothing is held back
+            handle._engine._stalls.begin_pass(measured=False)
+            before = count("events_timed") + count("events_untimed")
+            assert _same(plain, _step(model, x))
+            events[window] = (count("events_timed") + count("events_untimed") - before) / handle.stats().packs
+    print(events)
+    assert events["64MiB"] < events["1B"] / 3, events

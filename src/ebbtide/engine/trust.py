@@ -96,7 +96,7 @@ class Trust:
         self._verdicts: dict[Key, bool] = {}
         self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
-        self._pending: dict[
+        self._unanswered: dict[
             Key, tuple[_Letter, Site]
         ] = {}  # first comparisons that a device has not answered, in order
         self._unread_bytes = 0  # offloaded since the last backward because of that
@@ -125,7 +125,7 @@ class Trust:
         verdict = self._verdicts.get(key)
         if verdict is not None:
             return verdict
-        if key not in self._pending:
+        if key not in self._unanswered:
             try:
                 answer = self._compare(entry, base, run)
             except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: asked again later
@@ -136,8 +136,8 @@ class Trust:
             if isinstance(answer, bool):
                 self._verdicts[key] = answer
                 return answer
-            self._pending[key] = _Letter([answer]), entry.site
-        if not self._pending[key][0].arrived:
+            self._unanswered[key] = _Letter([answer]), entry.site
+        if not self._unanswered[key][0].arrived:
             self._unread_bytes += entry.nbytes
             if self._unread_bytes <= _MOST_UNREAD_BYTES:
                 return False
@@ -145,10 +145,10 @@ class Trust:
 
     def _learn(self, key: Key) -> bool:
         """Read the answer of a first comparison."""
-        letter, site = self._pending[key]
+        letter, site = self._unanswered[key]
         (same,) = letter.read()
         verdict = self._verdicts[key] = same or self._demote(site, "the recomputed bytes differ")
-        del self._pending[key]
+        del self._unanswered[key]
         return verdict
 
     def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool | torch.Tensor:
@@ -235,7 +235,7 @@ class Trust:
         """Read what a device has answered by now; nothing is waited for."""
         self._unread_bytes = 0
         self._send()
-        for key in [key for key, (letter, _) in self._pending.items() if letter.arrived]:
+        for key in [key for key, (letter, _) in self._unanswered.items() if letter.arrived]:
             self._learn(key)
         while self._coming and self._coming[0][0].arrived:
             _read(*self._coming.popleft())
@@ -243,7 +243,7 @@ class Trust:
     def settle(self) -> None:
         """Wait for comparisons that a device has not answered yet, and raise if one failed."""
         self._send()
-        for key in list(self._pending):
+        for key in list(self._unanswered):
             self._learn(key)
         coming = list(self._coming)
         self._coming.clear()

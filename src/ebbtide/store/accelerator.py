@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,7 +156,7 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
-    def room(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
         """Return what torch's allocator has left, of what the user lets it have."""
         share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
         try:
@@ -191,8 +191,13 @@ class AcceleratorDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Ask ``stream`` to copy; returns at once if the host end is pinned, else when that end was read or written."""
+        self.copy_all([(target, source)], stream)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
+        """Ask ``stream`` for several copies: entering it costs as much as a copy."""
         with stream:
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute and return when it is done."""

@@ -183,6 +183,8 @@ class Arena:
         record = self._records.get(place.spans[0][0])
         if record is None or record.place() is not place:
             return
+        if self._torn:
+            self._audit()  # before the counts are said to be right again
         self._torn = True
         self._cool(record)
         for first, length in record.spans:

@@ -12,6 +12,7 @@ recorded on the stream that saved them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,7 +110,7 @@ class Device(Protocol):
         """
         ...
 
-    def room(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
         """Return what the device's allocator has left; ``None``: not known."""
         ...
 
@@ -138,6 +139,10 @@ class Device(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:
         """Ask ``stream`` to copy; returns at once."""
+        ...
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: StreamHandle) -> None:
+        """Ask ``stream`` for several copies, given as target and source; returns at once."""
         ...
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -203,7 +204,7 @@ class FakeDevice:
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
-    def room(self, where: torch.device) -> FreeMemory | None:
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
         """Return what is left of the limit."""
         limit = self._device_limit_bytes
         return None if limit is None else FreeMemory(free_bytes=limit - self.live_bytes, flushes=self.flushes)
@@ -262,6 +263,11 @@ class FakeDevice:
         else:
             self.out_bytes += copy.nbytes
         self._advance(self.now_seconds)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: FakeStream) -> None:
+        """Ask ``stream`` for several copies."""
+        for target, source in pairs:
+            self.copy(target, source, stream)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the compute stream and wait."""

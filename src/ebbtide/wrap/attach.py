@@ -91,7 +91,7 @@ class Attachment:
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # do weights move: in which version of the tree, the answer
         engine.weights._ask = self._tree.weights
-        self._sought: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # when ranks were last looked for
+        self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # when ranks were last looked for
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
@@ -163,13 +163,13 @@ class Attachment:
         distributed = dist.is_available() and dist.is_initialized()
         around = running_ddp()
         now = self._tree.look(), distributed, None if around is None else weakref.ref(around)
-        if self._groups or now == self._sought:
+        if self._groups or now == self._looked:
             return
         groups = groups_of(self._model)
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
             self._groups += groups
-        self._sought = now  # only now: where ranks differ, each forward says so
+        self._looked = now  # only now: where ranks differ, each forward says so
 
     def _begin_pass(self) -> None:
         self._before = None
