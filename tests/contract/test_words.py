@@ -44,14 +44,7 @@ RETIRED = {
 """Word → pattern, for pages and for the texts that the code shows to users."""
 
 ALLOWED: dict[str, set[str]] = {
-    "beside": {
-        "src/ebbtide/engine/flow.py",
-    },
-    "park": {
-        "src/ebbtide/engine/stats.py",
-    },
     "re-run": {
-        "src/ebbtide/engine/tickets.py",
         "src/ebbtide/planner/rules.py",
     },
 }

@@ -158,9 +158,9 @@ def measure(setup: Setup, policy: str | None) -> Count:
         if policy is None:
             _note_blocks(job.model, census)
 
-        def park(source: Tensor, original: Callable[[Tensor], Any] = tier.park) -> Any:
-            parked.append((source.untyped_storage().nbytes(), census.is_weight(source)))
-            return original(source)
+        def park_all(sources: list[Tensor], original: Callable[..., Any] = tier.park_all, **options: Any) -> Any:
+            parked.extend((source.untyped_storage().nbytes(), census.is_weight(source)) for source in sources)
+            return original(sources, **options)
 
         def hooks(pack: Any, unpack: Any) -> saved_tensors_hooks:
             return saved_tensors_hooks(_Pack(census, pack), unpack)
@@ -180,7 +180,7 @@ def measure(setup: Setup, policy: str | None) -> Count:
                 )
             )
 
-        stack.enter_context(mock.patch.object(tier, "park", park))
+        stack.enter_context(mock.patch.object(tier, "park_all", park_all))
         stack.enter_context(mock.patch("ebbtide.wrap.hooks.saved_tensors_hooks", hooks))
         _when_backward_begins(job.model, count)
         record: Record = {}

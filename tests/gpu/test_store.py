@@ -88,7 +88,7 @@ def step(tier: Any, sizes: list[int], *, late: bool) -> None:
 def test_a_source_outlives_its_slot_until_its_copy_is_done(tier: HostTier) -> None:
     """The allocator must not hand out memory that a copy still reads, though nobody wants the copy any more."""
     step(tier, [8 * MIB], late=False)  # streams and host memory are there
-    out, _ = tier._side_streams(noise(1).device)
+    out, _ = tier.copies._side_streams(noise(1).device)
     source = noise(8 * MIB)
     address = source.data_ptr()
     with out:

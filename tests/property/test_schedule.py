@@ -1,8 +1,9 @@
 """Stalls and memory of a step on the fake device, beside an account of them that knows nothing of the engine.
 
-The account simulates a step: one queue of copies out, one of copies in, a window each way, the end of a pass held
-back. It is told only the sizes, the kernels' times and the rates. The engine must wait where it waits, as long as it
-waits, block by block, and hold as many bytes on the device, to the byte.
+The account simulates a step: one queue of copies out, one of copies in, a window each way, a quarter of it gathered
+before copies begin together, the end of a pass held back. It is told only the sizes, the kernels' times and the rates.
+The engine must wait where it waits, as long as it waits, block by block, and hold as many bytes on the device, to the
+byte.
 """
 
 from __future__ import annotations
@@ -80,22 +81,34 @@ class Account:
     def forward(self) -> None:
         job, out_free, offered = self.job, self.now, 0
         flying: deque[tuple[int, float]] = deque()
+        gathered: list[tuple[int, int]] = []
         self.copied: dict[int, float] = {}  # kernel → when its copy-out is done
         self.held: list[tuple[int, int]] = []
         number = 0
 
-        def begin(kernel: int, nbytes: int) -> None:
+        def begin() -> None:
             nonlocal out_free
-            out_free = max(out_free, self.now) + nbytes / job.out_rate
-            self.copied[kernel] = out_free
-            flying.append((nbytes, out_free))
+            out_free = max(out_free, self.now) + sum(n for _, n in gathered) / job.out_rate
+            for kernel, nbytes in gathered:
+                self.copied[kernel] = out_free
+                flying.append((nbytes, out_free))
+            gathered.clear()
+
+        def gather(kernel: int, nbytes: int) -> None:
+            gathered.append((kernel, nbytes))
+            if sum(n for _, n in gathered) >= job.window_bytes // 4:
+                begin()
+
+        def waiting() -> int:
+            return sum(n for n, _ in flying) + sum(n for _, n in (*gathered, *self.held))
 
         def retire(who: str) -> None:
+            if gathered and waiting() > job.window_bytes:
+                begin()
             while flying:
                 nbytes, done = flying[0]
                 if done > self.now:
-                    waiting = sum(n for n, _ in flying) + sum(n for _, n in self.held)
-                    if waiting <= job.window_bytes:
+                    if waiting() <= job.window_bytes:
                         return
                     self.wait(done, who)
                 flying.popleft()
@@ -108,11 +121,13 @@ class Account:
                 if late:
                     self.held.append((number, nbytes))
                     while sum(n for _, n in self.held) > job.window_bytes:
-                        begin(*self.held.pop(0))
+                        gather(*self.held.pop(0))
                 else:
-                    begin(number, nbytes)
+                    gather(number, nbytes)
                 retire(f"forward b{index}")
                 number += 1
+            if gathered:
+                begin()
             retire(f"forward b{index}")
         self.after_forward = sum(n for n, _ in flying) + sum(n for _, n in self.held)
         self.still = {kernel for kernel, _ in self.held}
@@ -128,17 +143,18 @@ class Account:
         ahead: dict[int, float] = {}
         ahead_bytes = 0
 
-        def ask(kernel: int) -> float:
-            nonlocal in_free
-            in_free = max(in_free, self.now, self.copied[kernel]) + kernels[kernel][0] / job.in_rate
-            return in_free
-
         def advance() -> None:
-            nonlocal ahead_bytes
+            nonlocal ahead_bytes, in_free
+            if ahead_bytes and ahead_bytes > job.window_bytes - job.window_bytes // 4:
+                return
+            group: list[int] = []
             while coming and (not ahead_bytes or ahead_bytes + kernels[coming[0]][0] <= job.window_bytes):
-                kernel = coming.pop(0)
-                ahead[kernel] = ask(kernel)
-                ahead_bytes += kernels[kernel][0]
+                group.append(coming.pop(0))
+                ahead_bytes += kernels[group[-1]][0]
+            if group:
+                total = sum(kernels[kernel][0] for kernel in group)
+                in_free = max(in_free, self.now, *(self.copied[kernel] for kernel in group)) + total / job.in_rate
+                ahead.update((kernel, in_free) for kernel in group)
 
         shown: int | None = None
         for kernel in reversed(range(len(kernels))):

@@ -17,6 +17,7 @@ from ebbtide.store.arena import Arena
 from ebbtide.store.extents import Extents
 from ebbtide.store.guards import Guard
 from ebbtide.store.host import HostTier
+from ebbtide.store.hostcopies import HostCopies
 from tests.helpers.checked import CheckedDevice, Computing, quiet_checker, without_waits
 from tests.helpers.engines import assert_nothing_left, block, compare, leaf, observe, open_engine
 from tests.helpers.graphs import Graph, Schedule, graphs, leaves, schedules
@@ -142,21 +143,23 @@ def wait_before_the_copy_is_asked_for(patch: pytest.MonkeyPatch) -> None:
     """The event of a copy is recorded when it is claimed."""
     claim = Guard.claim
     patch.setattr(Guard, "claim", lambda self, stream: (claim(self, stream), self.done(DEVICE[-1])))
+    patch.setattr(Guard, "finish", lambda self, event: None)
 
 
 def ask_for_the_current_stream_in_a_side_streams_context(patch: pytest.MonkeyPatch) -> None:
     """There the current stream is the side stream: what is to wait for compute waits for itself."""
-    copy_in = HostTier._copy_in
+    copy_in = HostCopies.into
 
-    def careless(self: Any, slot: Any) -> Any:
-        _, into = self._side_streams(slot.where)
+    def careless(self: Any, slots: Any) -> Any:
+        _, into = self._side_streams(slots[0].where)
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(self.device, "compute_stream", lambda where: into)
-            ahead = copy_in(self, slot)
-        ahead.compute = self.device.compute_stream(slot.where)
-        return ahead
+            begun = copy_in(self, slots)
+        for ahead in begun:
+            ahead.compute = self.device.compute_stream(slots[0].where)
+        return begun
 
-    patch.setattr(HostTier, "_copy_in", careless)
+    patch.setattr(HostCopies, "into", careless)
 
 
 def copy_on_the_wrong_stream(patch: pytest.MonkeyPatch) -> None:
@@ -180,9 +183,9 @@ MISTAKES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "a source that is dropped at once": forget_the_source,
     "a source that dies with its slot": forget_a_dead_slots_source,
     "a copy-in's target that is dropped while it runs": swap(
-        HostTier, "_drop_ahead", lambda self, slot: setattr(slot, "ahead", None)
+        HostCopies, "drop", lambda self, slot: setattr(slot, "ahead", None)
     ),
-    "a copy-in's target that nobody waits for": swap(HostTier, "_drop_ahead", without_waits(HostTier._drop_ahead)),
+    "a copy-in's target that nobody waits for": swap(HostCopies, "drop", without_waits(HostCopies.drop)),
     "a place that is used again while a copy runs in it": swap(Guard, "events", lambda self, device: []),
     "a chunk that is given back while a copy runs in it": swap(Guard, "quiet", lambda self, device: True),
     "an event recorded before its copy": wait_before_the_copy_is_asked_for,

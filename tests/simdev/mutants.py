@@ -8,51 +8,59 @@ from __future__ import annotations
 from tests.helpers.mutants import Mutant
 
 TESTS = ("--simdev", "--timeout=60", "tests/simdev/test_ordering.py", "tests/simdev/test_two_streams.py")
+GROUPS = ("--simdev", "--timeout=60", "tests/simdev/test_groups.py")
+ARENA = ("tests/unit/store/test_arena.py",)
+HEADROOM = ("tests/unit/store/test_headroom.py",)
 
 
-def without(name: str, file: str, text: str, replacement: str = "pass") -> Mutant:
+def without(name: str, file: str, text: str, replacement: str = "pass", *, tests: tuple[str, ...] = TESTS) -> Mutant:
     """Return a mutant of ``src/ebbtide/store``: what is missing then, and which text is replaced by what."""
-    return Mutant(name, f"ebbtide/store/{file}", text, replacement, TESTS)
+    return Mutant(name, f"ebbtide/store/{file}", text, replacement, tests)
 
 
 MUTANTS = (
-    without("copy-out waits for compute", "host.py", "device.wait(out, device.record(slot.compute))"),
-    without("copy-out waits for the place", "host.py", "            device.wait(out, event)", "            pass"),
-    without("copy-out claims the place", "host.py", "place.guard.claim(out)"),
+    without("copy-out waits for compute", "hostcopies.py", "device.wait(out, device.record(compute))"),
+    without("copy-out waits for the place", "hostcopies.py", "            device.wait(out, event)", "            pass"),
+    without("copy-out claims the place", "hostcopies.py", "place.guard.claim(out)"),
     without(
-        "slot holds the source", "host.py", "slot.source, slot.compute = source,", "slot.source, slot.compute = None,"
+        "slot holds the source",
+        "hostcopies.py",
+        "slot.source, slot.compute = source,",
+        "slot.source, slot.compute = None,",
     ),
-    without("source recorded on its stream", "host.py", "device.record_use(source, slot.compute)"),
-    without("several compute streams noticed", "host.py", "return len(seen) > 1", "return False"),
+    without("source recorded on its stream", "hostcopies.py", "device.record_use(source, compute)"),
+    without("several compute streams noticed", "hostcopies.py", "return len(seen) > 1", "return False"),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
-    without("taking waits for the copy-in", "host.py", "self.stall(compute, ahead.done)"),
+    without("taking waits for the copy-in", "host.py", "self.copies.stall(compute, ahead.done)"),
     without("prefetched memory recorded", "host.py", "self.device.record_use(ahead.target, compute)"),
     without("host waits for the copy-out", "host.py", "self.device.synchronize(slot.done)"),
     without(
         "stall waits where nothing is timed",
-        "host.py",
+        "hostcopies.py",
         "            self.device.wait(stream, event)\n            return",
         "            return",
     ),
-    without("stall waits when late", "host.py", "        self.device.wait(stream, event)\n        end", "        end"),
+    without(
+        "stall waits when late", "hostcopies.py", "        self.device.wait(stream, event)\n        end", "        end"
+    ),
     without(
         "second copy-in drops the first",
-        "host.py",
-        "        self._drop_ahead(slot)\n        device, place",
-        "        device, place",
+        "hostcopies.py",
+        "            self.drop(slot)\n            try:",
+        "            try:",
     ),
-    without("copy-in waits for compute", "host.py", "device.wait(into, device.record(compute))"),
-    without("copy-in waits for the copy-out", "host.py", "device.wait(into, slot.done)"),
-    without("copy-in claims the place", "host.py", "place.guard.claim(into)"),
+    without("copy-in waits for compute", "hostcopies.py", "device.wait(into, device.record(compute))"),
+    without("copy-in waits for the copy-out", "hostcopies.py", "device.wait(into, event)"),
+    without("copy-in claims the place", "hostcopies.py", "place.guard.claim(into)"),
     without(
         "dropped copy-in waited for",
-        "host.py",
+        "hostcopies.py",
         "self.stall(slot.ahead.compute, self.device.record(slot.ahead.into) if done is None else done)",
     ),
     without(
         "freed slot drops its copy-in",
         "host.py",
-        "            self._drop_ahead(slot)\n            if slot.source",
+        "            self.copies.drop(slot)\n            if slot.source",
         "            if slot.source",
     ),
     without("freed slot leaves its source", "host.py", "self._leaving.append(slot)"),
@@ -68,12 +76,40 @@ MUTANTS = (
     without(
         "source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""
     ),
-    without("compute waits for the copy-out", "hostslot.py", "self._tier.stall(self.compute, self.done)"),
+    without("compute waits for the copy-out", "hostslot.py", "self._tier.copies.stall(self.compute, self.done)"),
     without(
         "waited source is dropped",
         "hostslot.py",
         "self.compute, self.done)\n        self.source = None",
         "self.compute, self.done)",
+    ),
+    without(
+        "a slot has the event of its group going out",
+        "hostcopies.py",
+        "            place.guard.finish(done)\n            slot.done = done",
+        "            place.guard.finish(done)",
+        tests=GROUPS,
+    ),
+    without(
+        "a group waits for every copy-out of its bytes",
+        "hostcopies.py",
+        "(slot.done for slot, _, _ in group if slot.done is not None)",
+        "(slot.done for slot, _, _ in group[:1] if slot.done is not None)",
+        tests=GROUPS,
+    ),
+    without(
+        "a group waits for every place",
+        "hostcopies.py",
+        "(event for _, place, _ in group for event in place.guard.events(device))",
+        "(event for _, place, _ in group[:1] for event in place.guard.events(device))",
+        tests=GROUPS,
+    ),
+    without(
+        "sources are copied after the stream that made them",
+        "hostcopies.py",
+        "        if compute is None:\n",
+        "        if True:\n",
+        tests=GROUPS,
     ),
     without("guard has events", "guards.py", "return [leaf.done(device) for leaf in self.leaves()]", "return []"),
     without(
@@ -85,6 +121,44 @@ MUTANTS = (
     without("unclaimed guard passes on", "guards.py", "yield from guard.leaves()"),
     without("places inherit guards", "arena.py", "guard = Guard(self._cooling.over(spans))", "guard = Guard()"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),
+    without(
+        "bytes are guarded until their copies are done",
+        "guards.py",
+        "if self._marks and all(map(device.query, self._marks)):",
+        "if self._marks:",
+    ),
+    without(
+        "bytes given back after a mark are guarded by the next",
+        "guards.py",
+        "self._spans = [span for span in self._spans if span[3] == self._generation]",
+        "self._spans = []",
+        tests=ARENA,
+    ),
+    without(
+        "a mark is on every stream", "guards.py", "[device.record(stream) for stream in streams]", "[]", tests=ARENA
+    ),
+    without(
+        "lost places are found",
+        "arena.py",
+        "if not self._torn and not self._lost:",
+        "if not self._torn:",
+        tests=ARENA,
+    ),
+    without("a prefetch asks what is free", "host.py", "self._headroom.take(slot.nbytes, slot.where)", tests=HEADROOM),
+    without(
+        "a cache that was given back refuses a prefetch",
+        "headroom.py",
+        "if flushed or room.free_bytes < nbytes:",
+        "if room.free_bytes < nbytes:",
+        tests=HEADROOM,
+    ),
+    without("answers are forgotten", "host.py", "self._headroom.forget()", tests=HEADROOM),
+    without(
+        "memory has its pages before it is pinned",
+        "pinned.py",
+        "populate(address, mapping.nbytes, loan)",
+        tests=("tests/unit/store/test_pinned.py",),
+    ),
     without("chunks are quiet before they go", "arena.py", "elif not guard.quiet(self._device):", "elif False:"),
     without("copies run on their stream", "accelerator.py", "        with stream:", "        if True:"),
     without(

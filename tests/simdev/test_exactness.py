@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.engine import Expr, NodeView
 from ebbtide.engine.rules import rule_table
-from tests.gpu.test_first_light import _same, _step
+from ebbtide.engine.trust import Trust
+from tests.gpu.test_first_light import _batch, _model, _same, _step
+from tests.simdev.device import configured, counters
 
 DEVICE = torch.device("privateuseone", 0)  # the name it has also where it cannot be built
 WIDTH, BLOCKS, STEPS = 64, 3, 3
@@ -85,7 +88,9 @@ class Unsteady(nn.Module):
         return x + Doubled.apply(self.linear(x)).sin()
 
 
-def test_a_recipe_that_does_not_repeat_itself_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [0, 1 << 28])  # the host waits for answers, or does not
+def test_a_recipe_that_does_not_repeat_itself_is_not_trusted(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("ebbtide.engine.trust._MOST_UNREAD_BYTES", limit)
     runs = itertools.count()
 
     def rule(n: NodeView) -> Expr | None:
@@ -97,9 +102,70 @@ def test_a_recipe_that_does_not_repeat_itself_is_not_trusted(monkeypatch: pytest
     plain = _step(model, x)
     with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, blocks=["0"]) as handle:
         for _ in range(STEPS):
-            assert _same(plain, _step(model, x))
+            with configured(kernel_delay_us=300):
+                assert _same(plain, _step(model, x))
         assert handle.stats().demoted_sites
     assert next(runs) > 1
+
+
+STOPS = ("host_waits", "copies_blocking", "copies_pageable", "kernels_waited_for")
+
+
+def stops() -> int:
+    """Return how often the host has waited for the device."""
+    return sum(counters().get(name, 0) for name in STOPS)
+
+
+def test_comparing_recipes_stops_the_host_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
+    plain, found = _step(model, x), list[int]()
+    for name in ("holds", "fingerprint", "require", "end_backward"):
+        monkeypatch.setattr(Trust, name, counted(getattr(Trust, name), found))
+    for limit in (0, 1 << 30):  # in the first the host waits, and the device learns the shapes of kernels
+        monkeypatch.setattr("ebbtide.engine.trust._MOST_UNREAD_BYTES", limit)
+        found.clear()
+        with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:
+            for _ in range(3):
+                with configured(kernel_delay_us=200):
+                    assert _same(plain, _step(model, x))
+            assert handle.stats().recomputed_bytes > 0 and handle.stats().demoted_sites == ()
+        assert (sum(found) == 0) is (limit > 0) and len(found) > 16, found
+
+
+def counted(call: Callable[..., Any], found: list[int]) -> Callable[..., Any]:
+    """Return what notes how often the host has waited for the device in each call."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        before = stops()
+        try:
+            return call(*given, **named)
+        finally:
+            found.append(stops() - before)
+
+    return run
+
+
+def test_a_recipe_is_not_used_before_the_device_has_said_that_it_is_right() -> None:
+    model, x = _model(width=64, depth=4), _batch(width=64, tokens=256)
+    plain, recomputed = _step(model, x), list[int]()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:
+        for _ in range(2):
+            with configured(kernel_delay_us=500):
+                assert _same(plain, _step(model, x))
+            recomputed.append(handle.stats().recomputed_bytes)
+            handle._engine.trust.settle()
+        assert handle._engine.trust._asked == {} and all(handle._engine.trust._verdicts.values())
+    assert recomputed[0] < recomputed[1], recomputed
+
+
+def test_where_much_is_saved_the_host_waits_for_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.engine.trust._MOST_UNREAD_BYTES", 0)
+    model, x, recomputed = _model(width=64, depth=4), _batch(width=64, tokens=256), list[int]()
+    with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0, window="1MiB") as handle:
+        for _ in range(2):
+            _step(model, x)
+            recomputed.append(handle.stats().recomputed_bytes)
+    assert recomputed[0] == recomputed[1] > 0
 
 
 def test_a_sum_along_a_dimension_is_recomputed_on_the_host_only() -> None:

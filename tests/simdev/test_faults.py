@@ -35,7 +35,7 @@ def failing(call: Callable[..., Any], after: int, error: type[BaseException]) ->
 
 
 @pytest.mark.parametrize("after", AFTER)
-@pytest.mark.parametrize("name", ["copy", "record", "wait", "allocate", "query"])
+@pytest.mark.parametrize("name", ["copy_all", "record", "wait", "allocate", "query"])
 @pytest.mark.parametrize("policy", ["offload", "minimal", "auto"])
 def test_an_interrupt_at_a_call_of_the_device(
     policy: str, name: str, after: int, monkeypatch: pytest.MonkeyPatch

@@ -127,7 +127,7 @@ def test_any_sequence_gives_the_bytes_that_went_in(number: int, streams: int, se
 
 def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> None:
     tier.park(pattern(MIB, 1)).free()  # streams and host memory are there
-    out, _ = tier._side_streams(DEVICE)
+    out, _ = tier.copies._side_streams(DEVICE)
     source, before = pattern(MIB, 7), counters()["copies_async"]
     with held(out):
         slot = tier.park(source)
@@ -140,7 +140,7 @@ def test_a_copy_out_runs_on_its_own_stream_beside_compute(tier: HostTier) -> Non
 
 
 def test_a_source_is_dropped_once_it_is_parked_or_compute_waits(tier: HostTier) -> None:
-    with held(tier._side_streams(DEVICE)[0]):
+    with held(tier.copies._side_streams(DEVICE)[0]):
         slots = [tier.park(pattern(MIB, i)) for i in range(2)]
         parked, held_before = slots[0].parked, slots[0].source is not None
         slots[0].wait_parked()
@@ -178,7 +178,7 @@ def test_bytes_filled_in_by_the_host_wait_for_copies_out_of_the_same_place() -> 
 def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
     """Chunks go back only when no copy runs in them: the arena lets nothing go before, and waits when it is closed."""
     tier.park(pattern(MIB, 1)).free()
-    with held(tier._side_streams(DEVICE)[0]):
+    with held(tier.copies._side_streams(DEVICE)[0]):
         slot: Any = tier.park(pattern(64 * MIB, 2))
         kept = [chunk.memory for chunk in tier._arena._chunks]  # unpinning would wait for the stream that is held
         slot.free()
@@ -195,13 +195,13 @@ def test_host_memory_given_back_waits_for_its_copies(tier: HostTier) -> None:
 
 def test_an_interrupted_copy_in_is_waited_for(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     device: Any = tier.device
-    slot, copy = tier.park(pattern(MIB, 3)), device.copy
+    slot, copy = tier.park(pattern(MIB, 3)), device.copy_all
 
     def interrupted(*given: Any) -> None:
         copy(*given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(device, "copy", interrupted)
+    monkeypatch.setattr(device, "copy_all", interrupted)
     with configured(copy_delay_us=20_000):
         with pytest.raises(KeyboardInterrupt):
             slot.prefetch()

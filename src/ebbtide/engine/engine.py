@@ -142,6 +142,7 @@ class Engine:
             self._window.saw_block(run.tally.offloaded)
             self._stalls.set_reader("forward", run.block.name)
             try:
+                self._copy_out.begin()
                 self._copy_out.retire()
             except BaseException as error:
                 note_place(error, f"at the end of the forward of block {run.block.name!r}")
@@ -328,7 +329,7 @@ class Engine:
         if flow is None:
             self._copy_out.cancel(run.pass_)
             self._window.recover()
-            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window)
+            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window, self.tier)
         self._stalls.flush()
         self._stalls.set_reader("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)

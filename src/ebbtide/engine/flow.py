@@ -13,6 +13,12 @@ served from the source. Where the store cannot withdraw (what was asked of a str
 as many as the window in holds, are *held back*: the trace for this is how many bytes the pass before offered. A pass
 that turns out longer begins the oldest of them when more would be held; a shorter one holds less. Bytes held back count
 as bytes in the window, so memory is the same with and without a trace that fits.
+
+[Note: groups of copies]
+What is asked of a stream costs the host microseconds, and a block saves dozens of tensors. So where copies are asked of
+streams, sources are *gathered*, and their copies begin together: when they are a quarter of the window, when the
+window is full, or when their block's forward ends, whichever comes first. On the way in the window is filled again
+when a quarter of it is free. What is gathered counts as in flight.
 """
 
 from __future__ import annotations
@@ -22,79 +28,21 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError, note_place
-from ebbtide.base.units import format_size
 from ebbtide.engine.marks import marked
 from ebbtide.engine.passes import Pass, RunRecord
 from ebbtide.engine.tickets import Entry
-from ebbtide.store.protocol import Tier
+from ebbtide.engine.window import Window
+from ebbtide.store.device import StreamHandle
+from ebbtide.store.protocol import Slot, Tier
 
 logger = logging.getLogger("ebbtide.engine")
-
-LEAST_WINDOW = 16 * 1024**2
-"""Smallest window that follows the model: below this, copies are too short to hide anything."""
-
-
-BACKWARDS_WITH_ROOM = 50
-"""After so many the window that a full device has made smaller grows again."""
-
-
-class Window:
-    """Bytes allowed in flight each way. See [Note: window].
-
-    Args:
-        fixed_bytes: What the user asked for; None: follow the model.
-    """
-
-    def __init__(self, fixed_bytes: int | None) -> None:
-        self._fixed_bytes = fixed_bytes
-        self._block_bytes = 0
-        self._room_bytes = sys.maxsize
-        self._backwards = 0  # since the room was found too small, or was made larger
-
-    def saw_block(self, offloaded_bytes: int) -> None:
-        """A block offloaded this much."""
-        self._block_bytes = max(self._block_bytes, offloaded_bytes)
-
-    def shrink(self, ahead_bytes: int) -> None:
-        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on."""
-        first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, ahead_bytes // 2)
-        self._backwards = 0
-        if first:
-            logger.warning(
-                "the device has no room for a window of %s beside what backward needs: copies in run less far ahead, "
-                "and compute may wait for them; a smaller window, or offloading less, makes room",
-                format_size(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW)),
-            )
-
-    def recover(self) -> None:
-        """A backward begins: after many that had room, bring in twice as much."""
-        self._backwards += 1
-        if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
-            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, 1), sys.maxsize - 1), 0
-
-    @property
-    def out_bytes(self) -> int:
-        """Window of the copy-out; without a limit until the first block was seen whole."""
-        if self._fixed_bytes is None and not self._block_bytes:
-            return sys.maxsize
-        return self._fixed_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
-
-    @property
-    def in_bytes(self) -> int:
-        """Window of the copy-in."""
-        return min(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
-
-    @property
-    def held_bytes(self) -> int:
-        """Most bytes held back for the turn-around."""
-        return min(self.in_bytes, self.out_bytes)
 
 
 class LiveBytes:
@@ -130,6 +78,7 @@ class _Waiting(NamedTuple):
     entry: weakref.ref[Entry]
     nbytes: int
     pass_: Pass
+    stayed: bool = False  # its pass, which is over, counted it as kept
 
 
 class CopyOut:
@@ -147,6 +96,9 @@ class CopyOut:
         self._queue: deque[_Waiting] = deque()
         self._held: deque[_Waiting] = deque()
         self._held_live = LiveBytes()
+        self._gathered: list[_Waiting] = []
+        self._gathered_bytes = 0
+        self._stream: StreamHandle | None = None  # on which they were made
         self._expected_bytes = sys.maxsize  # what a pass offers; unknown before the first has ended
 
     @property
@@ -159,16 +111,19 @@ class CopyOut:
         waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_)
         late = pass_.offered_bytes >= self._expected_bytes - self.window.held_bytes
         pass_.offered_bytes += entry.nbytes
-        if self._tier.can_cancel or not late:
-            self._begin(waiting)
+        if self._tier.can_cancel:
+            self.in_flight_bytes += waiting.nbytes
+            self._begin([waiting], None, new=waiting)
+        elif not late:
+            self._gather(waiting, new=waiting)
         else:
             self._held.append(waiting)
             self._held_live.add(entry)
             while self._held and self.held_bytes > self.window.held_bytes:
                 begun = self._held.popleft()
                 self._is_held_no_more(begun)
-                self._begin(begun, counted=begun is not waiting and begun.pass_ is pass_)
-        self.retire()
+                self._gather(begun._replace(stayed=begun.pass_ is not pass_), new=waiting)
+        self.retire(new=waiting)
 
     def end_pass(self, pass_: Pass) -> None:
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
@@ -180,18 +135,41 @@ class CopyOut:
             if waiting.pass_ is pass_ and entry is not None:
                 pass_.stayed(entry.site, waiting.nbytes)
 
-    def retire(self, *, settle: bool = False) -> None:
+    def begin(self, new: _Waiting | None = None) -> None:
+        """Begin the copies of what is gathered. See [Note: groups of copies].
+
+        Args:
+            new: One that is being offloaded now, and that nobody has counted yet.
+        """
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if gathered:
+            self._begin(gathered, self._stream, new)
+
+    def retire(self, *, settle: bool = False, new: _Waiting | None = None) -> None:
         """Drop the sources of finished copies; make compute wait while more than the window is in flight.
 
         Args:
             settle: Wait for all of them.
+            new: See ``begin``.
         """
+        self._drop_copied(wait=lambda: False)
+        if settle or self._is_full():
+            self.begin(new)
+            self._drop_copied(wait=lambda: settle or self._is_full())
+        if not self._queue and not self._gathered:
+            self.in_flight_bytes = 0  # whatever an interrupt left of a count
+
+    def _is_full(self) -> bool:
+        return self.in_flight_bytes + self.held_bytes > self.window.out_bytes
+
+    def _drop_copied(self, wait: Callable[[], bool]) -> None:
+        """Drop the sources of finished copies, oldest first; ``wait``: whether compute shall wait for the next one."""
         while self._queue:
             entry = self._queue[0].entry()
             if entry is not None and entry.source is not None and entry.slot is not None:
                 try:
                     if not entry.slot.parked:
-                        if not settle and self.in_flight_bytes + self.held_bytes <= self.window.out_bytes:
+                        if not wait():
                             break
                         entry.slot.wait_parked()
                 except BaseException as error:
@@ -202,8 +180,6 @@ class CopyOut:
                 drop_source(entry)
             del entry
             self.in_flight_bytes -= self._queue.popleft().nbytes
-        if not self._queue:
-            self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
     def cancel(self, pass_: Pass) -> None:
         """Cancel the copies of a pass that have not begun. See [Note: turn-around]."""
@@ -211,6 +187,8 @@ class CopyOut:
             if waiting.pass_ is pass_:
                 self._is_held_no_more(waiting)
         self._held = deque(waiting for waiting in self._held if waiting.pass_ is not pass_)
+        self._gathered = [waiting for waiting in self._gathered if waiting.pass_ is not pass_]
+        self._gathered_bytes = sum(waiting.nbytes for waiting in self._gathered)
         remaining: deque[_Waiting] = deque()
         for waiting in self._queue:
             entry = waiting.entry()
@@ -223,36 +201,64 @@ class CopyOut:
                 entry.slot = slot
             remaining.append(waiting)
         self._queue = remaining
-        self.in_flight_bytes = sum(waiting.nbytes for waiting in remaining)
+        self.in_flight_bytes = self._gathered_bytes + sum(waiting.nbytes for waiting in remaining)
 
     def _is_held_no_more(self, waiting: _Waiting) -> None:
         entry = waiting.entry()
         if entry is not None:
             self._held_live.remove(entry)
 
-    def _begin(self, waiting: _Waiting, *, counted: bool = False) -> None:
-        """Ask the store to take an entry; ``counted``: its pass, which runs, has counted it as offloaded."""
+    def _gather(self, waiting: _Waiting, *, new: _Waiting) -> None:
         entry = waiting.entry()
         if entry is None or entry.source is None:
             return
-        if entry.changed or entry.source.untyped_storage().nbytes() < entry.last:
-            return  # changed, or its memory taken away, while it was held: plain autograd could not read it either
-        try:
-            entry.slot = marked("copy_out", functools.partial(self._tier.park, entry.source))
-        except CapError as error:
-            entry.action = Action.KEEP
-            if not self.refused_bytes:
-                # As text: a log record may be kept, and an error holds the frames it came through.
-                logger.warning("what the store cannot take stays on the device: %s", str(error))
-            self.refused_bytes += entry.nbytes
-            if counted:
-                waiting.pass_.stayed(entry.site, waiting.nbytes)
-            return
-        except BaseException as error:
-            note_place(error, f"while copying out {entry.site} ({entry.action.value})")
-            raise
-        self._queue.append(waiting)
+        stream = self._tier.stream_of(entry.source)
+        if stream != self._stream:
+            self.begin(new)
+        self._gathered.append(waiting)
+        self._stream = stream
+        self._gathered_bytes += waiting.nbytes
         self.in_flight_bytes += waiting.nbytes
+        if self._gathered_bytes >= self.window.gathered_bytes:
+            self.begin(new)
+
+    def _begin(self, group: Sequence[_Waiting], stream: StreamHandle | None, new: _Waiting | None) -> None:
+        """Ask the store to take entries, which count as in flight."""
+        ready: list[tuple[_Waiting, Entry, torch.Tensor]] = []
+        for waiting in group:
+            entry = waiting.entry()
+            source = None if entry is None else entry.source
+            # Changed, or its memory taken away, meanwhile: plain autograd could not read it either.
+            if entry is None or source is None or entry.changed or source.untyped_storage().nbytes() < entry.last:
+                self.in_flight_bytes -= waiting.nbytes
+            else:
+                ready.append((waiting, entry, source))
+        if not ready:
+            return
+        try:
+            work = functools.partial(self._tier.park_all, [source for _, _, source in ready], compute=stream)
+            slots = marked("copy_out", work)
+        except BaseException as error:
+            self.in_flight_bytes -= sum(waiting.nbytes for waiting, _, _ in ready)
+            note_place(error, f"while copying out {ready[0][1].site} ({ready[0][1].action.value})")
+            raise
+        for (waiting, entry, _), slot in zip(ready, slots, strict=True):
+            if isinstance(slot, CapError):
+                self.in_flight_bytes -= waiting.nbytes
+                self._is_refused(waiting, entry, slot, counted=not waiting.stayed and waiting is not new)
+            else:
+                entry.slot = slot
+                self._queue.append(waiting)
+
+    def _is_refused(self, waiting: _Waiting, entry: Entry, error: CapError, *, counted: bool) -> None:
+        """Keep an entry that the store cannot take; ``counted``: its pass has counted it as offloaded."""
+        entry.action = Action.KEEP
+        if not self.refused_bytes:
+            # As text: a log record may be kept, and an error holds the frames it came through.
+            logger.warning("what the store cannot take stays on the device: %s", str(error))
+        self.refused_bytes += entry.nbytes
+        if counted:
+            waiting.pass_.stayed(entry.site, waiting.nbytes)
 
 
 def drop_source(entry: Entry) -> None:
@@ -267,39 +273,59 @@ class CopyIn:
     Args:
         run: The block in which the backward showed first.
         window: Bounds the bytes brought in and not yet read.
+        tier: The store.
     """
 
-    def __init__(self, run: RunRecord, window: Window) -> None:
-        self.window = window
+    def __init__(self, run: RunRecord, window: Window, tier: Tier) -> None:
+        self.window, self._tier = window, tier
         self.ahead_bytes = 0
         self._requested: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
-        self._next: tuple[weakref.ref[Entry], int] | None = None
         self._upcoming = _walk(run)
+        self._later: deque[tuple[weakref.ref[Entry], int]] = deque()  # met already, and comes before those
 
     def advance(self) -> None:
-        """Begin as many copies as the window allows."""
-        while (upcoming := self._next or next(self._upcoming, None)) is not None:
-            self._next = None
+        """Begin as many copies as the window allows, once a group of them fits. See [Note: groups of copies]."""
+        if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - (
+            0 if self._tier.can_cancel else self.window.gathered_bytes
+        ):
+            return
+        group = self._coming()
+        if not group:
+            return
+        try:
+            refused = marked("copy_in", functools.partial(self._tier.prefetch, [slot for _, _, _, slot in group]))
+        except torch.OutOfMemoryError:
+            refused = len(group)
+        except BaseException as error:
+            site = group[0][1].site
+            note_place(error, f"while bringing in {site} ({group[0][1].action.value}) ahead of its reader")
+            raise
+        begun = group[: len(group) - refused]
+        for _, entry, number, _ in begun:
+            self._requested[weakref.ref(entry, self._forget)] = entry.nbytes, number
+            self.ahead_bytes += entry.nbytes
+        if refused:
+            self.window.shrink(self.ahead_bytes)
+            later = [(reference, number) for reference, _, number, _ in group[len(begun) :]]
+            self._later.extendleft(reversed(later))
+
+    def _coming(self) -> list[tuple[weakref.ref[Entry], Entry, int, Slot]]:
+        """Return what comes next and fits into the window."""
+        group: list[tuple[weakref.ref[Entry], Entry, int, Slot]] = []
+        ahead_bytes = self.ahead_bytes
+        while (upcoming := self._later.popleft() if self._later else next(self._upcoming, None)) is not None:
             reference, number = upcoming
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
             if reference in self._requested or entry.live_storage is not None:
                 continue
-            if self.ahead_bytes and self.ahead_bytes + entry.nbytes > self.window.in_bytes:
-                self._next = upcoming
-                return
-            try:
-                marked("copy_in", entry.slot.prefetch)
-            except torch.OutOfMemoryError:
-                self.window.shrink(self.ahead_bytes)
-                self._next = upcoming
-                return
-            except BaseException as error:
-                note_place(error, f"while bringing in {entry.site} ({entry.action.value}) ahead of its reader")
-                raise
-            self._requested[weakref.ref(entry, self._forget)] = entry.nbytes, number
-            self.ahead_bytes += entry.nbytes
+            if ahead_bytes and ahead_bytes + entry.nbytes > self.window.in_bytes:
+                self._later.appendleft(upcoming)
+                break
+            group.append((reference, entry, number, entry.slot))
+            ahead_bytes += entry.nbytes
+        return group
 
     def has_read(self, entry: Entry) -> None:
         """An entry was read: its bytes no longer count as ahead."""

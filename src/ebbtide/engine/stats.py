@@ -272,7 +272,7 @@ class Stats:
         if self.store.get("host_held_bytes"):
             lines.append(
                 f"store: {size['host_held_bytes']} of host memory, {size['host_pinned_bytes']} of it pinned, in "
-                f"{self.store['host_chunks']} chunks; {size['host_most_parked_bytes']} parked at most"
+                f"{self.store['host_chunks']} chunks; {size['host_most_parked_bytes']} in use at most"
             )
         if self.store.get("disk_file_bytes"):
             moved = f"{size['disk_written_bytes']} written, {size['disk_read_bytes']} read"

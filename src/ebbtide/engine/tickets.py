@@ -258,8 +258,8 @@ def operand_error(what: str) -> ModifiedInPlaceError:
 
 PLAIN_HINT = "the same step fails without ebbtide; torch.autograd.set_detect_anomaly(True) names the operation"
 AGAIN_HINT = (
-    "a block that is re-run whole needs what it was given until its backward, as with activation checkpointing; do not "
-    "change that in place, or pass policy='offload', which re-runs nothing"
+    "a checkpointed block needs what it was given until its backward, as with activation checkpointing; do not "
+    "change that in place, or pass policy='offload', which recomputes nothing"
 )
 
 

@@ -4,7 +4,9 @@
 A recipe is built from what the graph says; that it gives the same bits is checked, not believed:
 
 - The first time that a block saves at a site, the recipe runs while the tensor is there, and all bytes are compared. A
-  recipe that differs is never used: its site is offloaded in every block, and ``explain()`` says so.
+  recipe that differs is never used: its site is offloaded in every block, and ``explain()`` says so. On an accelerator
+  the host does not wait for the answer: until it is there, the recipe is not used, and the tensor is offloaded. That
+  takes host memory that the plan does not count on, so beyond some bytes in a step the host waits after all.
 - Whatever is recomputed later carries a fingerprint of the tensor that was dropped, and is compared when it is needed,
   before anything is computed from it. On the host that happens every time (a sample; all bytes in one block in 50 steps
   of its kind); on an accelerator in those blocks only, all bytes, and the answer is read when the device has it, at the
@@ -33,16 +35,52 @@ from ebbtide.engine.tickets import Entry, Expr
 
 logger = logging.getLogger("ebbtide.engine")
 
-_Answer = tuple[torch.Tensor, Callable[[], Exception]]
-"""What a device will answer, and the error if that is no."""
-
 Key = tuple[Any, ...]
+
+_Failed = Callable[[], Exception]
+"""Returns the error of a comparison that failed."""
 
 _PIECE_BYTES = 64 * 1024**2
 """Compared at a time: a comparison takes a byte for each that it compares."""
 
+_MOST_UNREAD_BYTES = 256 * 1024**2
+"""Offloaded in a step because a comparison was not answered yet. Where a step saves much more, its kernels take so long
+that the host's waits for them do not count."""
+
 STEPS_BETWEEN = 50
 """One block of each kind is compared whole, on average, in so many steps."""
+
+
+class _Letter:
+    """Booleans on their way from a device to the host, which waits for them only when it reads too early.
+
+    Args:
+        flags: Tensors of one boolean each, on one device.
+    """
+
+    def __init__(self, flags: list[torch.Tensor]) -> None:
+        self._bits, self._event = torch.stack(flags), None
+        device = self._bits.device
+        if device.type != "cpu":
+            found = self._bits
+            try:
+                self._bits = torch.empty(len(flags), dtype=torch.bool, device="cpu", pin_memory=True)
+            except RuntimeError:  # a device without pinned memory: the copy is over when it returns
+                self._bits = torch.empty(len(flags), dtype=torch.bool, device="cpu")
+            self._bits.copy_(found, non_blocking=True)
+            self._event = torch.Event(device=device)
+            self._event.record(torch.accelerator.current_stream(device))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether reading waits for nothing."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> list[bool]:
+        """Return them, once they are there."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._bits.tolist()
 
 
 class Trust:
@@ -58,8 +96,12 @@ class Trust:
         self._verdicts: dict[Key, bool] = {}
         self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
-        self._unread: list[_Answer] = []  # of this backward
-        self._coming: deque[tuple[torch.Event, list[_Answer]]] = deque()  # of earlier ones, oldest first
+        self._unanswered: dict[
+            Key, tuple[_Letter, Site]
+        ] = {}  # first comparisons that a device has not answered, in order
+        self._unread_bytes = 0  # offloaded since the last backward because of that
+        self._unread: list[tuple[torch.Tensor, _Failed]] = []  # of this backward
+        self._coming: deque[tuple[_Letter, list[_Failed]]] = deque()  # of earlier ones, oldest first
         self.fingerprints = True
         self.demoted: dict[Site, str] = {}
 
@@ -81,22 +123,47 @@ class Trust:
             return False
         key = (where, entry.site, base.dtype, recipe.structure)
         verdict = self._verdicts.get(key)
-        if verdict is None:
+        if verdict is not None:
+            return verdict
+        if key not in self._unanswered:
             try:
-                verdict = self._verdicts[key] = self._compare(entry, base, run)
+                answer = self._compare(entry, base, run)
             except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: asked again later
                 logger.info(
                     "no room to compare the recipe of %s now, so the tensor is offloaded: %s", entry.site, error
                 )
                 return False
+            if isinstance(answer, bool):
+                self._verdicts[key] = answer
+                return answer
+            self._unanswered[key] = _Letter([answer]), entry.site
+        if not self._unanswered[key][0].arrived:
+            self._unread_bytes += entry.nbytes
+            if self._unread_bytes <= _MOST_UNREAD_BYTES:
+                return False
+        return self._learn(key)
+
+    def _learn(self, key: Key) -> bool:
+        """Read the answer of a first comparison."""
+        letter, site = self._unanswered[key]
+        (same,) = letter.read()
+        verdict = self._verdicts[key] = same or self._demote(site, "the recomputed bytes differ")
+        del self._unanswered[key]
         return verdict
 
-    def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
-        """Run a recipe and compare; twice on an accelerator, where a kernel may add up in another order each time."""
-        runs = 1 if base.device.type == "cpu" else 2
-        return all(self._gives(entry, base, run) for _ in range(runs))
+    def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool | torch.Tensor:
+        """Run a recipe and compare; twice on an accelerator, where a kernel may add up in another order each time.
 
-    def _gives(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
+        Returns:
+            Whether it gives the tensor; on an accelerator a tensor of one boolean, without waiting for it.
+        """
+        first = self._gives(entry, base, run)
+        if first is False or base.device.type == "cpu":
+            return first
+        second = self._gives(entry, base, run)
+        return first & second
+
+    def _gives(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool | torch.Tensor:
         try:
             value = run()
         except (MemoryError, torch.OutOfMemoryError):  # says nothing about the recipe
@@ -108,14 +175,17 @@ class Trust:
         layout = Layout.of(base)
         if value.stride() != layout.stride or value.untyped_storage().nbytes() != layout.logical_bytes:
             value = torch.empty_strided(layout.size, layout.stride, dtype=base.dtype, device=base.device).copy_(value)
-        if not self.same_bytes(value, base):
-            return self._demote(entry.site, "the recomputed bytes differ")
-        return True
+        same = self.same_bytes(value, base)
+        return self._demote(entry.site, "the recomputed bytes differ") if same is False else same
 
-    def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool:
-        """Whether two tensors' storages hold the same bytes."""
+    def same_bytes(self, value: torch.Tensor, base: torch.Tensor) -> bool | torch.Tensor:
+        """Whether two tensors' storages hold the same bytes; on an accelerator a tensor of one boolean."""
         one, other = storage_bytes(value).split(_PIECE_BYTES), storage_bytes(base).split(_PIECE_BYTES)
-        return len(one) == len(other) and all(map(torch.equal, one, other))
+        if len(one) != len(other):
+            return False
+        if base.device.type == "cpu":
+            return all(map(torch.equal, one, other))
+        return torch.stack([(a == b).all() for a, b in zip(one, other, strict=True)]).all()
 
     def _demote(self, site: Site, reason: str) -> bool:
         if site not in self.demoted:
@@ -149,7 +219,7 @@ class Trust:
             return None
         return Fingerprint(tensor, full=compared is Compared.FULL)
 
-    def require(self, same: torch.Tensor | bool, failed: Callable[[], Exception]) -> None:
+    def require(self, same: torch.Tensor | bool, failed: _Failed) -> None:
         """Raise what ``failed`` returns if a comparison failed; later, if only a device can tell.
 
         Args:
@@ -163,20 +233,29 @@ class Trust:
 
     def end_backward(self) -> None:
         """Read what a device has answered by now; nothing is waited for."""
-        if self._unread:
-            event = torch.Event(device=self._unread[0][0].device)
-            event.record()
-            self._coming.append((event, self._unread))
-            self._unread = []
-        while self._coming and self._coming[0][0].query():
-            _read(self._coming.popleft()[1])
+        self._unread_bytes = 0
+        self._send()
+        for key in [key for key, (letter, _) in self._unanswered.items() if letter.arrived]:
+            self._learn(key)
+        while self._coming and self._coming[0][0].arrived:
+            _read(*self._coming.popleft())
 
     def settle(self) -> None:
         """Wait for comparisons that a device has not answered yet, and raise if one failed."""
-        answers = [answer for _, group in self._coming for answer in group] + self._unread
+        self._send()
+        for key in list(self._unanswered):
+            self._learn(key)
+        coming = list(self._coming)
         self._coming.clear()
-        self._unread = []
-        _read(answers)
+        for letter, failed in coming:
+            _read(letter, failed)
+
+    def _send(self) -> None:
+        """Let the host have what was compared in a backward."""
+        unread, self._unread = self._unread, []
+        for device in {same.device for same, _ in unread}:
+            here = [(same, failed) for same, failed in unread if same.device == device]
+            self._coming.append((_Letter([same for same, _ in here]), [failed for _, failed in here]))
 
     def differs(self, site: Site, block: str) -> RestoreError:
         """Return the error for a recomputed tensor that is not what was dropped, and use the recipe no more."""
@@ -190,10 +269,8 @@ class Trust:
         )
 
 
-def _read(answers: list[_Answer]) -> None:
+def _read(letter: _Letter, errors: list[_Failed]) -> None:
     """Raise if a device answered that a comparison failed."""
-    if answers:
-        found = torch.stack([same for same, _ in answers]).tolist()
-        failed = next((failed for same, (_, failed) in zip(found, answers, strict=True) if not same), None)
-        if failed is not None:
-            raise failed()
+    failed = next((failed for same, failed in zip(letter.read(), errors, strict=True) if not same), None)
+    if failed is not None:
+        raise failed()

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ebbtide.base.errors import CapError
 from ebbtide.planner.machines import Machine
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.protocol import Slot
@@ -232,6 +233,12 @@ class FakeTensorTier:
 
     def park(self, source: torch.Tensor) -> Slot:
         return _FakeTensorSlot(source)
+
+    def park_all(self, sources: Sequence[torch.Tensor], *, compute: object = None) -> list[Slot | CapError]:
+        return [self.park(source) for source in sources]
+
+    def prefetch(self, slots: Sequence[Slot]) -> int:
+        return 0
 
     def trim(self) -> None:
         pass

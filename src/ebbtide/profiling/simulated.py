@@ -49,7 +49,7 @@ class _Simulated(Trust):
         super().__init__(bus)
         self._machine, self.fingerprints = machine, False
 
-    def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool:
+    def _compare(self, entry: Entry, base: torch.Tensor, run: Callable[[], torch.Tensor]) -> bool | torch.Tensor:
         with self._machine.unseen():
             return super()._compare(entry, base, run)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ebbtide.base.errors import TargetError
-from ebbtide.store.device import Capabilities
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -156,6 +156,20 @@ class AcceleratorDevice:
         """Return memory of the current stream of that device."""
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
+        """Return what torch's allocator has left, of what the user lets it have."""
+        share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
+        try:
+            stats = torch.accelerator.memory_stats(where)
+            free, total = torch.accelerator.get_memory_info(where)
+            reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
+            allowed = free if share is None else min(free, int(share(where) * total) - reserved)
+            flushes = stats["num_alloc_retries"]
+        except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
+            _LOG.debug("free device memory is not known: %s", error)
+            return None
+        return FreeMemory(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
+
     def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Let torch's allocator know that ``stream`` uses the tensor's memory."""
         tensor.record_stream(stream)
@@ -177,8 +191,13 @@ class AcceleratorDevice:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
         """Ask ``stream`` to copy; returns at once if the host end is pinned, else when that end was read or written."""
+        self.copy_all([(target, source)], stream)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
+        """Ask ``stream`` for several copies: entering it costs as much as a copy."""
         with stream:
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy in order with compute and return when it is done."""

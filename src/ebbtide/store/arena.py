@@ -10,7 +10,8 @@ chunk is as large as what is missing, or as a fortieth of what there is: what is
 to come says so, and the next chunk is for all of it: the first block tells how much the others will offload.
 
 An interrupt may tear the bookkeeping anywhere. ``_torn`` says so, and who comes next counts anew from the places that
-are alive: a place that was lost on the way is free, and its guard holds for its bytes.
+are alive: a place that was lost on the way is free, and its guard holds for its bytes. ``_lost`` has the places that
+died without being given back. Where neither says anything the counts are right, and no place is looked at.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import itertools
 import logging
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from ebbtide.base.errors import CapError
 from ebbtide.base.units import format_size
-from ebbtide.store.device import Device
+from ebbtide.store.device import Device, StreamHandle
 from ebbtide.store.extents import Extents, round_up
 from ebbtide.store.guards import Cooling, Guard, Span
 
@@ -110,6 +112,7 @@ class Arena:
         self._records: dict[int, _Record] = {}
         self._cooling = Cooling()
         self._torn = False
+        self._lost: deque[weakref.ref[Place]] = deque()  # nothing interrupts a deque's ``append``
         self._pins = device.capabilities.pinned_host
         self._top_bytes = self._expected_bytes = 0
         self._tops: deque[int] = deque(maxlen=_REMEMBERED)
@@ -156,25 +159,19 @@ class Arena:
         Raises:
             CapError: The budget, or the machine, does not give it.
         """
-        if self._torn:
-            self._audit()
+        self._audit()
+        self._cooling.prune(self._device)
         need = round_up(nbytes, PLACE_ALIGN_BYTES)
         if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
-            self._audit()  # it may only look full: places that were lost on the way count as used until then
-            if self._budget_left() < need + spare_bytes:
-                raise self._full(nbytes)
+            raise self._full(nbytes)
         self._torn = True
         spans = self._find(need)
-        if spans is None:
-            self._audit()
-            self._torn = True
-            spans = self._find(need)
         if spans is None:
             self._grow(nbytes, need)
             spans = self._find(need) or []
         guard = Guard(self._cooling.over(spans))
         place = Place(nbytes, tuple(spans), self._parts(spans, nbytes), guard)
-        self._records[spans[0][0]] = _Record(weakref.ref(place), nbytes, place.spans, guard)
+        self._records[spans[0][0]] = _Record(weakref.ref(place, self._lost.append), nbytes, place.spans, guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         self._top_bytes = max(self._top_bytes, *(first + length for first, length in spans))
@@ -186,6 +183,8 @@ class Arena:
         record = self._records.get(place.spans[0][0])
         if record is None or record.place() is not place:
             return
+        if self._torn:
+            self._audit()  # before the counts are said to be right again
         self._torn = True
         self._cool(record)
         for first, length in record.spans:
@@ -193,10 +192,15 @@ class Arena:
         self._used_bytes -= record.nbytes
         self._torn = False
 
-    def trim(self) -> None:
-        """Give back chunks that none of the last backwards needed, and in which no copy runs."""
+    def trim(self, streams: Iterable[StreamHandle] = ()) -> None:
+        """Give back chunks that none of the last backwards needed, and in which no copy runs.
+
+        Args:
+            streams: All that copy from or into its places.
+        """
         self._audit()
         self._cooling.prune(self._device)
+        self._cooling.mark(self._device, streams)
         self._tops.append(self._top_bytes)
         self._top_bytes = self._extents.size_bytes - self._extents.tail_bytes
         chunks = len(self._chunks)
@@ -232,8 +236,11 @@ class Arena:
         self._records.pop(record.spans[0][0], None)
 
     def _audit(self) -> None:
-        """Count anew from what is alive."""
+        """Count anew from what is alive, if the counts may be wrong."""
+        if not self._torn and not self._lost:
+            return
         self._torn = True
+        self._lost.clear()
         for record in list(self._records.values()):
             if record.place() is None:
                 self._cool(record)

@@ -12,6 +12,7 @@ recorded on the stream that saved them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,6 +37,19 @@ class Capabilities:
     asynchronous_copies: bool
     pinned_host: bool
     timed_events: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreeMemory:
+    """What an allocator of device memory has left.
+
+    Attributes:
+        free_bytes: Bytes that it can give while it keeps what it has: those it keeps for reuse, and the device's own.
+        flushes: How often it gave back what it keeps, because there was too little.
+    """
+
+    free_bytes: int
+    flushes: int
 
 
 class Device(Protocol):
@@ -96,6 +110,10 @@ class Device(Protocol):
         """
         ...
 
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
+        """Return what the device's allocator has left; ``None``: not known."""
+        ...
+
     def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
         """Keep the tensor's memory, once it is dropped, until ``stream`` has done what it was asked for by then."""
         ...
@@ -121,6 +139,10 @@ class Device(Protocol):
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:
         """Ask ``stream`` to copy; returns at once."""
+        ...
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: StreamHandle) -> None:
+        """Ask ``stream`` for several copies, given as target and source; returns at once."""
         ...
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
-from ebbtide.base.errors import ConfigError, DiskError
+from ebbtide.base.errors import CapError, ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
@@ -223,6 +224,24 @@ class DiskTier:
         if parcel.state is ParcelState.QUEUED:
             self._work.park(parcel, slot)
         return slot
+
+    def park_all(
+        self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
+    ) -> list[DiskSlot | CapError]:
+        """Begin to write several sources out; see ``Tier.park_all``."""
+        found: list[DiskSlot | CapError] = []
+        for source in sources:
+            try:
+                found.append(self.park(source))
+            except CapError as error:
+                found.append(error.with_traceback(None))  # whose frames would hold this list, and the slots in it
+        return found
+
+    def prefetch(self, slots: Sequence[DiskSlot]) -> int:
+        """Ask for the bytes of several slots; see ``DiskSlot.prefetch``. Returns 0: the reader waits for room."""
+        for slot in slots:
+            slot.prefetch()
+        return 0
 
     def trim(self) -> None:
         """Give spare read buffers back to the system."""

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import heapq
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ebbtide.store.device import Capabilities
+from ebbtide.store.device import Capabilities, FreeMemory
 from ebbtide.store.fakeuses import Uses
 
 _POISON = 0xFF
@@ -93,6 +94,7 @@ class FakeDevice:
         peak_bytes: The most they have been.
         host_bytes: Host memory given out and not given back.
         host_calls: How often host memory was asked for.
+        flushes: What ``room`` says of them.
         violations: One line for each mistake. See [Note: poison].
     """
 
@@ -119,7 +121,7 @@ class FakeDevice:
         self._count = 0
         self._observed: Vector = {}  # what the host has seen to be done
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
-        self._pinned_bytes = self.host_calls = 0
+        self._pinned_bytes = self.host_calls = self.flushes = 0
         self.violations: list[str] = []
 
     @property
@@ -202,6 +204,11 @@ class FakeDevice:
         weakref.finalize(tensor.untyped_storage(), self._died, nbytes).atexit = False
         return tensor
 
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
+        """Return what is left of the limit."""
+        limit = self._device_limit_bytes
+        return None if limit is None else FreeMemory(free_bytes=limit - self.live_bytes, flushes=self.flushes)
+
     def record_use(self, tensor: torch.Tensor, stream: FakeStream) -> None:
         """Do nothing: there is one compute stream."""
 
@@ -256,6 +263,11 @@ class FakeDevice:
         else:
             self.out_bytes += copy.nbytes
         self._advance(self.now_seconds)
+
+    def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: FakeStream) -> None:
+        """Ask ``stream`` for several copies."""
+        for target, source in pairs:
+            self.copy(target, source, stream)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the compute stream and wait."""

@@ -60,6 +60,10 @@ class Guard:
             self._event = device.record(self._stream, timed=timed)
         return self._event
 
+    def finish(self, event: EventHandle) -> None:
+        """Take the event of the copy that was claimed from whoever recorded it for several copies."""
+        self._event = event
+
     def quiet(self, device: Device) -> bool:
         """Whether no copy runs."""
         return all(device.query(event) for event in self.events(device))
@@ -68,11 +72,15 @@ class Guard:
 class Cooling:
     """Which guard holds for which bytes that were given back: disjoint spans in order of offset.
 
-    Each change is one assignment, so that an interrupt leaves the spans before it or after it.
+    Spans are forgotten by *generation*, without a look at each: an event is recorded on every stream that copies, and
+    once it has happened, so have the copies of all spans that were given back before it. Each change is one assignment,
+    so that an interrupt leaves the spans before it or after it.
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[int, int, Guard]] = []  # first byte, end, guard
+        self._spans: list[tuple[int, int, Guard, int]] = []  # first byte, end, guard, generation
+        self._generation = 0
+        self._marks: list[EventHandle] = []  # when they have happened, older generations are quiet
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -81,13 +89,13 @@ class Cooling:
         """Let ``guard`` hold for these bytes; whatever held for them before is covered by it."""
         first, end = span[0], span[0] + span[1]
         low, high = self._range(first, end)
-        between: list[tuple[int, int, Guard]] = [(first, end, guard)]
+        between = [(first, end, guard, self._generation)]
         if low < high:
             left, right = self._spans[low], self._spans[high - 1]
             if left[0] < first:
-                between.insert(0, (left[0], first, left[2]))
+                between.insert(0, (left[0], first, *left[2:]))
             if right[1] > end:
-                between.append((end, right[1], right[2]))
+                between.append((end, right[1], *right[2:]))
         self._spans[low:high] = between
 
     def over(self, spans: Iterable[Span]) -> list[Guard]:
@@ -95,13 +103,29 @@ class Cooling:
         found: dict[int, Guard] = {}
         for first, length in spans:
             low, high = self._range(first, first + length)
-            for _, _, guard in self._spans[low:high]:
+            for _, _, guard, _ in self._spans[low:high]:
                 found.update((id(leaf), leaf) for leaf in guard.leaves())
         return list(found.values())
 
+    def mark(self, device: Device, streams: Iterable[StreamHandle]) -> None:
+        """End a generation, unless an earlier one is still awaited.
+
+        Args:
+            device: Whose streams they are.
+            streams: All that copy from or into these bytes.
+        """
+        if self._spans and not self._marks:
+            marks = [device.record(stream) for stream in streams]
+            self._generation += 1  # first: what is given back from here on is not covered by the marks
+            self._marks = marks
+            if not marks:  # no copy was ever asked of a stream
+                self._spans = [span for span in self._spans if not span[2].quiet(device)]
+
     def prune(self, device: Device) -> None:
-        """Forget the guards whose copies are done."""
-        self._spans = [span for span in self._spans if not span[2].quiet(device)]
+        """Forget the spans whose copies are known to be done: one question for a stream, however many spans."""
+        if self._marks and all(map(device.query, self._marks)):
+            self._spans = [span for span in self._spans if span[3] == self._generation]
+            self._marks = []
 
     def _range(self, first: int, end: int) -> tuple[int, int]:
         low = bisect.bisect_right(self._spans, first, key=lambda span: span[1])

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import operator
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
-from ebbtide.base.errors import ConfigError, TargetError
+from ebbtide.base.errors import CapError, ConfigError, TargetError
 from ebbtide.store.arena import Arena, ArenaState, Place
 from ebbtide.store.counters import Stalls, TierCounters
-from ebbtide.store.device import Device, EventHandle, StreamHandle
-from ebbtide.store.hostslot import HostCopyIn, HostSlot
-
-_MOST_SPANS = 4096
-
-_Span = tuple[Callable[[float], None], EventHandle, EventHandle]
-"""Told of the seconds between two events, when both have happened."""
+from ebbtide.store.device import Device, StreamHandle
+from ebbtide.store.headroom import Headroom
+from ebbtide.store.hostcopies import HostCopies, Out, pieces
+from ebbtide.store.hostslot import HostSlot, freed_error
 
 
 class HostTier:
@@ -36,14 +34,12 @@ class HostTier:
             raise ConfigError(f"budget_bytes is {budget_bytes}", expected="a number of bytes above zero")
         self.device = device
         self.synchronous = synchronous or not device.capabilities.asynchronous_copies
-        self._arena = Arena(device, budget_bytes)
+        self._arena, self._headroom = Arena(device, budget_bytes), Headroom(device)
         self._counters = TierCounters()
+        self.copies = HostCopies(device, self._counters, synchronous=self.synchronous)
         self._lock = threading.Lock()
-        self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
-        self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
-        self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
         self._closed = False
 
     @property
@@ -65,7 +61,7 @@ class HostTier:
     def counters(self) -> TierCounters:
         """What was moved; times are those of copies and waits that are known to be over, if the device keeps time."""
         with self._lock:
-            self._harvest()
+            self.copies.harvest()
         return self._counters
 
     def gauges(self) -> dict[str, int]:
@@ -134,35 +130,44 @@ class HostTier:
             ConfigError: The source is not such a tensor.
             TargetError: The tier is closed.
         """
-        self._check(None)
-        if len(self._spans["out"]) > _MOST_SPANS:
-            self._harvest()
-        if source.dtype is not torch.uint8 or source.dim() != 1 or not source.is_contiguous() or not source.numel():
-            raise ConfigError(
-                f"source is {source.dtype} of shape {tuple(source.shape)}",
-                expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
-            )
-        place, device = self._take(source.numel(), spare_bytes), self.device
-        slot = HostSlot(self, place, source.device)
-        self._counters.out_bytes += slot.nbytes
-        if self.synchronous:
-            for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
-                device.copy_now(part, piece)
-            return slot
-        slot.source, slot.compute = source, device.compute_stream(source.device)
-        out, _ = self._side_streams(source.device)
-        if self._has_several_computes(source.device, slot.compute):
-            device.record_use(source, slot.compute)  # which waits for the copy before the source is dropped
-        device.wait(out, device.record(slot.compute))
-        for event in place.guard.events(device):
-            device.wait(out, event)
-        begin = self._begin(out)
-        place.guard.claim(out)
-        for part, piece in zip(place.parts, source.split([part.numel() for part in place.parts]), strict=True):
-            device.copy(part, piece, out)
-        slot.done = place.guard.done(device, timed=begin is not None)
-        self._note_span("out", functools.partial(self._counters.copied_out, slot.nbytes), begin, slot.done)
+        (slot,) = self.park_all([source], spare_bytes=spare_bytes)
+        if isinstance(slot, CapError):
+            raise slot
         return slot
+
+    def park_all(
+        self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None, spare_bytes: int = 0
+    ) -> list[HostSlot | CapError]:
+        """Begin to copy out several sources; those of one device with one wait for compute and one event for all.
+
+        Args:
+            sources: As for ``park``.
+            compute: The stream on which they were made; None: the caller's.
+            spare_bytes: How much of the budget must be left free.
+
+        Returns:
+            For each source its slot, or why it has none.
+
+        Raises:
+            ConfigError: A source is not as it must be.
+            TargetError: The tier is closed.
+        """
+        self._check(None)
+        found: list[HostSlot | CapError] = []
+        begun: dict[torch.device, list[Out]] = {}
+        for source in sources:
+            _check_source(source)
+            try:
+                place = self._take(source.numel(), spare_bytes)
+            except CapError as error:
+                found.append(error.with_traceback(None))  # whose frames would hold this list, and the slots in it
+                continue
+            slot = HostSlot(self, place, source.device)
+            found.append(slot)
+            begun.setdefault(source.device, []).append((slot, place, source))
+        for where, group in begun.items():
+            self.copies.out(where, group, compute)
+        return found
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
         """Return a slot with bytes that lie in pageable memory, as if they had been parked from ``where``.
@@ -177,7 +182,7 @@ class HostTier:
         place = self._take(content.numel(), 0)
         for event in place.guard.events(self.device):
             self.device.synchronize(event)
-        for part, piece in zip(place.parts, content.split([part.numel() for part in place.parts]), strict=True):
+        for part, piece in pieces(place, content):
             part.copy_(piece)
         return HostSlot(self, place, where)
 
@@ -186,16 +191,35 @@ class HostTier:
         with self._lock:
             self._arena.expect(nbytes)
 
-    def prefetch(self, slot: HostSlot) -> None:
-        """Begin the copy-in of ``slot``, unless it has begun."""
-        self._check(slot)
-        if not self.synchronous and (slot.ahead is None or slot.ahead.done is None):
-            self._copy_in(slot)
+    def prefetch(self, slots: Sequence[HostSlot]) -> int:
+        """Begin the copies-in of several slots, unless they have begun; see ``Tier.prefetch`` and [Note: headroom].
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for the first, whose bytes nobody needs yet.
+            TargetError: A slot was freed, or the tier is closed.
+        """
+        for slot in slots:
+            self._check(slot)
+        fresh = [] if self.synchronous else [s for s in slots if s.ahead is None or s.ahead.done is None]
+        begun = 0
+        for where, run in itertools.groupby(fresh, key=operator.attrgetter("where")):
+            group = list(run)
+            try:
+                granted = self._headroom.take([slot.nbytes for slot in group], where)
+                done = len(self.copies.into(group[:granted]))
+            except torch.OutOfMemoryError:
+                if not begun:
+                    raise
+                break
+            begun += done
+            if done < len(group):
+                break
+        return len(fresh) - begun
 
     def put_back(self, slot: HostSlot) -> None:
         """Drop the copy-in of ``slot`` that nobody took."""
         self._check(slot)
-        self._drop_ahead(slot)
+        self.copies.drop(slot)
 
     def take(self, slot: HostSlot) -> torch.Tensor:
         """Return the bytes of ``slot``."""
@@ -204,44 +228,23 @@ class HostTier:
             self._settle()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
-            parts = self.place_of(slot).parts
-            for part, piece in zip(parts, target.split([part.numel() for part in parts]), strict=True):
+            for part, piece in pieces(slot.has_place(), target):
                 self.device.copy_now(piece, part)
             self._counters.in_bytes += slot.nbytes
             return target
         compute, ahead = self.device.compute_stream(slot.where), slot.ahead
         if ahead is None or ahead.done is None:
-            ahead = self._copy_in(slot)
+            (ahead,) = self.copies.into([slot])
         elif ahead.compute != compute:  # whose memory would be used again while this one still reads
             self.device.record_use(ahead.target, compute)
-        self.stall(compute, ahead.done)
+        self.copies.stall(compute, ahead.done)
         slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
         return ahead.target
-
-    def place_of(self, slot: HostSlot) -> Place:
-        """Return where the bytes of ``slot`` lie.
-
-        Raises:
-            TargetError: It was freed.
-        """
-        if slot.place is None:
-            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
-        return slot.place
 
     def wait_copied(self, slot: HostSlot) -> None:
         """Make the host wait for the copy-out of ``slot``. Only where the alternative is an error."""
         if slot.done is not None:
             self.device.synchronize(slot.done)
-
-    def stall(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Make ``stream`` wait for ``event`` and count the stall."""
-        stalls = self._counters.stalls
-        if not stalls.timed or self.device.query(event) or (begin := self._begin(stream)) is None:
-            self.device.wait(stream, event)
-            return
-        self.device.wait(stream, event)
-        end = self.device.record(stream, timed=True)
-        self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
     def release(self, slot: HostSlot) -> None:
         """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
@@ -258,10 +261,11 @@ class HostTier:
 
     def trim(self) -> None:
         """Give back host memory that the last backwards did not need."""
+        self._headroom.forget()
         with self._lock:
-            self._harvest()
+            self.copies.harvest()
             self._settle()
-            self._arena.trim()
+            self._arena.trim(self.copies.streams)
 
     def close(self) -> None:
         """Wait for copies and give host memory back. Harmless when repeated."""
@@ -278,58 +282,17 @@ class HostTier:
             self._settle()
             return self._arena.take(nbytes, spare_bytes=spare_bytes)
 
-    def _copy_in(self, slot: HostSlot) -> HostCopyIn:
-        """Begin a copy-in. See [Note: an unfinished copy-in]."""
-        self._drop_ahead(slot)
-        device, place = self.device, self.place_of(slot)
-        compute = device.compute_stream(slot.where)
-        _, into = self._side_streams(slot.where)
-        target = device.allocate(slot.nbytes, slot.where)
-        device.wait(into, device.record(compute))
-        if slot.done is not None:
-            device.wait(into, slot.done)
-        begin = self._begin(into)
-        ahead = slot.ahead = HostCopyIn(target, compute, into)
-        place.guard.claim(into)
-        pieces = target.split([part.numel() for part in place.parts])
-        for part, piece in zip(place.parts, pieces, strict=True):
-            device.copy(piece, part, into)
-        ahead.done = place.guard.done(device, timed=begin is not None)
-        self._counters.in_bytes += slot.nbytes
-        self._note_span("in", functools.partial(self._counters.copied_in, slot.nbytes), begin, ahead.done)
-        return ahead
-
-    def _drop_ahead(self, slot: HostSlot) -> None:
-        """Drop a copy-in that nobody took: its memory goes back to a stream that must not run before the copy."""
-        if slot.ahead is not None:
-            done = slot.ahead.done
-            self.stall(slot.ahead.compute, self.device.record(slot.ahead.into) if done is None else done)
-            slot.ahead = None
-
-    def _side_streams(self, where: torch.device) -> tuple[StreamHandle, StreamHandle]:
-        with self._lock:
-            if where not in self._sides:
-                self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
-            return self._sides[where]
-
-    def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
-        """Whether sources were parked on more than one compute stream of this device. See [Note: ordering]."""
-        seen = self._computes.setdefault(where, [compute])
-        if len(seen) == 1 and seen[0] != compute:
-            seen.append(compute)
-        return len(seen) > 1
-
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
             raise TargetError("the host tier is closed", hint="keep it open until the last backward is done")
         if slot is not None and slot.freed:
-            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+            raise freed_error()
 
     def _settle(self) -> None:
         # Each step may be interrupted and is then done again: what is dropped or forgotten comes last.
         while self._dead:
             slot = self._dead[0]
-            self._drop_ahead(slot)
+            self.copies.drop(slot)
             if slot.source is not None:
                 if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # asked, and interrupted
                     slot.done = slot.place.guard.done(self.device)
@@ -341,22 +304,15 @@ class HostTier:
         while self._leaving and self._leaving[0].parked:
             self._leaving.popleft()
 
-    def _begin(self, stream: StreamHandle) -> EventHandle | None:
-        timed = self._counters.stalls.timed and self.device.capabilities.timed_events
-        return self.device.record(stream, timed=True) if timed else None
 
-    def _note_span(
-        self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
-    ) -> None:
-        if begin is not None:
-            self._spans[kind].append((count, begin, end))
+def _check_source(source: torch.Tensor) -> None:
+    """Raise if a tensor is not what can be parked.
 
-    def _harvest(self) -> None:
-        for spans in self._spans.values():
-            while spans:
-                span = spans.popleft()
-                count, begin, end = span
-                if not self.device.query(end):
-                    spans.appendleft(span)  # those that come after it, on the same stream, are not over either
-                    break
-                count(self.device.elapsed_seconds(begin, end))
+    Raises:
+        ConfigError: It is not.
+    """
+    if source.dtype is not torch.uint8 or source.dim() != 1 or not source.is_contiguous() or not source.numel():
+        raise ConfigError(
+            f"source is {source.dtype} of shape {tuple(source.shape)}",
+            expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
+        )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ebbtide.base.errors import TargetError
 from ebbtide.store.arena import Place
 from ebbtide.store.device import EventHandle, StreamHandle
 
@@ -69,7 +70,7 @@ class HostSlot:
     def wait_parked(self) -> None:
         """Make compute wait for the copy-out."""
         if self.done is not None:
-            self._tier.stall(self.compute, self.done)
+            self._tier.copies.stall(self.compute, self.done)
         self.source = None
 
     def content(self) -> torch.Tensor:
@@ -78,8 +79,18 @@ class HostSlot:
         Raises:
             TargetError: The slot was freed.
         """
-        parts = self._tier.place_of(self).parts
+        parts = self.has_place().parts
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def has_place(self) -> Place:
+        """Return where the bytes lie.
+
+        Raises:
+            TargetError: The slot was freed.
+        """
+        if self.place is None:
+            raise freed_error()
+        return self.place
 
     def cancel(self) -> bool:
         """Return False: a copy queued on a stream cannot be cancelled."""
@@ -90,8 +101,9 @@ class HostSlot:
 
         Raises:
             TargetError: The slot was freed, or the tier is closed.
+            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
         """
-        self._tier.prefetch(self)
+        self._tier.prefetch([self])
 
     def put_back(self) -> None:
         """Drop what a copy-in has brought and nobody took."""
@@ -111,3 +123,8 @@ class HostSlot:
         if not self.freed:
             self._tier.release(self)
             self.freed = True
+
+
+def freed_error() -> TargetError:
+    """Return the error for a slot that is used after it was freed."""
+    return TargetError("a slot is used after it was freed", hint="keep its ticket alive")

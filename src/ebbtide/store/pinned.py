@@ -1,7 +1,7 @@
 """Pageable memory that is pinned after it was mapped, exactly as large as it was requested for.
 
-The registering thread faults the pages in, so they lie on the memory node on which it runs. A forked child gets none of
-it: a fork would copy every pinned page at once.
+It begins at a huge page and has its pages before it is registered (``ebbtide.store.pages``), on the memory node on
+which the caller runs. A forked child gets none of it: a fork would copy every pinned page at once.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from ebbtide.store.extents import round_up
+from ebbtide.store.pages import HUGE_PAGE_BYTES, populate
 
 _PORTABLE = 1
 """Pinned for every device of the process, not for the current one alone."""
@@ -66,7 +67,11 @@ class _Mapping:
     """A mapped piece of memory and what is known of its registration."""
 
     def __init__(self, nbytes: int) -> None:
-        self.memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.nbytes = round_up(nbytes, mmap.PAGESIZE)
+        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # of which nothing is ever touched
+        self.memory = mmap.mmap(-1, self.nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self.offset = -address % HUGE_PAGE_BYTES if spare else 0
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # pinning costs time for each page
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):
@@ -83,18 +88,19 @@ def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
         registrar: Who pins it.
 
     Raises:
-        RuntimeError: It cannot be mapped or pinned.
+        RuntimeError: It cannot be mapped, backed with pages, or pinned.
     """
     try:
         mapping = _Mapping(nbytes)
     except (OSError, ValueError, OverflowError) as error:
         raise RuntimeError(f"cannot map memory: {error}") from error
-    loan = (ctypes.c_ubyte * len(mapping.memory)).from_buffer(mapping.memory)
+    loan = (ctypes.c_ubyte * mapping.nbytes).from_buffer(mapping.memory, mapping.offset)
     address = ctypes.addressof(loan)
     # Before it is registered: an interrupt must not leave memory that is unmapped while it is still pinned.
     weakref.finalize(loan, _let_go, mapping, address, registrar)
+    populate(address, mapping.nbytes, loan)
     mapping.requested = True
-    code = registrar.register(address, len(mapping.memory))
+    code = registrar.register(address, mapping.nbytes)
     if code:
         mapping.requested = False
         raise RuntimeError(f"error {code} of the runtime")

@@ -13,10 +13,12 @@ and events); a tier knows no autograd.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
+from ebbtide.base.errors import CapError
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 
@@ -43,7 +45,11 @@ class Slot(Protocol):
         ...
 
     def prefetch(self) -> None:
-        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun."""
+        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
+        """
         ...
 
     def put_back(self) -> None:
@@ -116,6 +122,31 @@ class Tier(Protocol):
         Raises:
             DiskFullError: The disk cannot hold it.
             CapError: The cap given by the user is reached.
+        """
+        ...
+
+    def park_all(
+        self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
+    ) -> Sequence[Slot | CapError]:
+        """Begin to copy out several sources together; where copies are asked of streams, at the price of one.
+
+        Args:
+            sources: As for ``park``.
+            compute: The stream on which they were made, see ``stream_of``; None: the caller's.
+
+        Returns:
+            For each source its slot, or why it has none: a cap that is reached.
+        """
+        ...
+
+    def prefetch(self, slots: Sequence[Any]) -> int:
+        """Begin the copies-in of several slots of this tier together, as with ``Slot.prefetch``.
+
+        Returns:
+            How many have not begun, the last of them: the device has no room for more.
+
+        Raises:
+            torch.OutOfMemoryError: It has no room for the first.
         """
         ...
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,7 +24,8 @@ from ebbtide.store.arena import ArenaState
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.disk import DiskSlot, DiskTier
-from ebbtide.store.host import HostSlot, HostTier
+from ebbtide.store.host import HostTier
+from ebbtide.store.hostslot import HostSlot, freed_error
 
 _LOG = logging.getLogger("ebbtide.store")
 _MOST_STAGE_BYTES = 512 << 20
@@ -58,8 +59,7 @@ class SpillSlot:
 
     def wait_parked(self) -> None:
         """Make compute wait for the copy-out to host memory."""
-        stage = self.stage
-        if stage is not None:
+        if (stage := self.stage) is not None:
             stage.wait_parked()
 
     def cancel(self) -> bool:
@@ -73,7 +73,7 @@ class SpillSlot:
             TargetError: The slot was freed, or the tier is closed.
             DiskError: The disk tier cannot be used.
         """
-        self._tier.prefetch(self)
+        self._tier.prefetch_one(self)
 
     def put_back(self) -> None:
         """Drop what a copy-in or a read has brought and nobody took."""
@@ -199,25 +199,53 @@ class SpillTier:
             ConfigError: The source is not such a tensor.
             TargetError: The tier is closed.
         """
+        (slot,) = self.park_all([source])
+        if isinstance(slot, CapError):
+            raise slot
+        return slot
+
+    def park_all(
+        self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
+    ) -> list[HostSlot | SpillSlot | CapError]:
+        """Begin to copy out several sources, see ``Tier.park_all``: to host memory, and what has no place, to disk."""
         if self._disk is not None:
             with self._lock:
                 self._pass_on(self._disk)
+        parked = self.host.park_all(sources, compute=compute, spare_bytes=self._stage_bytes)
+        return [
+            self._spill(source, slot, compute) if isinstance(slot, CapError) else slot
+            for source, slot in zip(sources, parked, strict=True)
+        ]
+
+    def _spill(self, source: torch.Tensor, full: CapError, compute: StreamHandle | None) -> SpillSlot | CapError:
         try:
-            return self.host.park(source, spare_bytes=self._stage_bytes)
-        except CapError as full:
             disk = self._usable_disk(full)
-        with self._lock:
-            stage = self._stage(source, disk)
-            slot = SpillSlot(self, stage)
-            self._staged.append(weakref.ref(slot))
+            with self._lock:
+                slot = SpillSlot(self, self._stage(source, disk, compute))
+                self._staged.append(weakref.ref(slot))
+        except CapError as error:
+            return error.with_traceback(None)
         return slot
 
     def expect(self, nbytes: int) -> None:
         """Take host memory for so many further bytes at once, as far as the budget goes."""
         self.host.expect(nbytes)
 
-    def prefetch(self, slot: SpillSlot) -> None:
-        """Begin the copy-in of ``slot``."""
+    def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
+        """Begin the copies-in of several slots; see ``Tier.prefetch``."""
+        if self._disk is None:
+            return self.host.prefetch([slot for slot in slots if isinstance(slot, HostSlot)])
+        for begun, slot in enumerate(slots):
+            try:
+                slot.prefetch()
+            except torch.OutOfMemoryError:
+                if not begun:
+                    raise
+                return len(slots) - begun
+        return 0
+
+    def prefetch_one(self, slot: SpillSlot) -> None:
+        """Begin the copy-in of ``slot``, or the read from disk."""
         self._check(slot)
         slot.wanted = True
         with self._lock:
@@ -246,7 +274,7 @@ class SpillTier:
             if slot.stage is not None:
                 return slot.stage.take()
         if slot.on_disk is None:
-            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+            raise freed_error()
         content = slot.on_disk.take()
         try:
             place = self.host.fill(content, slot.where)
@@ -275,7 +303,7 @@ class SpillTier:
 
     def _check(self, slot: SpillSlot) -> None:
         if slot.freed:
-            raise TargetError("a slot is used after it was freed", hint="keep its ticket alive")
+            raise freed_error()
 
     def _usable_disk(self, full: CapError) -> DiskTier:
         with self._lock:
@@ -296,21 +324,19 @@ class SpillTier:
                 raise full
             return self._disk
 
-    def _stage(self, source: torch.Tensor, disk: DiskTier) -> HostSlot:
+    def _stage(self, source: torch.Tensor, disk: DiskTier, compute: StreamHandle | None) -> HostSlot:
         """Park ``source`` in the stage, waiting for room there if need be."""
         while True:
-            try:
-                return self.host.park(source)
-            except CapError as full:
-                begun = time.perf_counter()
-                found = self._pass_on(disk, wait=True)
-                self.stalls.add_since(begun)
-                if not found:
-                    if self._refused is not None:
-                        raise CapError(
-                            full.found, expected=full.expected, hint=f"{full.hint}; {self._refused}"
-                        ) from full
-                    raise
+            (slot,) = self.host.park_all([source], compute=compute)
+            if isinstance(slot, HostSlot):
+                return slot
+            begun = time.perf_counter()
+            found = self._pass_on(disk, wait=True)
+            self.stalls.add_since(begun)
+            if not found:
+                if self._refused is not None:
+                    raise CapError(slot.found, expected=slot.expected, hint=f"{slot.hint}; {self._refused}") from slot
+                raise slot
 
     def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
         """Take to disk what has arrived in the stage, and free the stages of what is on disk.

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -45,8 +46,9 @@ from ebbtide.wrap.plain import PlainBlocks
 from ebbtide.wrap.rerun import Reruns
 from ebbtide.wrap.rest import Rest
 from ebbtide.wrap.scope import Scope
-from ebbtide.wrap.strategy import weights_move
+from ebbtide.wrap.strategy import running_ddp, weights_move
 from ebbtide.wrap.threads import SerialCalls, serially
+from ebbtide.wrap.tree import Tree
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -87,6 +89,9 @@ class Attachment:
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
+        self._tree, self._moves = Tree(model), (0, False)  # do weights move: in which version of the tree, the answer
+        engine.weights._ask = self._tree.weights
+        self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # when ranks were last looked for
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
@@ -155,14 +160,23 @@ class Attachment:
 
     def _agree(self) -> None:
         """Compare with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
-        groups = [] if self._groups else groups_of(self._model)
+        distributed = dist.is_available() and dist.is_initialized()
+        around = running_ddp()
+        now = self._tree.look(), distributed, None if around is None else weakref.ref(around)
+        if self._groups or now == self._looked:
+            return
+        groups = groups_of(self._model)
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
             self._groups += groups
+        self._looked = now  # only now: where ranks differ, each forward says so
 
     def _begin_pass(self) -> None:
         self._before = None
-        moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
+        version, moves = self._moves
+        if version != self._tree.version:  # as ``_agree`` saw it; FSDP may have come after the handle
+            moves = weights_move(self._model)
+            self._moves = self._tree.version, moves
         self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
         self.engine.bus.emit("pass_begin")

@@ -52,9 +52,14 @@ def is_ddp(module: nn.Module) -> bool:
     return wrapper is not None and isinstance(module, wrapper)
 
 
+def running_ddp() -> nn.Module | None:
+    """Return the DDP wrapper whose forward runs now."""
+    return getattr(_wrapper_class("ddp"), "_active_ddp_module", None)
+
+
 def ddp_around(model: nn.Module) -> nn.Module | None:
     """Return the DDP wrapper around ``model`` that runs now: it holds the model, which does not know of it."""
-    active = getattr(_wrapper_class("ddp"), "_active_ddp_module", None)
+    active = running_ddp()
     return active if active is not None and any(m is model for m in active.modules()) else None
 
 

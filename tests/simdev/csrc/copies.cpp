@@ -34,6 +34,7 @@ void copy_bytes(const at::Tensor& source, const at::Tensor& target, bool non_blo
   if (pinned) accesses.push_back(whole(host, out));
   const char* name = out ? "copy_out" : "copy_in";
   if (non_blocking) count(out ? "bytes_out" : "bytes_in", nbytes);
+  if (non_blocking && out && is_registered(host.const_data_ptr())) count("registered_bytes_out", nbytes);
   count(!non_blocking ? "copies_blocking" : pinned ? "copies_async" : "copies_pageable");
   if (non_blocking && !pinned && !out) {  // the runtime reads pageable memory before it returns
     auto staged = std::make_shared<std::vector<char>>(from, from + nbytes);

@@ -146,6 +146,12 @@ bool is_pinned(const void* data) {
   return found != h.blocks.begin() && at < std::prev(found)->first + std::prev(found)->second->size;
 }
 
+bool is_registered(const void* data) {
+  auto& h = host();
+  std::lock_guard<std::mutex> lock(h.mutex);
+  return inside(h.registered, data);
+}
+
 void note_host_copy(const void* data, size_t nbytes, c10::Stream stream) {
   host().used(reinterpret_cast<uintptr_t>(data), nbytes, stream);
 }

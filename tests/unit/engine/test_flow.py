@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
-from ebbtide.engine.flow import LEAST_WINDOW, CopyIn, CopyOut, LiveBytes, Window
+from ebbtide.engine.flow import CopyIn, CopyOut, LiveBytes
 from ebbtide.engine.passes import Pass
+from ebbtide.engine.window import LEAST_WINDOW, Window
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
@@ -65,6 +66,7 @@ class Tier:
         self.can_cancel, self.error = can_cancel, error
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
+        self.groups: list[int] = []
 
     def expect(self, nbytes: int) -> None:
         pass
@@ -84,15 +86,38 @@ class Tier:
         self.slots.append(Slot(parked=self.parked.pop(0) if self.parked else False, begun=not self.can_cancel))
         return self.slots[-1]
 
+    def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
+        self.groups.append(len(sources))
+        found: list[Any] = []
+        for source in sources:
+            try:
+                found.append(self.park(source))
+            except CapError as error:
+                found.append(error)
+        return found
+
+    def prefetch(self, slots: list[Slot]) -> int:
+        for begun, slot in enumerate(slots):
+            try:
+                slot.prefetch()
+            except torch.OutOfMemoryError:
+                if not begun:
+                    raise
+                return len(slots) - begun
+        return 0
+
 
 def copy_out(window_bytes: int, tier: Tier | None = None) -> Any:
     return CopyOut(tier or Tier(), Window(window_bytes))  # type: ignore[arg-type]
 
 
 def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
+    """Offer entries as a block does."""
     pass_ = pass_ or Pass()
     for entry in entries:
         out.add(entry, pass_)
+    out.begin()
+    out.retire()
     return pass_
 
 
@@ -270,6 +295,110 @@ def test_what_the_store_cannot_take_stays_and_it_is_said_once(caplog: pytest.Log
     ]
 
 
+def gather(out: Any, *entries: Any) -> Pass:
+    """Offer entries as a block does whose forward is not over."""
+    pass_ = Pass()
+    for entry in entries:
+        out.add(entry, pass_)
+    return pass_
+
+
+def test_copies_begin_together_when_a_quarter_of_the_window_is_gathered() -> None:
+    tier = Tier()
+    out, entries = copy_out(100, tier), [Entry() for _ in range(5)]
+    gather(out, *entries)
+    assert tier.groups == [3] and begun(entries) == [True] * 3 + [False] * 2 and out.in_flight_bytes == 50
+    out.begin()
+    assert tier.groups == [3, 2] and all(begun(entries)) and out.in_flight_bytes == 50
+
+
+def test_what_is_gathered_begins_when_the_window_is_full() -> None:
+    tier = Tier()
+    out, entries = copy_out(40, tier), [Entry(nbytes=5) for _ in range(9)]
+    gather(out, *entries)
+    assert tier.groups == [2, 2, 2, 2, 1] and entries[0].slot.asked == ["wait"], "the last one did not fit"
+    assert out.in_flight_bytes == 40
+
+
+def test_copies_of_several_streams_begin_apart_each_after_its_own() -> None:
+    class Streams(Tier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.now, self.asked = "a", []  # type: ignore[var-annotated]
+
+        def stream_of(self, tensor: Tensor) -> Any:
+            return self.now
+
+        def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
+            self.asked.append((len(sources), compute))
+            return super().park_all(sources)
+
+    tier = Streams()
+    out, entries = copy_out(1000, tier), [Entry() for _ in range(3)]
+    gather(out, *entries[:2])
+    tier.now = "b"
+    gather(out, entries[2])
+    out.begin()
+    assert tier.asked == [(2, "a"), (1, "b")]
+
+
+def test_turn_around_forgets_what_is_gathered() -> None:
+    tier = Tier()
+    out, entry, other = copy_out(1000, tier), Entry(), Entry()
+    pass_ = gather(out, entry)
+    gather(out, other)
+    out.cancel(pass_)
+    assert out.in_flight_bytes == 10
+    out.begin()
+    assert begun([entry, other]) == [False, True] and entry.source is not None
+
+
+def test_what_died_or_changed_while_it_was_gathered_is_not_copied() -> None:
+    tier = Tier()
+    out, dead, changed, emptied, sound = copy_out(1000, tier), Entry(), Entry(), Entry(), Entry()
+    gather(out, dead, changed, emptied, sound)
+    del dead
+    changed.changed = True
+    assert emptied.source is not None
+    emptied.source.untyped_storage().resize_(0)
+    out.begin()
+    assert tier.groups == [1] and begun([changed, emptied, sound]) == [False, False, True]
+    assert out.in_flight_bytes == 10
+
+
+def test_what_is_refused_of_a_group_is_counted_as_kept_but_not_what_nobody_has_counted_yet() -> None:
+    tier = Tier(error=CapError("full", expected="room", hint="none"))
+    out, entries = copy_out(100, tier), [Entry() for _ in range(3)]
+    pass_ = Pass()
+    pass_.tally.offloaded = 20  # of the first two; the third is counted when it has an action
+    for entry in entries:
+        out.add(entry, pass_)
+    assert tier.groups == [3] and all(entry.action is Action.KEEP for entry in entries)
+    assert (pass_.tally.kept, pass_.tally.offloaded) == (20, 0)
+    assert out.in_flight_bytes == 0 and out.refused_bytes == 30
+
+
+def test_an_error_of_the_store_leaves_all_of_a_group_where_it_is() -> None:
+    out, entries = copy_out(1000, Tier(error=OSError("planted"))), [Entry() for _ in range(2)]
+    gather(out, *entries)
+    with pytest.raises(OSError, match="planted"):
+        out.begin()
+    assert not any(begun(entries)) and all(e.source is not None for e in entries) and out.in_flight_bytes == 0
+
+
+def test_copy_in_waits_until_a_quarter_of_the_window_is_free_where_copies_are_grouped() -> None:
+    for can_cancel, brought in ((False, [False, True]), (True, [True, True])):
+        entries = [away(10) for _ in range(12)]
+        flow = CopyIn(Run(entries), Window(100), Tier(can_cancel=can_cancel))  # type: ignore[arg-type]
+        flow.advance()
+        assert flow.ahead_bytes == 100
+        for read, expected in zip((entries[-1], entries[-2]), brought, strict=True):
+            flow.has_read(read)
+            assert bool(entries[1].slot.asked) is expected
+            if not can_cancel:
+                flow.has_read(entries[-3])
+
+
 def test_the_window_follows_the_model_unless_it_is_given() -> None:
     window = Window(None)
     assert window.out_bytes == sys.maxsize and window.in_bytes == LEAST_WINDOW
@@ -300,7 +429,7 @@ def away(nbytes: int = 10) -> Entry:
 
 def test_copy_in_runs_ahead_as_far_as_the_window_and_into_the_block_before() -> None:
     first, last = [away() for _ in range(2)], [away() for _ in range(2)]
-    flow = CopyIn(Run(last, Run(first)), Window(30))  # type: ignore[arg-type]
+    flow = CopyIn(Run(last, Run(first)), Window(30), Tier())  # type: ignore[arg-type]
     flow.advance()
     assert [bool(e.slot.asked) for e in (*last[::-1], *first[::-1])] == [True, True, True, False]
     assert flow.ahead_bytes == 30
@@ -310,7 +439,7 @@ def test_copy_in_runs_ahead_as_far_as_the_window_and_into_the_block_before() -> 
 
 def test_what_is_larger_than_the_window_comes_alone() -> None:
     small, large = away(1), away(100)
-    flow = CopyIn(Run([small, large]), Window(10))  # type: ignore[arg-type]
+    flow = CopyIn(Run([small, large]), Window(10), Tier())  # type: ignore[arg-type]
     flow.advance()
     assert large.slot.asked == ["prefetch"] and small.slot.asked == []
     flow.has_read(large)
@@ -323,14 +452,14 @@ def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
     lives.live_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
     run = Run([wanted, gone, recomputed, here, lives])
     del gone
-    flow = CopyIn(run, Window(10))  # type: ignore[arg-type]
+    flow = CopyIn(run, Window(10), Tier())  # type: ignore[arg-type]
     flow.advance()
     assert here.slot.asked == recomputed.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
 
 
 def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
     entry = away()
-    flow = CopyIn(Run([entry]), Window(10))  # type: ignore[arg-type]
+    flow = CopyIn(Run([entry]), Window(10), Tier())  # type: ignore[arg-type]
     flow.advance()
     assert flow.ahead_bytes == 10
     del entry
@@ -343,7 +472,7 @@ def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
     runs: list[Any] = []
     for entry in entries:
         runs.append(Run([entry], runs[-1] if runs else None))
-    flow = CopyIn(runs[3], Window(20))  # type: ignore[arg-type]
+    flow = CopyIn(runs[3], Window(20), Tier())  # type: ignore[arg-type]
     flow.reach(runs[3])
     flow.advance()
     flow.reach(runs[2])
@@ -360,7 +489,7 @@ def test_a_device_without_room_brings_in_less_and_says_so_once(caplog: pytest.Lo
     entries = [away() for _ in range(4)]
     entries[1].slot.room = False
     window = Window(100)
-    flow = CopyIn(Run(entries), window)  # type: ignore[arg-type]
+    flow = CopyIn(Run(entries), window, Tier())  # type: ignore[arg-type]
     for _ in range(2):
         flow.advance()
     assert [e.slot.asked for e in entries] == [[], [], ["prefetch"], ["prefetch"]] and flow.ahead_bytes == 20

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from ebbtide.base.errors import CapError
 from ebbtide.store.arena import Arena
-from ebbtide.store.fake import FakeDevice
+from ebbtide.store.fake import FakeDevice, FakeEvent
 from ebbtide.store.guards import Cooling, Guard
 from ebbtide.store.host import HostTier
 from tests.unit.store.test_host import produce
@@ -192,8 +193,9 @@ def test_a_place_that_is_lost_is_found_again_with_its_copy() -> None:
 def test_who_had_bytes_first_is_remembered_for_each_of_them() -> None:
     device = FakeDevice(1e9, 1e9)
     guards = [Guard() for _ in range(4)]
-    for number, guard in enumerate(guards):
-        guard.claim(device.side_stream(torch.device("cpu"), f"s{number}"))
+    streams = [device.side_stream(torch.device("cpu"), f"s{number}") for number in range(4)]
+    for guard, stream in zip(guards, streams, strict=True):
+        guard.claim(stream)
     a, b, c, d = guards
     cooling = Cooling()
     cooling.add((0, 100), a)
@@ -203,5 +205,71 @@ def test_who_had_bytes_first_is_remembered_for_each_of_them() -> None:
     assert cooling.over([(49, 102)]) == [a, c, b] and cooling.over([(200, 50)]) == []
     cooling.add((60, 10), d)
     assert cooling.over([(0, 200)]) == [a, c, d, b] and len(cooling) == 5
+    cooling.mark(device, streams)
+    cooling.add((300, 10), d)
     cooling.prune(device)
-    assert len(cooling) == 0
+    assert cooling.over([(0, 400)]) == [d] and len(cooling) == 1  # of a later generation
+
+
+class Counting(FakeDevice):
+    """Counts the questions whether an event has happened."""
+
+    questions = 0
+
+    def query(self, event: FakeEvent) -> bool:
+        self.questions += 1
+        return super().query(event)
+
+
+@pytest.mark.parametrize("tensors", [8, 200])
+def test_the_end_of_a_backward_asks_as_much_after_many_tensors_as_after_few(tensors: int) -> None:
+    device = Counting(1e9, 1e9)
+    tier = HostTier(device)
+    tier.stalls.timed = False
+    other = tier.park(produce(device, 64, 0.001))  # of a graph that is alive: its record is not looked at
+    record = next(iter(tier._arena._records.values()))
+    looked = list[int]()
+    tier._arena._records = Watched(tier._arena._records, looked)
+    for _ in range(3):
+        slots = [tier.park(produce(device, 256, 0.001)) for _ in range(tensors)]
+        for slot in slots:
+            slot.wait_parked()
+            slot.free()
+        assert tier.used_bytes == 64
+        looked.clear()
+        before = device.questions
+        tier.trim()
+        assert device.questions - before <= 2 and looked == []
+        assert len(tier._arena._cooling) <= tensors
+    assert record.nbytes == 64 == other.nbytes and device.violations == []
+
+
+class Watched(dict[int, Any]):
+    """Notes who looks at all of its values."""
+
+    def __init__(self, held: dict[int, Any], looked: list[int]) -> None:
+        super().__init__(held)
+        self._looked = looked
+
+    def values(self) -> Any:
+        self._looked.append(len(self))
+        return super().values()
+
+
+def test_bytes_given_back_are_guarded_until_the_copies_before_the_mark_are_done() -> None:
+    device = FakeDevice(1e3, 1e3)
+    arena = Arena(device, 4096)
+    out = device.side_stream(torch.device("cpu"), "out")
+    device.wait(out, device.record(device.compute_stream(torch.device("cpu"))))
+    places, source = [arena.take(1024) for _ in range(2)], produce(device, 1024)
+    for place in places:
+        place.guard.claim(out)
+        device.copy(place.parts[0], source, out)
+        arena.give(place)
+    arena.trim([out])  # the copies take a second each: their bytes must be waited for
+    first = arena.take(1024)
+    assert len(first.guard.events(device)) == 1
+    device.compute(3.0)
+    second = arena.take(1024)
+    assert second.guard.events(device) == []  # and now no more
+    assert len(arena._cooling) == 0 and first.spans != second.spans

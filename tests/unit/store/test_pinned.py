@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import mmap
 import os
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ebbtide.store.pages import near_processors
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 
@@ -58,6 +63,70 @@ def test_memory_that_is_refused_goes_and_is_not_let_go_of() -> None:
 def test_memory_that_cannot_be_mapped_is_refused() -> None:
     with pytest.raises(RuntimeError, match="cannot map memory"):
         pinned_memory(1 << 62, Book())
+
+
+class Resident(Book):
+    """Notes how many pages memory has when it is to be pinned."""
+
+    def register(self, address: int, nbytes: int) -> int:
+        found = (ctypes.c_ubyte * (nbytes // mmap.PAGESIZE))()
+        mincore = ctypes.CDLL(None).mincore
+        assert mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found) == 0
+        self.resident, self.pages = sum(page & 1 for page in found), len(found)
+        return super().register(address, nbytes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are populated on Linux")
+@pytest.mark.parametrize("advice", [23, 9999])  # one that the kernel may know, and one that it does not
+def test_memory_has_its_pages_before_it_is_pinned(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.pages._POPULATE_WRITE", advice)
+    monkeypatch.setattr("ebbtide.store.pages._PIECE_BYTES", 1 << 20)
+    book = Resident()
+    memory = pinned_memory((5 << 20) + 10, book)
+    assert book.pages == 5 * 256 + 1 == book.resident
+    assert memory.data_ptr() % (2 << 20) == 0 and not memory.any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are populated on Linux")
+def test_pieces_are_shared_by_threads_on_the_callers_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.pages._PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("ebbtide.store.pages.near_processors", lambda: processors)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    processors, found = os.sched_getaffinity(0), list[tuple[int, int]]()
+    met = threading.Barrier(2, timeout=60)
+
+    def back(address: int, nbytes: int, memory: object) -> int:
+        if len(processors) > 1 and not found:
+            met.wait()  # a thread that did all by itself would wait here for ever
+        found.append((address, nbytes))
+        assert os.sched_getaffinity(0) == processors
+        return 0
+
+    monkeypatch.setattr("ebbtide.store.pages._back", back)
+    memory = pinned_memory(4 << 20, Book())
+    first = memory.data_ptr()
+    assert sorted(found) == [(first + place, 1 << 20) for place in range(0, 4 << 20, 1 << 20)]
+
+
+def test_pages_that_the_system_does_not_give_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.store.pages._PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr("ebbtide.store.pages._back", lambda *_: errno.ENOMEM)
+    monkeypatch.setattr(sys, "platform", "linux")
+    book = Book()
+    with pytest.raises(RuntimeError, match="cannot back memory with pages: Cannot allocate memory"):
+        pinned_memory(4 << 20, book)
+    gc.collect()
+    assert book.calls == 0 and book.pinned == {}
+
+
+def test_near_processors_are_those_of_one_memory_node(tmp_path: Path) -> None:
+    allowed = os.sched_getaffinity(0)
+    assert near_processors(tmp_path) == allowed  # the system tells nothing
+    one = min(allowed)
+    for cpu in allowed:
+        (tmp_path / f"cpu{cpu}" / "node0" / f"cpu{one}").mkdir(parents=True)
+        (tmp_path / f"cpu{cpu}" / "node0" / "cpumap").mkdir()
+    assert near_processors(tmp_path) == {one}
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

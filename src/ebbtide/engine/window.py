@@ -1,0 +1,85 @@
+"""How many bytes may be on their way between a device and its store. See [Note: window] in ``ebbtide.engine.flow``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from ebbtide.base.units import format_size
+
+logger = logging.getLogger("ebbtide.engine")
+
+MOST_GATHERED_BYTES = 64 * 1024**2
+"""Gathered before their copies begin: a link moves them in about a millisecond."""
+
+LEAST_WINDOW = 16 * 1024**2
+"""Smallest window that follows the model: below this, copies are too short to hide anything."""
+
+
+BACKWARDS_WITH_ROOM = 50
+"""After so many the window that a full device has made smaller grows again."""
+
+_LEAST_ROOM = 1024**2
+"""What it grows to at least: a device that had no room at all would else need a thousand backwards."""
+
+
+class Window:
+    """Bytes allowed in flight each way. See [Note: window].
+
+    Args:
+        fixed_bytes: What the user asked for; None: follow the model.
+    """
+
+    def __init__(self, fixed_bytes: int | None) -> None:
+        self._fixed_bytes = fixed_bytes
+        self._block_bytes = 0
+        self._room_bytes = sys.maxsize
+        self._backwards = 0  # since the room was found too small, or was made larger
+
+    def saw_block(self, offloaded_bytes: int) -> None:
+        """A block offloaded this much."""
+        self._block_bytes = max(self._block_bytes, offloaded_bytes)
+
+    def shrink(self, ahead_bytes: int) -> None:
+        """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on.
+
+        Args:
+            ahead_bytes: What was brought in; 0: nothing was, for there was too little room before.
+        """
+        smaller = (ahead_bytes or self.in_bytes) // 2
+        first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, smaller)
+        self._backwards = 0
+        if first:
+            logger.warning(
+                "the device has no room for a window of %s on top of what backward needs: copies in run less far "
+                "ahead, and compute may wait for them; a smaller window, or offloading less, makes room",
+                format_size(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW)),
+            )
+
+    def recover(self) -> None:
+        """A backward begins: after many that had room, bring in twice as much."""
+        self._backwards += 1
+        if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
+            self._room_bytes, self._backwards = min(max(2 * self._room_bytes, _LEAST_ROOM), sys.maxsize - 1), 0
+
+    @property
+    def out_bytes(self) -> int:
+        """Window of the copy-out; without a limit until the first block was seen whole."""
+        if self._fixed_bytes is None and not self._block_bytes:
+            return sys.maxsize
+        return self._fixed_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
+
+    @property
+    def in_bytes(self) -> int:
+        """Window of the copy-in."""
+        return min(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes held back for the turn-around."""
+        return min(self.in_bytes, self.out_bytes)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes whose copies begin together. See [Note: groups of copies]."""
+        return min(self.in_bytes // 4, self.out_bytes // 4, MOST_GATHERED_BYTES)

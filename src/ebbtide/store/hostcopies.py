@@ -1,0 +1,196 @@
+"""Copies between a device and host memory: asked of streams in groups, ordered by events, and timed.
+
+[Note: groups]
+Asking a device for something costs the host microseconds: an event recorded, a wait, a stream entered. So copies that
+are asked for together share all of that but the copies themselves. Each storage keeps a place and memory of its own:
+both are free as soon as that storage is no longer needed, whatever else was in its group.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ebbtide.store.arena import Place
+from ebbtide.store.counters import TierCounters
+from ebbtide.store.device import Device, EventHandle, StreamHandle
+from ebbtide.store.hostslot import HostCopyIn, HostSlot
+
+_MOST_SPANS = 4096
+
+Out = tuple[HostSlot, Place, torch.Tensor]
+"""A slot, where its bytes go, and its source."""
+
+_Span = tuple[Callable[[float], None], EventHandle, EventHandle]
+"""Told of the seconds between two events, when both have happened."""
+
+
+class HostCopies:
+    """Asks streams for copies, and knows their times. See [Note: groups] and [Note: ordering].
+
+    Args:
+        device: Its streams copy.
+        counters: Where to count.
+        synchronous: Copy in order with compute, and wait.
+    """
+
+    def __init__(self, device: Device, counters: TierCounters, *, synchronous: bool) -> None:
+        self.device, self.synchronous = device, synchronous
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
+        self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
+        self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
+
+    @property
+    def streams(self) -> list[StreamHandle]:
+        """All streams that copy."""
+        return [stream for pair in self._sides.values() for stream in pair]
+
+    def out(self, where: torch.device, group: Sequence[Out], compute: StreamHandle | None) -> None:
+        """Copy sources to their places.
+
+        Args:
+            where: Their device.
+            group: The slots, their places, and the sources.
+            compute: The stream on which they were made; None: the caller's.
+        """
+        device, nbytes = self.device, sum(slot.nbytes for slot, _, _ in group)
+        self._counters.out_bytes += nbytes
+        if len(self._spans["out"]) > _MOST_SPANS:
+            self.harvest()
+        if self.synchronous:
+            for _, place, source in group:
+                for part, piece in pieces(place, source):
+                    device.copy_now(part, piece)
+            return
+        if compute is None:
+            compute = device.compute_stream(where)
+        out, _ = self._side_streams(where)
+        several = self._has_several_computes(where, compute)
+        for slot, _, source in group:
+            slot.source, slot.compute = source, compute
+            if several:
+                device.record_use(source, compute)  # which waits for the copy before the source is dropped
+        device.wait(out, device.record(compute))
+        for event in _each_once(event for _, place, _ in group for event in place.guard.events(device)):
+            device.wait(out, event)
+        begin = self._begin(out)
+        for _, place, _ in group:
+            place.guard.claim(out)
+        device.copy_all([pair for _, place, source in group for pair in pieces(place, source)], out)
+        done = device.record(out, timed=begin is not None)
+        for slot, place, _ in group:
+            place.guard.finish(done)
+            slot.done = done
+        self._note_span("out", functools.partial(self._counters.copied_out, nbytes), begin, done)
+
+    def into(self, slots: Sequence[HostSlot]) -> list[HostCopyIn]:
+        """Begin copies-in to one device. See [Note: an unfinished copy-in].
+
+        Args:
+            slots: Not empty.
+
+        Returns:
+            The copies that have begun: of all slots, or of the first ones, for which the device has room.
+
+        Raises:
+            TargetError: One was freed.
+            torch.OutOfMemoryError: There is no room for the first.
+        """
+        device, where = self.device, slots[0].where
+        targets: list[torch.Tensor] = []
+        for slot in slots:
+            self.drop(slot)
+            try:
+                targets.append(device.allocate(slot.nbytes, where))
+            except torch.OutOfMemoryError:
+                if not targets:
+                    raise
+                break
+        group = [(slot, slot.has_place(), target) for slot, target in zip(slots, targets, strict=False)]
+        nbytes, compute = sum(slot.nbytes for slot, _, _ in group), device.compute_stream(where)
+        _, into = self._side_streams(where)
+        device.wait(into, device.record(compute))
+        for event in _each_once(slot.done for slot, _, _ in group if slot.done is not None):
+            device.wait(into, event)
+        begin = self._begin(into)
+        begun = [HostCopyIn(target, compute, into) for target in targets]
+        for (slot, place, _), ahead in zip(group, begun, strict=True):
+            slot.ahead = ahead
+            place.guard.claim(into)
+        device.copy_all([(piece, part) for _, place, target in group for part, piece in pieces(place, target)], into)
+        done = device.record(into, timed=begin is not None)
+        for (_, place, _), ahead in zip(group, begun, strict=True):
+            place.guard.finish(done)
+            ahead.done = done
+        self._counters.in_bytes += nbytes
+        self._note_span("in", functools.partial(self._counters.copied_in, nbytes), begin, done)
+        return begun
+
+    def drop(self, slot: HostSlot) -> None:
+        """Drop a copy-in that nobody took: its memory goes back to a stream that must not run before the copy."""
+        if slot.ahead is not None:
+            done = slot.ahead.done
+            self.stall(slot.ahead.compute, self.device.record(slot.ahead.into) if done is None else done)
+            slot.ahead = None
+
+    def stall(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Make ``stream`` wait for ``event`` and count the stall."""
+        stalls = self._counters.stalls
+        if not stalls.timed or self.device.query(event) or (begin := self._begin(stream)) is None:
+            self.device.wait(stream, event)
+            return
+        self.device.wait(stream, event)
+        end = self.device.record(stream, timed=True)
+        self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
+
+    def harvest(self) -> None:
+        """Count the times of copies and waits that are over."""
+        for spans in self._spans.values():
+            while spans:
+                span = spans.popleft()
+                count, begin, end = span
+                if not self.device.query(end):
+                    spans.appendleft(span)  # those that come after it, on the same stream, are not over either
+                    break
+                count(self.device.elapsed_seconds(begin, end))
+
+    def _side_streams(self, where: torch.device) -> tuple[StreamHandle, StreamHandle]:
+        with self._lock:
+            if where not in self._sides:
+                self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
+            return self._sides[where]
+
+    def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
+        """Whether sources were parked on more than one compute stream of this device. See [Note: ordering]."""
+        seen = self._computes.setdefault(where, [compute])
+        if len(seen) == 1 and seen[0] != compute:
+            seen.append(compute)
+        return len(seen) > 1
+
+    def _begin(self, stream: StreamHandle) -> EventHandle | None:
+        timed = self._counters.stalls.timed and self.device.capabilities.timed_events
+        return self.device.record(stream, timed=True) if timed else None
+
+    def _note_span(
+        self, kind: str, count: Callable[[float], None], begin: EventHandle | None, end: EventHandle
+    ) -> None:
+        if begin is not None:
+            self._spans[kind].append((count, begin, end))
+
+
+def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of a place, each with the piece of a tensor that belongs there."""
+    if len(place.parts) == 1:
+        return ((place.parts[0], tensor),)
+    return zip(place.parts, tensor.split([part.numel() for part in place.parts]), strict=True)
+
+
+def _each_once(events: Iterable[EventHandle]) -> Iterable[EventHandle]:
+    """Return events, each once: copies that were asked for together have one."""
+    return {id(event): event for event in events}.values()

@@ -1,0 +1,75 @@
+"""Backs fresh memory with pages before it is pinned, by several threads.
+
+Registering memory faults its pages in on one thread and under a lock of the driver: tenths of a second a GiB, in the
+middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part before, without the interpreter's lock;
+where a kernel does not know it, zeros are written. Pages lie on the memory node of whoever touches them first, so the
+threads stay on the processors of the caller's node.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ebbtide.store.share import ranks_of
+
+HUGE_PAGE_BYTES = 2 << 20
+_POPULATE_WRITE = 23
+_PIECE_BYTES = 64 << 20
+_MOST_THREADS = 8
+_PROCESSORS = Path("/sys/devices/system/cpu")
+
+
+def populate(address: int, nbytes: int, memory: object) -> None:
+    """Back fresh memory with pages; less than one piece, or another system than Linux, is left to whoever uses it.
+
+    Args:
+        address: Its first byte, at the beginning of a page.
+        nbytes: Its size.
+        memory: What keeps it mapped, held until the last thread is done.
+
+    Raises:
+        RuntimeError: The system does not give the pages.
+    """
+    if sys.platform != "linux" or nbytes <= _PIECE_BYTES:
+        return
+    pieces = [(address + first, min(_PIECE_BYTES, nbytes - first)) for first in range(0, nbytes, _PIECE_BYTES)]
+    near = near_processors()
+    threads = max(1, min(_MOST_THREADS, len(pieces), len(near) // ranks_of(os.environ)))
+    stay = functools.partial(os.sched_setaffinity, 0, near)  # of the thread that calls it
+    with ThreadPoolExecutor(threads, "ebbtide-pages", stay) as pool:
+        for problem in pool.map(lambda piece: _back(piece[0], piece[1], memory), pieces):
+            if problem:
+                raise RuntimeError(f"cannot back memory with pages: {os.strerror(problem)}")
+
+
+def near_processors(root: Path = _PROCESSORS) -> set[int]:
+    """Return the processors on which the caller may run and that share its memory node; all that it may run on, if
+    the system does not tell.
+    """
+    allowed = os.sched_getaffinity(0)
+    node = next((root / f"cpu{_libc().sched_getcpu()}").glob("node[0-9]*"), None)
+    found = [] if node is None else [path.name.removeprefix("cpu") for path in node.glob("cpu[0-9]*")]
+    return allowed & {int(number) for number in found if number.isdecimal()} or allowed
+
+
+def _back(address: int, nbytes: int, memory: object) -> int:
+    """Back a piece with pages; returns 0, or the number of the system's error."""
+    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
+        return 0
+    problem = ctypes.get_errno()
+    if problem == errno.EINVAL:  # an older kernel
+        ctypes.memset(address, 0, nbytes)
+        return 0
+    return problem
+
+
+@functools.cache
+def _libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)

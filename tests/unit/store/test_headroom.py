@@ -1,0 +1,92 @@
+"""What may be brought in ahead: never more than is free, asked seldom, less after the allocator gave back its cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.store.device import FreeMemory
+from ebbtide.store.fake import FakeDevice
+from ebbtide.store.headroom import Headroom
+from ebbtide.store.host import HostTier
+from tests.unit.store.test_host import produce
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class Asked(FakeDevice):
+    """Counts how often it is asked for its room."""
+
+    asked = 0
+
+    def free_memory(self, where: torch.device) -> FreeMemory | None:
+        self.asked += 1
+        return super().free_memory(where)
+
+
+def test_one_answer_serves_for_half_of_what_is_free_and_for_no_more_than_some_copies() -> None:
+    device = Asked(1e9, 1e9, device_limit_bytes=8 * MIB)
+    headroom = Headroom(device)
+    for _ in range(4):
+        headroom.take([MIB], CPU)
+    assert device.asked == 1
+    headroom.take([MIB], CPU)
+    assert device.asked == 2
+    headroom.forget()
+    headroom.take([MIB], CPU)
+    assert device.asked == 3
+    large = Asked(1e9, 1e9, device_limit_bytes=1 << 40)
+    headroom = Headroom(large)
+    for _ in range(1024):
+        headroom.take([MIB], CPU)
+    assert large.asked == 4
+
+
+def test_bytes_that_nobody_needs_yet_stay_where_they_are_while_there_is_no_room() -> None:
+    device = FakeDevice(1e9, 1e9, device_limit_bytes=10_000)
+    tier = HostTier(device)
+    slots = [tier.park(produce(device, 4000, 0.001)) for _ in range(3)]
+    for slot in slots:
+        slot.wait_parked()
+    room, allocate, calls = device.free_memory(CPU), device.allocate, list[int]()
+    device.allocate = lambda nbytes, where: (calls.append(nbytes), allocate(nbytes, where))[1]
+    assert room is not None and room.free_bytes == 10_000
+    for slot in slots[:2]:
+        slot.prefetch()
+    with pytest.raises(torch.OutOfMemoryError, match="3.9 KiB are to be copied in ahead, 2.0 KiB of device memory"):
+        slots[2].prefetch()
+    assert calls == [4000, 4000]  # the allocator was not asked
+    taken = slots[0].take()
+    del taken
+    slots[2].prefetch()
+    assert len(calls) == 3 and device.violations == []
+
+
+def test_each_backward_asks_anew() -> None:
+    device = Asked(1e9, 1e9, device_limit_bytes=MIB)
+    tier = HostTier(device)
+    for asked in (1, 2):
+        slot = tier.park(produce(device, 4096, 0.001))
+        slot.wait_parked()
+        slot.prefetch()
+        tier.trim()
+        slot.free()
+        assert device.asked == asked
+
+
+def test_a_cache_that_was_given_back_refuses_one_prefetch() -> None:
+    device = FakeDevice(1e9, 1e9, device_limit_bytes=8 * MIB)
+    device.flushes = 3  # before anything was brought in
+    headroom = Headroom(device)
+    headroom.take([MIB], CPU)
+    headroom.forget()
+    device.flushes = 4
+    with pytest.raises(torch.OutOfMemoryError, match="after the allocator gave back what it kept"):
+        headroom.take([MIB], CPU)
+    headroom.take([MIB], CPU)
+
+
+def test_a_device_that_does_not_tell_refuses_nothing() -> None:
+    headroom = Headroom(FakeDevice(1e9, 1e9))
+    headroom.take([1 << 50], CPU)
