@@ -232,7 +232,7 @@ class Loading:
         return result
 
     def _read(self, sharded: nn.Module, device: torch.device | None) -> dict[str, Target]:
-        """Allocate memory for this rank's part and fill it."""
+        """Make memory for this rank's part and fill it."""
         targets = targets_of(sharded, device)
         if self.checkpoint is not None and self.path != "initialise":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)

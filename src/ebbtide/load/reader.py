@@ -1,11 +1,11 @@
 """Reads boxes of tensors out of files, several at a time, through a small staging buffer each.
 
 [Note: one read of what is needed]
-A box of a tensor is stored in its file as runs of bytes. A box is halved until a piece spans at most a staging buffer
-and contains few unwanted bytes; then its span is read at once and copied into the local shard, with the dtype
-converted on the way: no tensor exists twice, in any dtype. Files outside of the page cache are read with direct I/O,
-which leaves no copy of the checkpoint in memory; if several ranks of a machine need the same bytes, they are read
-through the page cache, so that the disk reads them once.
+A box of a tensor lies in its file as runs of bytes. A box is halved until a piece spans at most a staging buffer and
+holds few bytes that are not wanted; then its span is read at once and copied from there into the local shard, with the
+dtype converted on the way: no tensor is ever there twice, in no dtype. Files that the page cache does not hold are read
+with direct I/O, which leaves no copy of the checkpoint in memory; where several ranks of a machine want the same bytes
+they come through the page cache, so that the disk is asked once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHED_SHARE = 0.5
 
 
 class CheckpointFile:
-    """One open file, direct or buffered. See [Note: one read of what is needed].
+    """One file, open in the way that suits it. See [Note: one read of what is needed].
 
     Args:
         path: The file.
@@ -60,7 +60,7 @@ class CheckpointFile:
                 os.close(self.fd)
                 self.fd, self.direct = direct, True
         if not self.direct:
-            # No read-ahead: it would fetch the slices of other ranks.
+            # What is asked for is what is needed: reading ahead would fetch the slices of other ranks.
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, address: int, offset_bytes: int, nbytes: int) -> int:
@@ -156,7 +156,7 @@ class SliceReader:
             while waiting:
                 waiting = self._settle(waiting, done)
         except BaseException:
-            self._stopped = True  # targets die with the caller's frame: no thread may write into them any more
+            self._stopped = True  # targets die with the caller's frame: nobody may write into them any more
             wait(waiting)
             raise
 

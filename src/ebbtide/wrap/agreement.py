@@ -1,12 +1,12 @@
-"""Ranks that train the same part of a model must offload it alike; a difference is an error on all of them.
+"""Ranks that train the same part of a model offload it alike, or say at once that they do not.
 
 [Note: agreement]
-A checkpointed block repeats the collectives inside it (tensor parallelism, units nested in the block) in backward: if
-only one rank checkpointed it, the others would wait for ever. So ranks compare their settings when offloading is
-enabled, or, if the model is wrapped later, in its first forward after that. Where a block has collectives inside,
-they decide together whether its kind is checkpointed: each rank votes by what it saw of its own batch, and one vote
-in favour is enough. Only ranks that hold the same part of the model are asked: those of the meshes of its parameters
-and the groups of its wrappers. Stages of a pipeline may differ.
+A block that is re-run whole in backward repeats the collectives inside it (tensor parallelism, units nested in the
+block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
+offloading is enabled, or, if the model is wrapped later, in its first forward after that; and where a block has
+collectives inside they decide together whether its kind is re-run: what a rank saw of its own batch is a wish, and one
+that wishes it is enough. Only ranks that hold the same part are asked, which the model tells: the meshes of its
+parameters, the groups of its wrappers; stages of a pipeline differ, and may.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SHOWN = 3
 def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
     """Return the groups of ranks that hold a part of the model with this one; none if nothing is distributed.
 
-    Every rank of a group derives it from the same mesh or process group, so all of them name it alike.
+    A group is told by the same mesh or process group on each of its ranks, so all of them name it alike.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -44,15 +44,15 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
             inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
             groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
-    found = list(meshes.values()) or unit_meshes(model)  # during a forward all weights may be unsharded
+    found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be whole
     groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in found)
     return sorted(g for g in groups if len(g) > 1)
 
 
 def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[str, str]:
-    """Return the settings that ranks compare: name → value as text.
+    """Return what ranks compare, each with its value in words.
 
-    The directory of the disk tier may differ between ranks.
+    A directory for the disk tier is a rank's own affair.
     """
     options = engine.options
     terms = {
@@ -73,15 +73,15 @@ def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -
     """Meet the ranks of each group and compare.
 
     Args:
-        groups: The ranks that compare.
+        groups: Who is to come.
         terms: What must be the same within a group.
 
     Raises:
-        ConfigError: They differ, or a rank did not arrive in time.
+        ConfigError: They differ, or a rank did not come in time.
     """
     text = json.dumps(dict(terms))
     with contextlib.ExitStack() as stack:
-        # Post to all groups before waiting in one: else two ranks could wait for each other in different groups.
+        # Texts are left in all before one is waited in: no two ranks wait for each other in different groups.
         for meeting in [stack.enter_context(Meeting(ranks, "enable offloading", text)) for ranks in groups]:
             answers = meeting.attend()
             lines = _differences({rank: json.loads(one) for rank, one in answers.items()})
@@ -106,7 +106,7 @@ def _differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 class Votes:
-    """Which kinds of blocks are checkpointed, decided once, and by all ranks where a block has collectives inside.
+    """Which kinds of blocks are re-run whole, decided once and by all ranks where a block has collectives inside.
 
     Args:
         groups: Who is asked; may be empty until the model is wrapped.
@@ -117,7 +117,7 @@ class Votes:
         self._decided: dict[str, str | None] = {}  # None: each rank for itself
 
     def decide(self, kind: str, block: nn.Module, wish: str) -> bool:
-        """Return whether blocks of a kind are checkpointed.
+        """Return whether blocks of a kind are re-run.
 
         Args:
             kind: The kind; this rank has seen one of its blocks.
@@ -125,7 +125,7 @@ class Votes:
             wish: ``AGAIN``, ``ONCE``, or ``NEVER`` where they must not be.
 
         Raises:
-            ConfigError: A rank did not vote in time.
+            ConfigError: A rank did not come to this in time.
         """
         if kind not in self._decided:
             groups = self._groups if has_collectives(block) else []
@@ -134,7 +134,7 @@ class Votes:
 
     @staticmethod
     def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
-        for _ in groups:  # where groups cross, a vote needs one round per group to reach every rank
+        for _ in groups:  # where groups cross, a wish needs as many rounds as there are to reach everybody
             with contextlib.ExitStack() as stack:
                 meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
                 wish = max((answer for m in meetings for answer in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
@@ -142,7 +142,7 @@ class Votes:
 
 
 def has_collectives(block: nn.Module) -> bool:
-    """Whether checkpointing the block is known to need the other ranks."""
+    """Whether a second run of the block is known to need the other ranks."""
     if any(hasattr(p, "device_mesh") for p in block.parameters()):
         return True  # weights that are split, by tensor parallelism or by units below the block that are resharded
     below = (m for m in block.modules() if m is not block)
