@@ -1,11 +1,11 @@
 """Which blocks may be checkpointed.
 
 [Note: what may be run again]
-A second forward must compute what the first did and leave nothing behind: see [Note: a second run]. Not checkpointed
-are blocks that receive something they may change, such as a key-value cache; that change tensors of their own in
-place (batch norm's running statistics, spectral norm's vectors), or a tensor, list or dictionary they receive; or
-that can reach a random generator. Changes are watched while the first block of a kind runs, which therefore never is
-checkpointed. Changes that go unnoticed are found by comparison: see [Note: checked checkpoints].
+A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
+something that it may change, such as a key-value cache, or that changes in place tensors of its own (batch norm's
+running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, or that can reach a random
+generator, is treated tensor by tensor instead. What changes is seen while blocks of the kind run: the first one always
+runs tensor by tensor. What is not seen is found by comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
