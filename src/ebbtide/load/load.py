@@ -125,7 +125,7 @@ class Loading:
         return sharded
 
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Check the arguments and what this rank sees of the weights."""
+        """Check the arguments and see what is there for this rank."""
         check_model(self.model)
         self._rebinding = Rebinding(self.model, optimizer)
         set_dtype(self.model, dtype)

@@ -14,7 +14,7 @@ from ebbtide.load.targets import owners_of, tensor_of
 
 
 def check_model(model: object) -> None:
-    """Refuse a model that cannot be loaded into.
+    """Refuse what cannot be loaded into.
 
     Raises:
         ConfigError: It is no module, its parameters have values already, or they are quantised.

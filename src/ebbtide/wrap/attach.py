@@ -87,7 +87,7 @@ class Attachment:
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
-        self._groups: list[tuple[int, ...]] = []  # groups whose settings were compared
+        self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
         self.calls = SerialCalls()
@@ -154,7 +154,7 @@ class Attachment:
         return self._block_call(scope, forward, args, kwargs)
 
     def _agree(self) -> None:
-        """Compare settings with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
+        """Compare with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
         groups = [] if self._groups else groups_of(self._model)
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
@@ -162,7 +162,7 @@ class Attachment:
 
     def _begin_pass(self) -> None:
         self._before = None
-        moves = weights_move(self._model)  # checked each time: FSDP may wrap the model after the handle was made
+        moves = weights_move(self._model)  # asked each time: FSDP may have come after the handle
         self.engine.weights.move = moves
         self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
         self.engine.bus.emit("pass_begin")

@@ -67,7 +67,7 @@ class Watch:
         self._added = ""
 
     def call(self, blocks: Blocks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward; in the first pass, measure what it saves outside of the blocks."""
+        """Run the model's forward; in the first pass, see what it saves outside of the blocks."""
         if self._done:
             return forward(*args, **kwargs)
         marks = _Marks()

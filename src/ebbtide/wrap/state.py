@@ -1,10 +1,11 @@
 """The contents of the Python objects of a block: remembered, and restored for a second forward.
 
 [Note: state]
-A forward may read whatever its modules can reach: parameters that ``functional_call`` swaps, the active adapter, a
-tuple set before each call, a memory of the previous step, a counter. So all mutable containers reachable from the
-modules' attributes are remembered: dictionaries (attributes, parameters, buffers and submodules are entries of such),
-lists, sets, and the attributes of other objects. Contents are compared by identity; only references are copied.
+A forward may read whatever its modules can reach: parameters that ``functional_call`` swaps, the adapter that is
+switched on, a tuple that is set before each call, a memory of the step before, a counter. So all mutable containers
+that can be reached from the modules' attributes are remembered: dictionaries (attributes, parameters, buffers and
+sub-modules are entries of such), lists, sets, and the attributes of other objects. Content is compared by identity, and
+nothing is copied but references.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def is_ddp(module: nn.Module) -> bool:
 
 
 def ddp_around(model: nn.Module) -> nn.Module | None:
-    """Return the DDP wrapper around ``model`` that is running, which the model has no reference to."""
+    """Return the DDP wrapper around ``model`` that runs now: it holds the model, which does not know of it."""
     active = getattr(_wrapper_class("ddp"), "_active_ddp_module", None)
     return active if active is not None and any(m is model for m in active.modules()) else None
 
