@@ -52,7 +52,7 @@ class Reruns:
     def __init__(self, plan: Plan, votes: Votes) -> None:
         self._plan, self._votes = plan, votes
         self._names = plan if isinstance(plan, NamesBlocks) else None
-        self._refused: dict[str, str] = {}  # kind → reason, as logged
+        self._refused: dict[str, str] = {}  # kind → why not, as it was told
         self._looked: set[str] = set()  # blocks that were searched for random generators
 
     def decide(
@@ -119,7 +119,7 @@ class Reruns:
         self._looked.add(block.name)
         if first and generators_of(module):
             self._refuse(kind, "have a random generator of their own, which a second forward would advance again")
-        # Some kernels change a tensor without raising its version: batch norm its running statistics.
+        # Some kernels move no version of what they change: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
         before_contents = _contents(args, kwargs)
         try:
