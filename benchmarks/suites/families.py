@@ -77,17 +77,15 @@ def reasons(case: dict[str, Any], most: int = 3) -> str:
 def tables(cases: list[dict[str, Any]]) -> list[str]:
     """Return the lines that the results folder and the reference page share."""
     whys: Counter[str] = Counter()
-    nodes: Counter[tuple[str, str]] = Counter()
-    for case in cases:  # every case has the same weight, whatever its size
-        for group in case["moved"]:
-            part = 100.0 * group["bytes"] / case["naive_bytes"] / len(cases)
-            whys[group["why"]] += part
-            nodes[group["node"], group["why"]] += part
+    for (_, why), part in _operators(cases).items():
+        whys[why] += part
     kept, moved, recomputed = (
         sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "recomputed")
     )
-    much = [c for c in cases if left(c) > MUCH]
     return [
+        f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, moves "
+        f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
+        "",
         "Percent of the naive bytes: the distinct storages that autograd saves inside the blocks of ordinary training,",
         "without weights, counted by a second pair of hooks. *Checkpointed* is part of *recomputed*. The three sum to",
         "less than 100 where one value was saved in two storages and is stored once. Every case is bitwise equal to",
@@ -99,32 +97,44 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
         *map(row, cases),
         "",
-        "## The bytes that Auto moves",
-        "",
-        f"Over all {len(cases)} cases with equal weight, Auto keeps {kept:.0f} %, moves {moved:.0f} % and recomputes "
-        f"{recomputed:.0f} %.",
+        "## Why Auto moves bytes",
         "",
         "| reason | % | meaning |",
         "| --- | ---: | --- |",
         *(f"| {why} | {part:.1f} | {WHY[why]} |" for why, part in whys.most_common()),
         "",
+    ]
+
+
+def details(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the lines that only the results folder has: operators, and the families with most left."""
+    return [
         "| operator | reason | % |",
         "| --- | --- | ---: |",
-        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in nodes.most_common() if part >= 0.1),
+        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= 0.1),
         "",
         f"## Families of which Auto moves or keeps more than {MUCH} %",
         "",
         "| family | precision | moved or kept % | reasons, largest first |",
         "| --- | --- | ---: | --- |",
-        *(f"| {c['family']} | {c['precision']} | {left(c):.0f} | {reasons(c)} |" for c in much),
+        *(f"| {c['family']} | {c['precision']} | {left(c):.0f} | {reasons(c)} |" for c in cases if left(c) > MUCH),
         "",
     ]
+
+
+def _operators(cases: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    """Return operator and reason → percent of the bytes; every case has the same weight, whatever its size."""
+    found: Counter[tuple[str, str]] = Counter()
+    for case in cases:
+        for group in case["moved"]:
+            found[group["node"], group["why"]] += 100.0 * group["bytes"] / case["naive_bytes"] / len(cases)
+    return found
 
 
 def readme(cases: list[dict[str, Any]]) -> str:
     """Return the README of a results folder."""
     head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
-    return "\n".join([*head, *tables(cases)])
+    return "\n".join([*head, *tables(cases), *details(cases)])
 
 
 def page(folder: Path) -> str:
@@ -136,9 +146,9 @@ def page(folder: Path) -> str:
             f"# Saved tensors of {names} model families",
             "",
             "For anyone who wants to know how much ebbtide saves on a model: the bytes of each family by action.",
-            "",
             "Written by `python -m benchmarks.suites.families` from "
-            f"[its results](../../benchmarks/results/{folder.name}/README.md); not edited by hand.",
+            f"[its results](../../benchmarks/results/{folder.name}/README.md), which also",
+            "have each operator and the families of which most is left.",
             "",
             *tables(cases),
         ]

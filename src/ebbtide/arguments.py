@@ -1,4 +1,4 @@
-"""What users write for policies, sizes, paths and filters, read and checked before anything is done."""
+"""Arguments of the public functions: policies, sizes, paths, filters, parsed and checked first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
     """Return the policy or plan meant by a policy, its name, a plan, a plan file, or None (``Auto()``).
 
     Raises:
-        ConfigError: It is none of these, or a plan that is not made yet.
+        ConfigError: It is none of these, or a plan that is not complete yet.
         DataError: The plan file cannot be read.
     """
     if policy is None:
@@ -42,7 +42,7 @@ def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Pl
 
 
 def _is_plan(value: object) -> bool:
-    """Whether a value has what the engine asks of a plan; a user's own may."""
+    """Whether a value has the members of ``Plan``."""
     methods = ("choose", "block_action", "explain")
     named = isinstance(getattr(value, "name", None), str) and hasattr(value, "recomputes")
     return not isinstance(value, type) and named and all(callable(getattr(value, name, None)) for name in methods)
@@ -61,7 +61,7 @@ def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str]
 
 
 def check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:
-    """Refuse what cannot choose blocks or tensors, before a forward would meet it."""
+    """Refuse arguments that cannot choose blocks or tensors, before any forward."""
     paths = [blocks] if isinstance(blocks, str) else blocks
     if paths is not None and not (
         isinstance(paths, Sequence) and len(paths) > 0 and all(isinstance(path, str) for path in paths)
@@ -89,7 +89,7 @@ def options_of(
     host_budget: int | str | None = None,
     synchronous: bool = False,
 ) -> Options:
-    """Read what users write for sizes and paths into options."""
+    """Parse sizes and paths into options."""
     return Options(
         target=target,
         min_bytes=_size_or_zero(min_bytes),

@@ -1,4 +1,4 @@
-"""What a handle says of itself: to whoever records the run, and to the log when it is closed."""
+"""What a handle reports: to the recorder of a run, and to the log when it is closed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
 
 
 def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
-    """Answer whoever records for the plan, the figures and the weights of a model, until the returned call.
+    """Provide the plan, the figures and the weights of a model to recorders, until the returned call.
 
     The bus holds neither the engine nor the model: a handle may be dropped without being closed.
     """
@@ -56,7 +56,7 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
 
 
 def log_saved(stats: Stats, min_bytes: int) -> None:
-    """Log what a handle has saved, and warn if that is nothing."""
+    """Log how much memory a handle saved, and warn if it saved none."""
     if not (stats.packs or stats.total_copy_out_bytes or stats.total_recomputes or stats.coverage_percent):
         logger.warning(
             "nothing was offloaded: no forward with gradients came through the handle (a frozen model has none; of a "

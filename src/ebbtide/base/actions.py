@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class Action(Enum):
-    """What is done with a storage (KEEP, OFFLOAD, RECOMPUTE) or with a whole block (CHECKPOINT)."""
+    """The action for a storage (KEEP, OFFLOAD, RECOMPUTE) or for a whole block (CHECKPOINT)."""
 
     KEEP = "keep"
     OFFLOAD = "offload"
@@ -47,10 +47,10 @@ class Candidate:
         block_name: Path of the block in the model.
         block: Index of the block in execution order of its stack.
         bytes_: Size of the storage in bytes.
-        block_input: The storage came into the block from outside.
+        block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from what else is saved, in FLOP; ``None`` if it cannot be
             recomputed. Zero for element-wise chains.
-        kept_bytes: Bytes that graphs which are alive keep on the device by this plan.
+        kept_bytes: Bytes that living graphs keep on the device under this plan.
     """
 
     site: Site
@@ -63,7 +63,7 @@ class Candidate:
 
 
 class Plan(Protocol):
-    """Chooses the action of every storage and of every block; pure arithmetic, no tensors.
+    """Chooses the action of every storage and block; pure arithmetic, no tensors.
 
     Recipes cost the host more than anything else that is done for a saved tensor. A plan that knows some answers before
     it is known whether a storage can be recomputed, such as a table, may also have a method
@@ -86,26 +86,26 @@ class Plan(Protocol):
         ...
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return CHECKPOINT to re-run a block whole, KEEP to treat its saved tensors one by one.
+        """Return CHECKPOINT for the whole block, or KEEP to decide for each saved tensor.
 
         Args:
             kind: The block's kind.
             index: Its index.
-            input_bytes: Bytes that came into a block of this kind, as last seen (0 before the first run).
-            must_keep_bytes: Bytes of this kind of block that can be neither recomputed nor left out, as last seen.
+            input_bytes: Input bytes of the latest block of this kind (0 before the first).
+            must_keep_bytes: Bytes of the latest block of this kind that have no recipe and must be stored.
         """
         ...
 
     def explain(self) -> str:
-        """Say in one or two lines what the plan does and why."""
+        """Describe the plan and its reasons in one or two lines."""
         ...
 
 
 class SavablePlan(Plan, Protocol):
-    """A plan that can be written into a file: of ``Auto`` once its steps are measured, of ``make_plan``, of a file."""
+    """A plan that can be written to a file: of ``Auto`` after its measured steps, of ``make_plan``, or from a file."""
 
     def save(self, path: str | Path) -> None:
-        """Write the plan into a file that ``policy="plan.json"`` reads.
+        """Write the plan to a file that ``policy="plan.json"`` reads.
 
         Raises:
             ConfigError: The plan is not made yet, or follows from its policy alone.
@@ -116,15 +116,15 @@ class SavablePlan(Plan, Protocol):
 
 @runtime_checkable
 class NamesBlocks(Protocol):
-    """A plan that names the blocks to checkpoint, by what this process measured: other ranks may name others.
+    """A plan that names the blocks to checkpoint from what this process measured; other ranks may name others.
 
-    So blocks whose second run needs other ranks are never checkpointed for it.
+    So it never checkpoints blocks whose forward needs other ranks.
     """
 
     def checkpoints(self, block_name: str) -> bool:
-        """Whether a block is run whole a second time in backward."""
+        """Whether a block is checkpointed."""
         ...
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether that may be said of the block some time: then it is seen whether it can be."""
+        """Whether the block may be checkpointed later: then it is watched whether that is possible."""
         ...

@@ -1,4 +1,4 @@
-"""Checks of values: is a value of the kind its annotation says, and how that kind is put in words."""
+"""Checks of values against annotations, and annotations in words."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ABSTRACT = {int: numbers.Integral, float: numbers.Real}
 
 
 def in_words(kind: Any) -> str:
-    """Say in words what an annotation takes.
+    """Return the values that an annotation allows, in words.
 
     Args:
         kind: A class, ``Literal``, a union, or a tuple of one kind.
@@ -61,7 +61,7 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
     """Refuse a value that is not of a kind.
 
     Args:
-        name: What the value is for; stands in the error.
+        name: The name of the value, for the error.
         value: The value.
         kind: An annotation, as ``in_words`` takes it.
         advice: The hint where no known name is near.

@@ -8,7 +8,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     ├── StrategyError          the model is not wrapped as the strategy says
     ├── BlocksError            a model without parameters, or a glob that matches nothing
     ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
-    ├── TargetError            no such place for offloaded bytes on this machine
+    ├── TargetError            no such target on this machine
     │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
     │       └── DiskFullError  the disk holds less than is to be offloaded
     ├── CapError               the host or disk cap is reached
@@ -31,8 +31,8 @@ class EbbtideError(Exception):
     """Root of every error that ebbtide raises on purpose.
 
     Args:
-        found: What is there, with its value.
-        expected: What should be there.
+        found: What was found, with its value.
+        expected: What was expected.
         hint: What the reader can do about it.
     """
 
@@ -70,7 +70,7 @@ class ConflictError(EbbtideError):
 
 
 class TargetError(EbbtideError):
-    """No such place for offloaded bytes on this machine."""
+    """No such target for offloaded bytes on this machine."""
 
 
 class DiskError(TargetError, OSError):
@@ -98,7 +98,7 @@ class DataError(EbbtideError):
 
 
 class ModifiedInPlaceError(EbbtideError, RuntimeError):
-    """A saved tensor was changed in place: plain autograd raises RuntimeError here too."""
+    """A saved tensor was changed in place: ordinary autograd raises RuntimeError here too."""
 
 
 class RestoreError(EbbtideError, RuntimeError):
@@ -106,13 +106,13 @@ class RestoreError(EbbtideError, RuntimeError):
 
 
 def note_place(error: BaseException, place: str) -> None:
-    """Say in an error where it happened; its class and message stay what they are.
+    """Add to an error where it happened; its class and message stay.
 
     An error of ebbtide's own shows it in ``str()`` too, so that a line of a log tells it.
 
     Args:
         error: Any exception.
-        place: What was being done, with what, such as ``"while saving ..."``.
+        place: What was being done, such as ``"while saving ..."``.
     """
     if isinstance(error, EbbtideError):
         error.places.append(place)

@@ -1,12 +1,12 @@
-"""Events: what happens in a run, as plain values, for whoever listens.
+"""Events of a run, as plain values for listeners.
 
 [Note: events]
-The engine, the recipes and the sampler emit; ``track`` listens and writes the run file; nobody else needs to exist.
-An event is a kind and JSON-able fields. With no listener an emit costs one ``if``. The kinds and their fields are
-listed in ``docs/reference/run-file.md``.
+The engine, the recipes and the sampler emit; ``track`` listens and writes the run file. An event is a kind and
+JSON-able fields. Without a listener an emit costs one ``if``. The kinds and their fields are listed in
+``docs/reference/run-file.md``.
 
-A source answers for what lasts: the plan that is in force, the figures so far. Who begins to listen in the middle of
-a training asks for it, instead of waiting for an event that was emitted before.
+A source provides lasting state: the current plan, the figures so far. A listener that starts in the middle of
+training asks it, instead of waiting for an event that was emitted before.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Bus:
 
     @property
     def active(self) -> bool:
-        """Whether anybody listens: ask before building costly fields."""
+        """Whether there is a listener: check before building costly fields."""
         return bool(self._listeners)
 
     def emit(self, kind: str, /, **fields: Any) -> None:
-        """Tell every listener that ``kind`` happened."""
+        """Send an event of ``kind`` to every listener."""
         for listener in self._listeners:
             listener(kind, fields)
 
@@ -56,7 +56,7 @@ class Bus:
         return remove
 
     def ask(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return what every source of ``kind`` has to say now."""
+        """Return the present fields of every source of ``kind``."""
         answers = [source() for name, source in self._sources if name == kind]
         return [answer for answer in answers if answer is not None]
 

@@ -1,10 +1,10 @@
-"""Other packages: that they are there, that they are new enough, and how to get them.
+"""Optional packages: whether they are installed and new enough, and how to get them.
 
 [Note: one bound a package]
-The oldest version that is tested stands in ``pyproject.toml`` and is read from there, as it was installed. pip keeps to
-it; but a package may be exchanged afterwards, or come another way, and an older one is then met as an attribute that is
-missing somewhere in a step. So it is asked for where a package is first used: once, by its metadata, without importing
-it.
+The oldest tested version of a package is in ``pyproject.toml``, and is read from the installed metadata. pip respects
+it, but a package may be exchanged afterwards or installed otherwise, and an older one would fail as a missing
+attribute somewhere in a step. So the version is checked where a package is first used: once, from its metadata,
+without importing it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
     Args:
         module: Its import name.
         extra: The extra of ebbtide that installs it.
-        use: What needs it; stands in the error.
+        use: What needs it, for the error.
 
     Raises:
         EbbtideError: It is not installed, too old, or cannot be imported.
@@ -55,7 +55,7 @@ def check_installed(module: str, *, extra: str, use: str) -> None:
     Args:
         module: Its import name.
         extra: The extra of ebbtide that installs it.
-        use: What needs it; stands in the error.
+        use: What needs it, for the error.
 
     Raises:
         EbbtideError: It is not installed, or too old.
@@ -89,7 +89,7 @@ def check_version(package: str) -> None:
 
 
 def oldest(package: str) -> str | None:
-    """Return the oldest version of a package that ebbtide's own metadata allows; None if they do not tell."""
+    """Return the oldest version of a package that ebbtide's metadata allows; None if there is no bound."""
     try:
         requirements = importlib.metadata.requires("ebbtide") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
@@ -99,12 +99,12 @@ def oldest(package: str) -> str | None:
 
 
 def is_older(version: str, bound: str) -> bool:
-    """Whether a version is below a bound; what comes before a release counts as the release."""
+    """Whether a version is below a bound; a pre-release counts as its release."""
     return _numbers(version) < _numbers(bound)
 
 
 def _reason(error: ImportError) -> str:
-    """Return what an import fails with and, where it names another cause, the first one of the chain."""
+    """Return the message of a failed import and, if it has another cause, that of the first in the chain."""
     root: BaseException = error
     while root.__cause__ is not None:
         root = root.__cause__
@@ -119,6 +119,6 @@ def _absent(module: str, extra: str, use: str) -> EbbtideError:
 
 
 def _numbers(version: str) -> list[int]:
-    """Return the first three numbers of a version; what comes before a release counts as the release."""
+    """Return the first three numbers of a version; a pre-release counts as its release."""
     numbers = [int(n) for n in re.findall(r"\d+", version.partition("+")[0])[:3]]
     return numbers + [0] * (3 - len(numbers))

@@ -1,6 +1,6 @@
-"""The files of a run folder, and how their lines are read.
+"""The files of a run folder, and reading their lines.
 
-``track`` writes them, ``report`` reads them, and neither knows the other: what both must agree on stands here. The
+``track`` writes them, ``report`` reads them, and neither knows the other: their common knowledge is here. The
 lines themselves are listed in ``docs/reference/run-file.md``.
 """
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: reading what people write, writing what people read."""
+"""Sizes in bytes: parse and format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
 
     Args:
         text: A number of bytes, or a number with a unit (``KB`` = 1000, ``KiB`` and ``K`` = 1024, and so on).
-        name: What the size is for; stands in the error.
+        name: The name of the size, for the error.
 
     Returns:
         The size in bytes, greater than zero.
@@ -40,7 +40,7 @@ def parse_size(text: str | int | float, *, name: str = "size") -> int:
 
 
 def _advice(text: object, match: re.Match[str] | None) -> str:
-    """Say what to do about a size that cannot be used."""
+    """Return the hint for a size that cannot be used."""
     if match and match.group(2) and match.group(2).lower() not in _UNITS:
         units = ("B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB")
         return nearest(match.group(2), units) or f"units are {', '.join(units)}"

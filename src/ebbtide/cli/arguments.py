@@ -1,9 +1,9 @@
 """Reading a YAML file and flags into a config dataclass.
 
 [Note: one road for values]
-A value from the file and a value from a flag take the same road: both become text under a canonical name, flags replace
-the file's, and tyro turns the text into the dataclass. So a number in YAML and a number on the command line are judged
-by the same rules, and there is one place that knows names, near names and refused flags.
+Values from the file and from flags are treated alike: both become text under a canonical name, flags replace the
+file's, and tyro parses the text into the dataclass. So a number in YAML and a number on the command line follow the
+same rules, and one place knows names, near names and refused flags.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ASKS_FOR_NOTHING = ("none", "null", "", *_FALSE)
 
 @dataclass(frozen=True, kw_only=True)
 class FlagValue:
-    """What was given for one name.
+    """The values of one name.
 
     Args:
         shown: How the user wrote it: ``--max-steps``, or ``max_steps in run.yaml``.

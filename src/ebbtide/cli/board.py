@@ -1,4 +1,4 @@
-"""Collects what the runs of a comparison left, prints their lines and the table, and writes the result."""
+"""Collects the results of a comparison's runs, prints their lines and the table, and writes the summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_COUNTED = 2
 
 
 class Board:
-    """Collects what the children left, says so, and writes the result.
+    """Collects and prints the children's results, and writes the summary.
 
     Args:
         out: The comparison's folder.
@@ -79,7 +79,7 @@ class Board:
         return modes
 
     def _wait_for_plans(self) -> list[str]:
-        """Leave out the steps before the last plan of any run, in every run alike; say where a plan came too late."""
+        """Exclude the steps before the last plan of any run from every run; report plans that came too late."""
         runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
         made = max((steps_before_plan(run.events) for run in runs), default=0)
         room = min((int(run.summary["steps"]) for run in runs), default=0) - _LEAST_COUNTED
@@ -96,7 +96,7 @@ class Board:
         return [late + f"more {self._flag} show the last."] if made > warm_up else []
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with one another; say what was found.
+        """Compare the trained parameters with those of plain, and plain's rounds with one another; print the result.
 
         A script that computes something else each time it runs, in plain as well, cannot be compared: its losses and
         parameters are then not known to be equal or not.
@@ -132,7 +132,7 @@ class Board:
         from rich.table import Table
 
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
-        # What a narrow terminal has no room for stands in report.html.
+        # report.html has what does not fit a narrow terminal.
         dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
         shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -150,7 +150,7 @@ class Board:
 
 
 def _counted(runs: Sequence[Run]) -> list[str]:
-    """Say which steps count, if that is the same in all runs."""
+    """Print which steps count, if they are the same in all runs."""
     counts = {(run.summary["warm_up_steps"], run.summary["steps"], run.summary["timed_steps"]) for run in runs}
     if len(counts) != 1:
         return []
@@ -161,7 +161,7 @@ def _counted(runs: Sequence[Run]) -> list[str]:
 
 
 def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say what the modes with ebbtide saved, and what holds the rest of the peak."""
+    """Print what the modes with ebbtide saved, and what holds the rest of the peak."""
     splits = {run.name: found for run in runs if (found := split(run)) is not None}
     return verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
 

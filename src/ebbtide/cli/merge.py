@@ -92,7 +92,7 @@ def spread_of(rounds: int) -> str:
 
 
 def loss_equal(rounds: Rounds, mode: str) -> bool | None:
-    """Say whether every loss of every round equals plain's of every round bit by bit; ``None`` without losses."""
+    """Return whether every loss of every round is bitwise equal to plain's; ``None`` without losses."""
     plain = [list(by_mode["plain"]["loss"]) for by_mode in rounds.values() if "plain" in by_mode]
     ours = [list(by_mode[mode]["loss"]) for by_mode in rounds.values() if mode in by_mode]
     if not plain or not ours or not plain[0] or any(None in losses for losses in (*plain, *ours)):

@@ -119,7 +119,7 @@ def run_rounds(
         start: Says how a child is started.
         environment: Further fields of the result's environment.
         console: A rich console.
-        refuse: Called with each child that ended; raises if the others need not be run.
+        refuse: Called with each finished child; raises if the others need not run.
     """
     warm_up = warm_up_steps()
     console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
@@ -174,7 +174,7 @@ def warm_up_steps() -> int:
 
 
 def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:
-    """Say what will be done, before anything is, imports that take seconds included."""
+    """Announce the comparison before anything runs, slow imports included."""
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
     lines = [
@@ -227,7 +227,7 @@ def check_folder(out: Path) -> None:
 
 
 def _counted_words(plan: Rounds, warm_up: int) -> str:
-    """Say which steps will count, or that there are too few."""
+    """Return which steps will count, or that there are too few."""
     if plan.steps is None or plan.steps >= warm_up + 2:
         return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
     return (

@@ -1,4 +1,4 @@
-"""Looks at a machine and says what it allows: facts, what they mean, and findings with what to do.
+"""Examines a machine: facts, measured rates, and findings with their remedies.
 
 ``facts`` and ``device`` read the machine, ``examine`` joins all; ``findings`` and ``table`` know only plain facts.
 """

@@ -1,4 +1,4 @@
-"""The whole examination: look, measure, and say what it means."""
+"""The examination: read, measure, and derive findings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def examine(
     environment: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Examination:
-    """Look at this machine, measure it (seconds), and say what it means.
+    """Read this machine's facts, measure it (seconds), and derive findings.
 
     Args:
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.

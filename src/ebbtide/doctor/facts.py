@@ -1,6 +1,6 @@
-"""What a machine says of itself, as plain values; the system's files are read from below a root.
+"""Facts about a machine as plain values; the system's files are read below a root.
 
-``None`` is what is not known, or is not there.
+``None``: not known, or absent.
 """
 
 from __future__ import annotations

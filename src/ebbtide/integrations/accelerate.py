@@ -2,10 +2,10 @@
 
 [Note: loading in prepare]
 ``from_pretrained`` inside the context gives a model on meta (see [Note: weights that come later]). ``prepare`` of the
-accelerator then does what it always does, activation checkpointing, compilation, sharding and all, on meta, as the
+accelerator then does its usual work, including activation checkpointing, compilation and sharding, on meta, as the
 ``shard`` function of ``load_sharded``, which fills the shards afterwards. Accelerate's own loading, a broadcast of
-whole tensors from one rank that holds everything, is switched off meanwhile. What was changed, in the plugin and in the
-accelerator, is as it was once the model is there; the environment is never touched.
+whole tensors from one rank that holds everything, is switched off meanwhile. Changes in the plugin and in the
+accelerator are undone once the model is loaded; the environment is never touched.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def memory_efficient_init(
         progress: As for ``load_sharded``.
 
     Yields:
-        What knows where the models' weights are; ``None`` where nothing is sharded.
+        The record of the models' weights; ``None`` where nothing is sharded.
 
     Raises:
-        ConfigError: ``accelerator`` is none, or ``from_pretrained`` was asked for what needs weights at once.
+        ConfigError: ``accelerator`` is none, or an option of ``from_pretrained`` needs weights at once.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(
@@ -79,7 +79,7 @@ def memory_efficient_init(
 
 
 def _fill_in_prepare(accelerator: Any, later: Later, options: dict[str, Any]) -> None:
-    """Have the accelerator's ``prepare`` load what it is given, until all models have their weights."""
+    """Make the accelerator's ``prepare`` load its models, until all have their weights."""
     plain = accelerator.prepare
 
     @functools.wraps(plain)

@@ -1,11 +1,11 @@
-"""``from_pretrained`` of transformers without the weights: they come later, to where each rank needs them.
+"""``from_pretrained`` of transformers without the weights, which are loaded later, per rank.
 
 [Note: weights that come later]
-``from_pretrained`` finds and downloads the files, reads the configuration, chooses dtype and attention, replaces layers
-by those of a quantiser, and then reads weights. Inside ``weights_later`` it does all but the last: the step that reads
-gives the model back as it is, on meta, and the files it would have read are remembered. The library is as it was when
-the context ends. Versions 4 and 5 call that step with other arguments, and only 5 has one more that fills what no file
-has: that is left to ``load_sharded`` too.
+``from_pretrained`` finds and downloads the files, reads the configuration, chooses dtype and attention, replaces
+layers by those of a quantiser, and then reads weights. Inside ``weights_later`` the last step is replaced: it returns
+the model on meta and remembers the files. The library is restored when the context ends. transformers 4 and 5 call
+that step with different arguments, and 5 has one more step that initialises missing weights: that is left to
+``load_sharded`` too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Found = Sequence[Path] | Mapping[str, torch.Tensor]
 
 
 class Later:
-    """The models that were made without weights, and where those are."""
+    """Models made without weights, and the places of their weights."""
 
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[nn.Module, Found] = weakref.WeakKeyDictionary()
@@ -63,13 +63,13 @@ def weights_later() -> Generator[Later, None, None]:
             model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
         model = ebbtide.load_sharded(model, later.of(model), shard=shard)
 
-    Not for several threads at a time: what it changes is the library's.
+    Not for several threads at a time: it changes the library.
 
     Yields:
-        What knows where the weights of the models are.
+        The record of the models' weights.
 
     Raises:
-        ConfigError: ``from_pretrained`` was asked for what needs weights at once, or this transformers is not known.
+        ConfigError: An option of ``from_pretrained`` needs weights at once, or this transformers is not known.
     """
     read = inspect.getattr_static(PreTrainedModel, _READ, None)
     finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
@@ -94,14 +94,14 @@ def weights_later() -> Generator[Later, None, None]:
 
 
 class _NothingYet:
-    """What from_pretrained of version 5 tells of loading."""
+    """The loading report of version 5's ``from_pretrained``, empty."""
 
     def to_dict(self) -> dict[str, set[str]]:
         return {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
 
 
 def _reading(later: Later, read: Any) -> Any:
-    """Return what stands in for the step that reads weights."""
+    """Return the replacement of the step that reads weights."""
     names = list(inspect.signature(read.__func__).parameters)
     class_bound = isinstance(read, classmethod)
 
@@ -125,7 +125,7 @@ def _reading(later: Later, read: Any) -> Any:
 
 
 def _finalized(model: Any, load_config: Any, loading_info: Any) -> Any:
-    """Tie what is one weight: all that is done to a model on meta once its weights were read."""
+    """Tie weights: the only step for a model on meta after reading."""
     model.tie_weights()
     return loading_info
 

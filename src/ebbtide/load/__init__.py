@@ -1,4 +1,4 @@
-"""Memory-efficient loading: a sharded model comes up and no process ever holds the whole of it."""
+"""Memory-efficient loading of a sharded model: no process ever holds the whole of it."""
 
 from __future__ import annotations
 

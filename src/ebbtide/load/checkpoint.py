@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, whatever it is kept in: safetensors files, pickled files, or values in memory."""
+"""The tensors of a checkpoint: in safetensors files, in pickled files, or in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PICKLED = (".bin", ".pt", ".pth")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     ``values`` has the tensors of those that are in memory already or that came out of a pickle; the others are read
     from their files.
@@ -43,7 +43,7 @@ class Checkpoint:
         return tuple(dict.fromkeys(e.file for e in self.entries.values() if e.file))
 
     def digest(self) -> str:
-        """Return what is equal for two ranks that see the same checkpoint, wherever it lies."""
+        """Return a digest that is equal for ranks that see the same checkpoint, at any path."""
         rows = [
             (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
         ]
@@ -51,7 +51,7 @@ class Checkpoint:
 
 
 def is_present(path: str | os.PathLike[str]) -> bool:
-    """Whether something lies at a path, as far as this rank sees."""
+    """Whether this rank sees a file or folder at a path."""
     try:
         return Path(path).expanduser().exists()
     except OSError:
@@ -59,7 +59,7 @@ def is_present(path: str | os.PathLike[str]) -> bool:
 
 
 def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) -> Checkpoint:
-    """Read what a checkpoint holds: names, shapes, dtypes and places of its tensors.
+    """Read the names, shapes, dtypes and places of a checkpoint's tensors.
 
     Args:
         *paths: A folder, an index, one file, or several files.
@@ -67,8 +67,8 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
             accepted in them.
 
     Raises:
-        DataError: There is no checkpoint, a file is missing or damaged, or an index names what is not there.
-        ConfigError: It is pickled and that was not asked for.
+        DataError: There is no checkpoint, a file is missing or damaged, or an index names a missing tensor.
+        ConfigError: It is pickled, without ``allow_pickle``.
     """
     if not paths:
         raise ConfigError("no file was passed", expected="a folder, an index, or files", hint="pass the folder")
@@ -106,7 +106,7 @@ def open_checkpoint(*paths: str | os.PathLike[str], allow_pickle: bool = False) 
 
 
 def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
-    """Return the checkpoint that tensors in memory are.
+    """Return tensors in memory as a checkpoint.
 
     Raises:
         DataError: One of them is no tensor, or has no values.
@@ -140,7 +140,7 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
 
 
 def _front(folder: Path) -> Path:
-    """Return the file by which a folder's checkpoint is entered: its index, or its only file."""
+    """Return the entry file of a folder's checkpoint: its index, or its only file."""
     for suffix in (".safetensors", *_PICKLED):
         names = [f"{stem}{suffix}{end}" for stem in _STEMS for end in (INDEX_SUFFIX, "")]
         if found := next((folder / name for name in names if (folder / name).is_file()), None):
@@ -160,7 +160,7 @@ def _front(folder: Path) -> Path:
 
 
 def _indexed(index: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files that an index names, and in which it says each tensor is."""
+    """Return the files that an index names, and the file of each tensor."""
     try:
         document = json.loads(index.read_text(encoding="utf-8"))
         weights = cast("dict[str, Any]", document)["weight_map"]

@@ -25,7 +25,7 @@ logger = logging.getLogger("ebbtide.load")
 
 @dataclass(kw_only=True)
 class _Group:
-    """What goes into one conversion: the checkpoint's keys, by the converter's own patterns."""
+    """The input of one conversion: the checkpoint's keys, by the converter's own patterns."""
 
     converter: Any
     name: str
@@ -45,16 +45,16 @@ class _Group:
 def converted(
     model: Any, wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]
 ) -> tuple[dict[str, Source], list[str]]:
-    """Return the sources by the model's names, and the keys that nothing is made of.
+    """Return the sources by the model's names, and the unused keys.
 
     Args:
         model: A transformers model.
         wanted: Its parameters and persistent buffers by name.
-        entries: What the checkpoint holds.
+        entries: The tensors of the checkpoint.
 
     Raises:
         DataError: A conversion fails.
-        EbbtideError: transformers is older than what is tested.
+        EbbtideError: transformers is older than the tested versions.
     """
     check_version("transformers")
     try:

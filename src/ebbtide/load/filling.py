@@ -1,4 +1,4 @@
-"""Fills this rank's memory from a source: slices, conversions of whole tensors, first values."""
+"""Fills this rank's memory from a source: slices, conversions of whole tensors, initial values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbtide.load.targets import Target
 
 
 class SliceSource(Protocol):
-    """Where pieces are read from: files, memory, or another rank."""
+    """A source of pieces: files, memory, or another rank."""
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = ...) -> None:
         """Read pieces into their views; ``done`` receives the bytes of each finished one."""
@@ -43,12 +43,12 @@ class Values:
 
 
 class Filling:
-    """What is to be read for a rank's targets.
+    """The reads for a rank's targets.
 
     Args:
-        plan: Where the model's names come from.
-        targets: What this rank holds, by name.
-        entries: What the checkpoint holds.
+        plan: Sources of the model's names.
+        targets: Parameters and buffers of this rank, by name.
+        entries: The tensors of the checkpoint.
         four: The model's 4-bit weights.
     """
 
@@ -95,7 +95,7 @@ class Filling:
         return keys.union(*(conversion.keys for conversion, _ in self._conversions.values()))
 
     def fill(self, source: SliceSource, done: Callable[[int], None]) -> None:
-        """Read everything: slices first, then what is made of whole tensors, one after the other.
+        """Read everything: slices first, then conversions of whole tensors, one after the other.
 
         Raises:
             DataError: The source cannot be read, or a conversion fails.
@@ -139,10 +139,10 @@ class Filling:
 
 
 def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Initialiser) -> None:
-    """Fill what the checkpoint does not have: what was there for real already, then what the model computes.
+    """Fill tensors missing in the checkpoint: from real values of the model, else from its initialisation.
 
     Raises:
-        DataError: Nothing gives some of it a value.
+        DataError: Nothing initialises some of them.
     """
     sourced = {name for names in plan.tied.values() for name in names}
     computed: dict[str, Target] = {}

@@ -1,13 +1,13 @@
-"""First values of what no checkpoint has: by the model's own functions, the same for any number of ranks.
+"""Initial values of tensors without a checkpoint: by the model's own functions, equal for any number of ranks.
 
 [Note: values that do not depend on the world size]
 Functions that initialise (``_init_weights`` of transformers, ``reset_parameters`` of torch and of adapters) draw from
-one stream of random numbers, so a parameter's values would depend on what was drawn before it. Here each call has a
-seed of its own, made of the run's seed and the call's name, and what it needs is made whole, given its values, cut and
-dropped before the next. Which call writes which tensors is found by running all of them once on meta, where writing
-costs nothing. A tensor that several calls write is given to all of them, in their order.
+one stream of random numbers, so a parameter's values would depend on earlier draws. Here each call has its own seed,
+made of the run's seed and the call's name; its tensors are made whole, initialised, cut and dropped before the next
+call. Running all calls once on meta, where writing costs nothing, shows which call writes which tensors. A tensor
+that several calls write is given to all of them, in their order.
 
-All of this is done to a copy of the model on meta from before it was sharded, where names and modules are still plain.
+This happens on a copy of the model on meta from before it was sharded, where names and modules are still plain.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OVERWRITING = ("normal_", "uniform_", "zero_", "fill_", "copy_")
 
 @dataclass(kw_only=True)
 class _Call:
-    """A call that gives values; ``writes`` has what it writes, and whether all of it and before reading it."""
+    """A call that initialises; ``writes``: the tensors it writes, and whether all of one, before reading it."""
 
     name: str
     act: Callable[[], object]
@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Initialiser:
-    """Makes first values of parameters and buffers.
+    """Computes initial values of parameters and buffers.
 
     Args:
         model: On meta, not yet sharded; it is copied.
@@ -80,14 +80,14 @@ class Initialiser:
         self._calls: list[_Call] | None = None
 
     def values(self, names: Iterable[str], device: torch.device | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors with their first values, few at a time.
+        """Yield whole initialised tensors, few at a time.
 
         Args:
-            names: What is wanted; of tied ones any.
+            names: The wanted tensors; any name of a tied one.
             device: Where values are drawn; a device has its own random numbers.
 
         Raises:
-            DataError: Nothing in the model gives values to some of them.
+            DataError: Nothing in the model initialises some of them.
         """
         wanted = list(names)
         if not wanted:
@@ -126,7 +126,7 @@ class Initialiser:
 
     @contextlib.contextmanager
     def _placed(self, names: Iterable[str], device: torch.device, real: dict[str, torch.Tensor]) -> Generator[None]:
-        """Stand real memory in for tensors on meta, wherever they are tied, for as long as the context is open."""
+        """Replace tensors on meta by real memory, wherever they are tied, while the context is open."""
         first = self._first_names()
         put: list[tuple[Any, str, Any]] = []
         wanted = set(names)
@@ -180,7 +180,7 @@ class Initialiser:
 
 
 def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iterator[_Call]:
-    """Yield the calls that give a model its first values, in the order of its own."""
+    """Yield the calls that initialise a model, in the model's order."""
     order: list[tuple[str, nn.Module, Any]] = []
     seen: set[int] = set()
 
@@ -208,7 +208,7 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
 
 
 def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
-    """Yield the calls that give adapters their first values; those that are made of base weights cannot be."""
+    """Yield the calls that initialise adapters, except those computed from base weights."""
     if callable(reset := getattr(module, "reset_lora_parameters", None)):
         for adapter, config in getattr(model, "peft_config", {}).items():
             how = getattr(config, "init_lora_weights", True)

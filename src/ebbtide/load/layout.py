@@ -1,11 +1,11 @@
-"""Where the elements of a tensor come from: parts of tensors of a checkpoint, put beside each other.
+"""The sources of a tensor's elements: parts of a checkpoint's tensors, joined.
 
 [Note: layouts]
-A parameter is often one tensor of the checkpoint, but libraries also fuse and stack them (experts, q/k/v) while they
-load. Such conversions only move elements. A ``SourceLayout`` is a placeholder tensor: stacked, concatenated, split and
-transposed by torch's own functions, it records which box of which tensor goes where. So a library's
-conversion is run once on layouts, and afterwards any slice of its result is read without making the rest. What a layout
-cannot follow raises ``NotFollowedError``, and the caller converts whole tensors.
+A parameter is often one tensor of the checkpoint, but libraries also fuse and stack tensors (experts, q/k/v) while
+they load. Such conversions only move elements. A ``SourceLayout`` is a placeholder tensor: stacked, concatenated,
+split and transposed by torch's own functions, it records which box of which tensor goes where. So a library's
+conversion runs once on layouts, and afterwards any slice of its result is read without making the rest. Operations
+that a layout cannot represent raise ``NotFollowedError``, and the caller converts whole tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 
 class NotFollowedError(Exception):
-    """A layout was used in a way that it keeps no account of."""
+    """An operation that layouts do not represent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

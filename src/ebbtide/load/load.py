@@ -1,4 +1,4 @@
-"""``load_sharded``: from a model on meta to one whose parameters are there, each rank's part only."""
+"""``load_sharded``: from a model on meta to a loaded one, each rank's part only."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ Weights = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[st
 
 
 class Loading:
-    """One load, from the first look to the last byte.
+    """One load, from the checks to the last byte.
 
     Args:
         model: On meta.
         weights: Their source, as this rank's argument.
-        options: How.
+        options: How to load.
         meet: How ranks meet; ``None``: this process is alone.
         init: Gives a module its first values; ``None``: the module's own.
-        progress: Told bytes read and bytes to read by this rank.
+        progress: Called with bytes read and bytes to read by this rank.
     """
 
     def __init__(
@@ -145,11 +145,11 @@ class Loading:
         return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
 
     def _choose(self, sights: Sequence[Mapping[str, Any]]) -> None:
-        """Choose the path from what the ranks see; each comes to the same.
+        """Choose the source from what the ranks see; all choose the same.
 
         Raises:
             DataError: Nobody sees the weights, or ranks see different ones.
-            ConfigError: The path that was asked for cannot be taken.
+            ConfigError: The requested source cannot be used.
         """
         sees, source = [s["sees"] for s in sights], self.options.source
         blind, kinds = [r for r, s in enumerate(sees) if not s], {s for s in sees if s}
@@ -183,14 +183,14 @@ class Loading:
         logger.info("loading by %s: %s", self.path, reason[self.path])
 
     def _catalog(self) -> dict[str, Any]:
-        """Tell the others what the checkpoint holds: one rank does, as long as they all see the same."""
+        """Send the checkpoint's contents to the other ranks, from one rank if all see the same."""
         if self.checkpoint is None or self.ranks.me != min(self._servers.values()):
             return {}
         entries = self.checkpoint.entries.items()
         return {"name": self.checkpoint.name, "entries": {k: [e.shape, str(e.dtype)] for k, e in entries}}
 
     def _fit(self, catalogs: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, Any]:
-        """Match the checkpoint with the model, and keep what first values need."""
+        """Match the checkpoint with the model, and keep what initial values need."""
         if self.ranks.me in self._servers:
             catalog = next(c for c in catalogs if c)
             entries = {k: CheckpointEntry(shape=tuple(s), dtype=_dtype(d)) for k, (s, d) in catalog["entries"].items()}
@@ -214,7 +214,7 @@ class Loading:
         return {}
 
     def _serving(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Act; then, whatever came of it, give those who ask this rank what they need."""
+        """Act; then, even after an error, serve the ranks that read from this one."""
         failure: Exception | None = None
         result: dict[str, Any] = {}
         try:
@@ -251,7 +251,7 @@ class Loading:
 
     @contextlib.contextmanager
     def _source(self, shared: Collection[str], *, pinned: bool = False) -> Generator[SliceSource]:
-        """Open where this rank reads from."""
+        """Open the source of this rank."""
         checkpoint = self.checkpoint or Checkpoint(entries={})
         if checkpoint.values:
             yield Values(checkpoint.values)
@@ -260,7 +260,7 @@ class Loading:
             yield reader
 
     def _done(self, nbytes: int) -> None:
-        """Count what was read; tell at every twentieth part and at the end."""
+        """Count the bytes read; report at every twentieth part and at the end."""
         before = self._done_bytes
         self._done_bytes += nbytes
         step = max(self._total_bytes // _STEPS, 1)

@@ -1,9 +1,9 @@
-"""Which tensors of a checkpoint a model's parameters and buffers are made of.
+"""Matching a model's parameters and buffers with a checkpoint's tensors.
 
 [Note: names]
-A model's name and a checkpoint's name for one tensor differ where adapters wrap modules, where a head was put on a base
-model, and where a library converts old layouts while it loads. Everything is settled here, before a byte is read: what
-is missing, unexpected or of another shape is reported in one error.
+Names in the model and in the checkpoint differ where adapters wrap modules, where a base model got a head, and where
+a library converts old layouts while it loads. Everything is matched here, before a byte is read: missing, unexpected
+and misshapen tensors are reported in one error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN = 8
 
 @dataclass(kw_only=True)
 class NameMap:
-    """Where each of the model's names comes from, and what does not fit.
+    """The source of each of the model's names, and the mismatches.
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
     its library knows it by.
@@ -79,7 +79,7 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
 
     Args:
         model: On meta, before it is sharded.
-        entries: What the checkpoint holds.
+        entries: The tensors of the checkpoint.
         four: The model's 4-bit weights.
 
     Raises:
@@ -142,17 +142,17 @@ def castable(found: torch.dtype, wanted: torch.dtype) -> bool:
 
 
 def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys: Iterable[str]) -> None:
-    """Raise one error for all that does not fit.
+    """Raise one error for all mismatches.
 
     Args:
-        plan: What was matched.
+        plan: The matched names.
         name: The checkpoint.
         missing: ``"error"`` or ``"initialise"``.
         unexpected: ``"error"`` or ``"ignore"``.
         keys: Names in the checkpoint, to find near ones.
 
     Raises:
-        DataError: Something does not fit.
+        DataError: There is a mismatch.
     """
     problems = [
         ("missing", plan.missing if missing == "error" else []),
@@ -191,7 +191,7 @@ def _host_model(model: nn.Module) -> Any | None:
 
 
 def _not_ignored(host: Any | None, unexpected: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """Leave out what the model's library says is of no use."""
+    """Leave out tensors that the model's library declares unused."""
     patterns: list[str] = list(getattr(host, "_keys_to_ignore_on_load_unexpected", None) or [])
     if host is not None:  # buffers that older versions saved and that are computed now
         patterns += [r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]

@@ -1,4 +1,4 @@
-"""An optimizer made before the model was sharded holds parameters that are no more: it is given the new ones."""
+"""Rebinding an optimizer that was made before sharding: it holds old parameters and gets the new ones."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ebbtide.load.targets import owners_of, tensor_of
 
 
 class Rebinding:
-    """Remembers by name what an optimizer holds, to find it again in the sharded model.
+    """Remembers an optimizer's parameters by name, to find them in the sharded model.
 
     Args:
         model: Before it is sharded.
         optimizer: Made of its parameters; ``None``: nothing to do.
 
     Raises:
-        ConfigError: The optimizer has begun, or holds what is not the model's.
+        ConfigError: The optimizer has taken a step, or holds foreign parameters.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

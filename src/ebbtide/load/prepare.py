@@ -1,4 +1,4 @@
-"""What a model must be before weights are loaded into it."""
+"""Checks of a model before weights are loaded into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_model(model: object) -> None:
     """Refuse what cannot be loaded into.
 
     Raises:
-        ConfigError: It is no module, its parameters are there already, or they are quantised.
+        ConfigError: It is no module, its parameters have values already, or they are quantised.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""Ranks that do not see a checkpoint ask one that does, box by box.
+"""Ranks without access to a checkpoint request boxes of it from a rank with access.
 
 [Note: a relay]
-A rank without the checkpoint knows what it holds, and which boxes of it are its own. It sends that list to a rank of
-its machine that sees the checkpoint (of another machine where none does) and gets their bytes, in the dtype they are
-kept in, packed into messages of bounded size. So nobody sends or holds what is nobody's shard. Both sides cut the list
-into messages by the same function. Each message begins with a word on whether reading went well: a source that fails
-says so in its next message and no rank waits. Messages go from rank to rank; there is no group to be made.
+A rank without access knows the contents of the checkpoint and which boxes are its own. It sends that list to a rank
+with access, on its own machine if possible, and gets their bytes, in the stored dtype, packed into messages of
+bounded size. So no rank sends or holds bytes outside of some shard. Both sides cut the list into messages by the same
+function. Each message begins with a status word: a source that fails says so in its next message, and no rank waits.
+Messages go from rank to rank; no group is made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GOOD, _FAILED = 1, 2
 
 
 def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = False) -> dict[int, int]:
-    """Return, for each rank that asks, the rank it asks.
+    """Return requesting rank → answering rank.
 
     Args:
         sees: By rank, what it sees of the checkpoint; empty: nothing.
@@ -46,18 +46,18 @@ def servers_of(sees: Sequence[str], hosts: Sequence[str], *, one_a_host: bool = 
 
 
 class Client:
-    """The side that asks. Reads like a file would.
+    """The requesting side; reads like a file.
 
     Args:
-        server: The rank that is asked.
-        entries: What the checkpoint holds.
+        server: The rank that answers.
+        entries: The tensors of the checkpoint.
     """
 
     def __init__(self, server: int, entries: Mapping[str, CheckpointEntry]) -> None:
         self._server, self._entries, self._device = server, entries, _device()
 
     def read(self, pieces: Iterable[Piece], done: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Ask for pieces and take them.
+        """Request pieces and receive them.
 
         Raises:
             DataError: The source could not read them.
@@ -80,7 +80,7 @@ class Client:
                 done(piece.box.numel * self._entries[piece.key].dtype.itemsize)
 
     def finish(self) -> None:
-        """Say that nothing more is wanted."""
+        """Tell the server that no request follows."""
         self._ask([])
 
     def _ask(self, wanted: list[tuple[str, list[int], list[int]]]) -> None:
@@ -90,12 +90,12 @@ class Client:
 
 
 def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
-    """Answer clients, one after the other, until each has said that it wants nothing more.
+    """Answer clients, one after the other, until each has finished.
 
     Args:
-        clients: Ranks that ask this one.
-        source: Where pieces come from.
-        entries: What the checkpoint holds.
+        clients: Ranks that request from this one.
+        source: The source of the pieces.
+        entries: The tensors of the checkpoint.
 
     Raises:
         Exception: What the source raised, after all clients were informed.

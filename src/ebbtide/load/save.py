@@ -1,9 +1,9 @@
 """Writes a sharded model as safetensors files, each rank its own slices.
 
 [Note: files nobody gathers]
-A safetensors file is a header and the tensors' bytes, so where each slice belongs is known before any is written. The
-first rank makes the files at their full length, with headers; then every rank writes the runs of its boxes into their
-places. Of replicas the first writes. Until all ranks are done, files have the name of a draft.
+A safetensors file is a header and the tensors' bytes, so the place of each slice is known before any is written. The
+first rank makes the files at their full length, with headers; then every rank writes the runs of its boxes. Of
+replicas only the first writes. Until all ranks are done, the files have draft names.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Saving:
         return {name: [list(target.shape), _NAMES[target.local.dtype]] for name, target in held.items()}
 
     def _files(self, shapes: Mapping[str, Any]) -> dict[str, dict[str, CheckpointEntry]]:
-        """Deal tensors out to files, in order; returns each file's name and what lies where in it."""
+        """Assign tensors to files, in order; return each file's name and the places in it."""
         parts: list[dict[str, CheckpointEntry]] = [{}]
         filled_bytes = 0
         for name, (shape, kind) in shapes.items():

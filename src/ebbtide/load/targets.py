@@ -1,10 +1,10 @@
-"""What this rank holds of a model: which boxes of which tensors, and how the loaded memory becomes its parameters.
+"""This rank's part of a model: boxes of tensors, and how the loaded memory becomes its parameters.
 
 [Note: one description of every wrapper]
-Wrapped in FSDP2, tensor parallelism or both, a parameter is a DTensor whose placements tell the boxes of this rank. In
-FSDP1 it is a range of a flat parameter; a range of a row-major tensor is a few boxes too. Alone, it is one box. From
-here on nobody asks how the model is wrapped. Memory is made apart from the model and put into it at the very end:
-until then its parameters stay on meta, whatever fails.
+Under FSDP2, tensor parallelism or both, a parameter is a DTensor whose placements give the boxes of this rank. Under
+FSDP1 it is a range of a flat parameter, which is a few boxes of a row-major tensor too. Without a wrapper it is one
+box. The rest of the code needs no knowledge of wrappers. Memory is made apart from the model and put into it at the
+very end: until then its parameters stay on meta, even after an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Target:
         return sum(box.numel for box, _ in self.boxes) * self.local.dtype.itemsize
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Take this rank's part of a tensor that is there as a whole."""
+        """Copy this rank's part from a whole tensor."""
         for box, view in self.boxes:
             view.copy_(box.of(tensor))
 
@@ -88,20 +88,20 @@ def tensor_of(owner: tuple[nn.Module, str, bool]) -> torch.Tensor:
 
 
 def targets_of(model: nn.Module, device: torch.device | None) -> dict[str, Target]:
-    """Return what this rank is to hold, with memory for it, by plain name; tied ones once, by their first name.
+    """Return this rank's parameters and buffers, with memory, by plain name; tied ones once, by their first name.
 
     Args:
         model: After it was sharded, on meta.
         device: Where memory is made; ``None``: the device of the mesh, or the accelerator if there is one.
 
     Raises:
-        ConfigError: A parameter is placed in a way that has no slices.
+        ConfigError: A parameter has a placement without slices.
     """
     return _held(model, lambda local, where: torch.empty(local.shape, dtype=local.dtype, device=where), device)
 
 
 def held_by(model: nn.Module) -> dict[str, Target]:
-    """Return what this rank holds of a model whose parameters are there, by plain name; tied ones once."""
+    """Return this rank's part of a loaded model, by plain name; tied ones once."""
     return {
         name: target
         for name, target in _held(model, lambda local, where: local.detach(), None).items()
@@ -313,7 +313,7 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return the local memory as what ``old`` is: a plain tensor, or a shard of a larger one."""
+    """Return the local memory in the form of ``old``: a plain tensor, or a shard of a larger one."""
     spec: Any = getattr(old, "_spec", None)
     if spec is None:
         return local

@@ -1,9 +1,9 @@
-"""Ranks that load one model come through together, or stop with the same message.
+"""Ranks that load one model succeed together, or raise the same error.
 
 [Note: together]
-Loading has three points that no rank passes alone: what each sees of the checkpoint, whether it fits, whether it was
-read. A rank that failed comes to the next point with its error instead of its answer, so no other waits for it in a
-collective; everybody raises what anybody raised. How ranks meet is handed in: without a collective, by the store that
+Loading has three points at which ranks wait for each other: what each sees of the checkpoint, whether it fits,
+whether it was read. A rank that failed brings its error to the next point, so no other waits for it in a collective;
+all ranks raise what any raised. The exchange itself is passed in: without a collective, through the store that
 started the process group.
 """
 

@@ -1,4 +1,4 @@
-"""The bound: how little a step can cost at some memory, whatever the schedule.
+"""The bound: the least time of a step at given memory, whatever the schedule.
 
 [Note: the linear program]
 Each storage is kept (its size counts against ``K`` bytes), offloaded (what crosses the link counts against ``M``) or
@@ -30,7 +30,7 @@ HALVINGS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
-    """The program's solution for some bytes kept and some that cross.
+    """The program's solution for given bytes kept and given bytes across the link.
 
     Attributes:
         seconds: The least time of recomputes; infinite where the bytes do not suffice.
@@ -52,7 +52,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class _Sort:
-    """Units that are alike to the program."""
+    """Units that the program does not distinguish."""
 
     count: int
     nbytes: int
@@ -60,7 +60,7 @@ class _Sort:
     seconds: float
 
     def unkept(self, price: float) -> float:
-        """Return the cost of not keeping one of them at a price for each byte that crosses."""
+        """Return the cost of not keeping one of them, at a price for each byte across the link."""
         crossing = price * self.moved if self.moved < math.inf else math.inf
         return min(crossing, self.seconds)
 
@@ -104,28 +104,28 @@ class Bound:
                     high = middle
                 else:
                     low = middle
-            moved = high  # below it, what no rule covers may not fit
+            moved = high  # below it, storages without a rule may not fit
         return self.overhead(kept_bytes, moved), moved
 
     def overhead(self, kept_bytes: float, moved_bytes: float) -> float:
-        """Return the least extra time when so many bytes are kept and so many cross the link."""
+        """Return the least extra time for given bytes kept and given bytes across the link."""
         late = moved_bytes / self._rates.in_bytes_per_second - self._hides_in
         stall = max(0.0, moved_bytes / self._rates.out_bytes_per_second - self._hides_out)
         return stall + max(self.seconds(kept_bytes, moved_bytes), late)
 
     def seconds(self, kept_bytes: float, moved_bytes: float) -> float:
-        """Return the least time of recomputes when so many bytes are kept and so many cross the link."""
+        """Return the least time of recomputes for given bytes kept and given bytes across the link."""
         return self.prices(kept_bytes, moved_bytes).seconds
 
     def prices(self, kept_bytes: float, moved_bytes: float, at_least: float = 0.0) -> Prices:
-        """Return the program's solution when so many bytes are kept and so many cross the link.
+        """Return the program's solution for given bytes kept and given bytes across the link.
 
         The dual is concave in the price of crossing, and straight between two corners: its maximum is at one of them.
 
         Args:
             kept_bytes: Bytes that are kept.
             moved_bytes: Bytes that cross.
-            at_least: Seconds that each byte across the link is taken to cost even where there is room for more.
+            at_least: Least price of a byte across the link, in seconds, even where there is room for more.
         """
         room = kept_bytes - self._must_keep
         if room < 0:
@@ -148,11 +148,11 @@ class Bound:
                 high = middle
         seconds = max(0.0, value(low))
         if low == len(corners) - 1 and self._wanted(kept_bytes, 2 * corners[-1] + 1) > moved_bytes + 1e-6:
-            seconds = math.inf  # what no rule covers does not fit
+            seconds = math.inf  # storages without a rule do not fit
         return Prices(seconds=seconds, kept=known[low][1], moved=corners[low])
 
     def _knapsack(self, room: float, price: float) -> tuple[float, float]:
-        """Return the least cost of what is not kept, at a price for each byte that crosses, and a kept byte's worth."""
+        """Return the least cost of the units not kept, at a price per byte across the link, and a kept byte's worth."""
         cost, worth = 0.0, 0.0
         for per_byte, sort in sorted(((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: -x[0]):
             nbytes = sort.count * sort.nbytes
@@ -164,7 +164,7 @@ class Bound:
         return cost, worth
 
     def _wanted(self, kept_bytes: float, price: float) -> float:
-        """Return how many bytes would cross if each cost a price: of equally good numbers the largest."""
+        """Return how many bytes would cross the link at a price for each; of equally good numbers the largest."""
         room, moved = kept_bytes - self._must_keep, 0.0
         for _, sort in sorted(
             ((s.unkept(price) / s.nbytes, s) for s in self._sorts), key=lambda x: (-x[0], x[1].moved)
@@ -178,7 +178,7 @@ class Bound:
 
 
 def _corners(sorts: list[_Sort]) -> list[float]:
-    """Return the prices of crossing at which some unit's best action, or the order of what is kept, changes."""
+    """Return the prices per byte across the link at which a unit's best action, or the order of keeping, changes."""
     finite = [sort for sort in sorts if sort.seconds < math.inf]
     own = {sort.seconds / sort.moved for sort in finite if 0 < sort.moved < math.inf}
     per_kept = {sort.seconds / sort.nbytes for sort in finite}

@@ -1,10 +1,10 @@
-"""What offloading and recomputing cost beyond their own prices: charged to what is moved and to what is recomputed.
+"""Overhead of offloading and recomputing beyond their own prices, charged to moved and recomputed storages.
 
 [Note: charges]
-A step that offloads and recomputes is slower than the plain step and its recomputes, and nobody can tell which copy or
-which recompute made it so: hooks, fresh memory, cores and links that are shared. So the time that is not explained is
-charged to both in proportion to their prices, copies out and in counted as if none hid. What moving is charged with is
-split once more: what the host needs for each storage, and the rest by byte.
+A step with offloading takes longer than the plain step plus its recomputes: hooks, fresh memory, shared cores and
+links. No single copy or recompute can be blamed, so this unexplained time is charged to all of them in proportion to
+their prices, copies in both directions counted as if none were hidden. The charge for copies is split into the host's
+time per storage, and the rest per byte.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ebbtide.planner.profile import Profile, Rates, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What was moved and recomputed in some time.
+    """The copies and recomputes of some period.
 
     Attributes:
         recompute_seconds: Price of the recomputes.
-        moved_bytes: What crossed the link, each way.
-        crossings: Storages that crossed it, both ways together.
+        moved_bytes: Bytes across the link, each way.
+        crossings: Storages across it, both ways together.
     """
 
     recompute_seconds: float
@@ -34,12 +34,12 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
 
     Args:
         profile: The step.
-        work: What cost that much more than its prices.
-        extra_seconds: How much.
-        host_seconds: What the host needs for one storage each way, at most.
+        work: The copies and recomputes to charge.
+        extra_seconds: The time to charge.
+        host_seconds: Most time of the host for one storage, each way.
 
     Returns:
-        The profile; None where nothing was moved or recomputed that could be charged.
+        The profile; None if there was nothing to charge.
     """
     rates = profile.rates
     moving = work.moved_bytes * (1 / rates.out_bytes_per_second + 1 / rates.in_bytes_per_second)
@@ -55,7 +55,7 @@ def charged(profile: Profile, work: Work, extra_seconds: float, *, host_seconds:
 
 
 def scaled(profile: Profile, factor: float) -> Profile:
-    """Return a profile in which hooks, recomputes and handling cost ``factor`` times as much; copies are as fast.
+    """Return a profile in which hooks, recomputes and handling cost ``factor`` times as much; copy rates are unchanged.
 
     Args:
         profile: The step.

@@ -1,9 +1,9 @@
-"""Activation checkpointing: what a step would take if every block were re-run, and plans that re-run some.
+"""Activation checkpointing: the cost of checkpointing every block, and plans that checkpoint some.
 
 [Note: simulated checkpointing]
-Every block keeps what it was called with and nothing else; in backward it runs its forward once more, saves all that it
-saves, and then goes backward as ever. So the most memory in a block's backward is the inputs of the blocks up to it,
-all that this one block saves, and what is beside; and the step is longer by the blocks' forwards.
+Every block keeps its inputs and nothing else; in backward it repeats its forward, saves everything, and runs its
+backward. So the peak in a block's backward is the inputs of the blocks up to it, everything that this one block
+saves, and the base; and the step is longer by the forwards of the blocks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ebbtide.planner.profile import BlockProfile, Profile, Unit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointedStep:
-    """What a step would do whose blocks are all re-run.
+    """The cost of a step whose blocks are all checkpointed.
 
     Attributes:
-        peak_bytes: Most device memory, with what is there beside.
+        peak_bytes: Most device memory, base included.
         peak_at: Where: ``"forward"``, ``"head"`` or ``"backward"``, and the block.
         kept_bytes: The inputs of all blocks.
-        overhead_seconds: The blocks' forwards once more.
+        overhead_seconds: Time of the repeated forwards.
     """
 
     peak_bytes: int
@@ -35,11 +35,11 @@ class CheckpointedStep:
 
 
 def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None) -> CheckpointedStep:
-    """Return what a step takes whose blocks are all re-run. See [Note: simulated checkpointing].
+    """Return the cost of a step whose blocks are all checkpointed. See [Note: simulated checkpointing].
 
     Args:
         profile: The step that keeps everything.
-        input_bytes: For each executed block, bytes of what it is called with; None: what it saves of that, which is
+        input_bytes: For each executed block, bytes of its inputs; None: the bytes of them that it saves, which is
             more where a block saves its input in a wider type, and less where it saves none of it.
 
     Raises:
@@ -60,7 +60,7 @@ def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None
     peaks.append((sum(input_sizes) + profile.head_base_bytes, ("head", "")))
     for held, own, block in zip(kept, input_sizes, blocks, strict=True):
         own_saved = _saved_input_bytes(block)
-        twice = own_saved if own_saved <= own else 0  # what is more than it was called with is a copy in a wider type
+        twice = own_saved if own_saved <= own else 0  # more than its inputs: a copy in a wider type
         level = held + block.saved_bytes - twice
         peaks.append((level + block.backward_base_bytes, ("backward", block.name)))
     peak_bytes, peak_at = max(peaks, key=lambda peak: peak[0])
@@ -75,7 +75,7 @@ def checkpointed(profile: Profile, count: int, inputs: Action) -> tuple[tuple[Ac
     Args:
         profile: The step.
         count: How many blocks, of those that may be checkpointed.
-        inputs: KEEP or OFFLOAD: what becomes of their inputs.
+        inputs: Action for their inputs: KEEP or OFFLOAD.
     """
     able = [place for place, block in enumerate(profile.blocks) if block.checkpointable]
     chosen = set(able[:count])

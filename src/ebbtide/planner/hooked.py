@@ -1,11 +1,11 @@
-"""Choosing with the price of hooks in mind: which blocks have any.
+"""Choosing which blocks have hooks, given the price of hooks.
 
 [Note: the price of hooks]
-A block of which anything is offloaded or recomputed has hooks, and these cost the host some time for each tensor that
-it saves, whatever is done with it. A block of which everything is kept has none. So less is sometimes more: with the
-same slowdown fewer blocks can be treated more thoroughly. Plans for the first n blocks, whose bytes stay longest, are
-searched for several n, each within what the hooks of n blocks leave of the slowdown; all other blocks keep everything.
-Where hooks cost nothing, or were not measured, there is one search for all blocks.
+A block with anything offloaded or recomputed has hooks, which cost the host some time for each saved tensor, whatever
+its action. A block that keeps everything has none. So within the same slowdown, treating fewer blocks more thoroughly
+may save more. Plans for the first n blocks, whose bytes stay longest, are searched for several n, each within the
+slowdown left after the hooks of n blocks; all other blocks keep everything. If hooks cost nothing, or were not
+measured, there is one search over all blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
 
     Args:
         profile: The step.
-        max_slowdown: 0.05 allows a step that is 5 % slower than plain training.
+        max_slowdown: 0.05 allows a step that is 5 % slower than ordinary training.
     """
     slack, search = max_slowdown * profile.step_seconds * (1 + 1e-9), Search(profile)
     if not any(block.hook_seconds for block in profile.blocks):
@@ -42,7 +42,7 @@ def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:
 
 
 def with_hooks(found: Solution) -> Solution:
-    """Return a solution whose predicted step contains the hooks of the blocks that have some."""
+    """Return the solution with the time of its hooks added to the predicted step."""
     hooks = _hook_seconds(found.profile, found.assignment)
     predicted = found.predicted
     return replace(
@@ -64,7 +64,7 @@ def _hook_seconds(profile: Profile, assignment: Assignment) -> float:
 
 
 def _first(profile: Profile, count: int) -> Profile:
-    """Return a step in which all but the first blocks must keep what they save."""
+    """Return a profile in which all but the first blocks must keep their tensors."""
 
     def kept(block: BlockProfile) -> BlockProfile:
         units = (replace(unit, movable=False, recompute_seconds=None, recompute_flops=None) for unit in block.units)

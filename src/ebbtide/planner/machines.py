@@ -1,4 +1,4 @@
-"""Machines that need not be there: what a device computes, reads and moves in a second.
+"""Named machines: rates of compute, memory and links, for plans made elsewhere.
 
 Rates are those of single measurements that others published, at their best; a step reaches less of them, all alike, so
 that ratios (what hides, what is worth recomputing) are nearer to the truth than times are.
@@ -22,7 +22,7 @@ class Machine:
     """A node and its devices.
 
     Attributes:
-        name: As people call it.
+        name: Its usual name.
         devices: How many of them a node has.
         memory_bytes: Of one device.
         flop_per_second: Matrix products of one device in bfloat16 or float16.
@@ -62,7 +62,7 @@ class Machine:
                 )
 
     def rates(self, ranks: int = 1) -> Rates:
-        """Return what moving costs one of ``ranks`` devices that copy at once: its link, or its share of the host."""
+        """Return the copy rates of one of ``ranks`` devices that copy at once: its link, or its share of the host."""
         share = self.host_bytes_per_second / ranks
         return Rates(
             out_bytes_per_second=min(self.out_bytes_per_second, share),

@@ -1,4 +1,4 @@
-"""What a plan is made from: the executed blocks of one step, what each saves, and the machine's rates.
+"""Profiles: the executed blocks of one step, the storages each saves, and the machine's rates.
 
 A profile is measured on the machine (``ebbtide.profiling.measured``) or simulated for another. It is plain
 values: numbers, names, no tensors.
@@ -24,8 +24,8 @@ class Unit:
         narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not.
         block_input: It came into the block from outside.
         movable: It may be offloaded.
-        recompute_seconds: Time of making it again from what else is saved; None if it cannot be.
-        recompute_flops: Multiply-add work of that, in FLOP; None if it cannot be.
+        recompute_seconds: Time of recomputing it from other saved tensors; None if it has no recipe.
+        recompute_flops: Multiply-add work of that, in FLOP; None if it has no recipe.
     """
 
     site: Site
@@ -38,12 +38,12 @@ class Unit:
 
     @property
     def moved_bytes(self) -> int:
-        """What crosses the link when it is offloaded."""
+        """Bytes across the link when it is offloaded."""
         return self.nbytes if self.narrow_bytes is None else self.narrow_bytes
 
     @property
     def must_keep(self) -> bool:
-        """Whether it stays whatever the plan: it can be neither moved nor recomputed."""
+        """Whether it stays under every plan, because it can be neither moved nor recomputed."""
         return not self.movable and self.recompute_seconds is None
 
 
@@ -59,8 +59,8 @@ class BlockProfile:
         units: What it saves, in that order.
         forward_base_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_base_bytes: The same while its backward runs.
-        checkpointable: It may run whole a second time in backward.
-        input_bytes: What it is called with, and keeps for that.
+        checkpointable: It may be checkpointed.
+        input_bytes: Bytes of its inputs, which a checkpoint keeps.
         hook_seconds: What hooks around it cost where they keep all that it saves, as far as that was measured.
     """
 
@@ -77,7 +77,7 @@ class BlockProfile:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all that it saves."""
+        """Bytes that it saves."""
         return sum(unit.nbytes for unit in self.units)
 
 
@@ -88,7 +88,7 @@ class Rates:
     Attributes:
         out_bytes_per_second: From the device to the store, all ranks of the machine at once.
         in_bytes_per_second: From the store to the device.
-        handling_seconds: Compute time that each moved storage costs beside its copy, each way.
+        handling_seconds: Compute time that each moved storage costs besides its copy, each way.
         handling_seconds_per_byte: Compute time that each of its bytes costs, each way: copies, direct I/O and fresh
             memory take cores on a CPU.
     """
@@ -148,12 +148,12 @@ class Profile:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of all that the blocks save."""
+        """Bytes that the blocks save."""
         return sum(block.saved_bytes for block in self.blocks)
 
     @property
     def must_keep_bytes(self) -> int:
-        """Bytes that stay whatever the plan."""
+        """Bytes that stay under every plan."""
         return sum(unit.nbytes for _, _, unit in self.units() if unit.must_keep)
 
     @property

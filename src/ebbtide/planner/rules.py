@@ -1,4 +1,4 @@
-"""Plans that follow from a policy alone: ``Auto``'s until its steps are measured, all others for good."""
+"""Plans that follow from a policy alone: that of ``Auto`` until its steps are measured, and all others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 
 CHECKPOINT_ABOVE = 3.0
-"""A block whose bytes without a recipe exceed this many times its inputs is re-run whole under ``Minimal``."""
+"""A block whose bytes without a recipe exceed this many times its inputs is checkpointed under ``Minimal``."""
 
 CHEAP_FLOP_PER_BYTE = 4.0
 """``Auto`` recomputes tensors that cost no more than this: element-wise chains, depthwise convolutions of a few taps.
@@ -97,7 +97,7 @@ def plan_for(policy: Policy) -> Plan:
                 policy,
                 "minimal",
                 "all that can be recomputed is, matrix products too; block inputs, attention outputs and what no "
-                "rule covers are offloaded; blocks that the rules cover badly are re-run whole",
+                "rule covers are offloaded; blocks that the rules cover badly are checkpointed",
             )
         case Auto():
             return _AutoPlan(

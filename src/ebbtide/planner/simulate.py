@@ -1,11 +1,11 @@
-"""One step, event by event: compute, the copies out, the copies in, and the device memory.
+"""One step, event by event: compute, copy-outs, copy-ins, device memory.
 
 [Note: the simulated schedule]
-It is the engine's own (``ebbtide.engine.flow``). A storage that is offloaded is copied out in the order in which it was
-saved, one copy at a time; when more than the window is in flight, compute waits for the oldest. When backward begins,
-copies that have not begun are withdrawn and their bytes are there. From a block's backward on, what comes next is
-brought in, in the order in which it will be read, never more ahead of its reader than the window; a reader whose bytes
-are not there waits. What is recomputed is computed just before it is read.
+It is the engine's own (``ebbtide.engine.flow``). Offloaded storages are copied out in the order in which they were
+saved, one at a time; when more than the window is in flight, compute waits for the oldest. At the start of backward,
+copies that have not begun are cancelled, because their bytes are still on the device. From a block's backward on, the
+next bytes are prefetched in the order in which they will be read, at most one window ahead of their reader; a reader
+whose bytes have not arrived waits. Recipes are evaluated just before their result is read.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Simulated:
         overhead_seconds: Beyond the step that keeps everything.
         recompute_seconds: Time of recomputes in it.
         stalls: Seconds that each block waited for copies, forward and backward together.
-        levels_bytes: Most bytes of what blocks have saved: in each block's forward, at the turn-around, and in each
+        levels_bytes: Most saved bytes on the device: in each block's forward, at the start of backward, and in each
             block's backward, the last block's first.
-        peak_bytes: Most device memory, with what is there beside.
+        peak_bytes: Most device memory, base included.
         peak_at: Where: ``"forward"``, ``"head"`` or ``"backward"``, and the block.
         kept_bytes: Bytes that stay.
-        offloaded_bytes: Bytes that leave, or would if there were time.
-        moved_bytes: Bytes that cross the link for that: fewer where they are stored in a narrower type.
-        served_bytes: Of those that leave, bytes that had not at the turn-around: backward reads them where they were.
-        recomputed_bytes: Bytes that are dropped and made again.
-        handling_seconds: Compute time that moving took beside the copies.
+        offloaded_bytes: Bytes to offload, cancelled copies included.
+        moved_bytes: Bytes across the link: fewer where they are stored in a narrower type.
+        served_bytes: Offloaded bytes still on the device at the start of backward, which reads them there.
+        recomputed_bytes: Bytes that are dropped and recomputed.
+        handling_seconds: Compute time that moving took besides the copies.
     """
 
     step_seconds: float
@@ -67,7 +67,7 @@ class Simulated:
 
 @dataclass(slots=True)
 class _Parked:
-    """An offloaded unit on its way."""
+    """An offloaded unit and the state of its copy."""
 
     nbytes: int
     place: int
@@ -86,7 +86,7 @@ class _Step:
         self.stalls = [0.0] * len(profile.blocks)
         self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
-        self.held = 0  # kept, and parked with a source still there
+        self.held = 0  # bytes kept, and offloaded bytes whose source is still there
         self.in_flight: deque[_Parked] = deque()
         self.flight_bytes = 0
         self.parked: dict[tuple[int, int], _Parked] = {}
@@ -101,10 +101,10 @@ class _Step:
         self.served_bytes, self.handling_seconds = 0, 0.0
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
-        """Note how much memory one stretch of the step took.
+        """Record the memory of one stretch of the step.
 
         Args:
-            level_bytes: Most bytes of what blocks have saved.
+            level_bytes: Most saved bytes on the device.
             base_bytes: All other.
             where: Forward, turn or backward.
             name: The block.
@@ -114,7 +114,7 @@ class _Step:
             self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
 
     def handle(self, nbytes: int) -> None:
-        """Spend what moving one storage costs compute."""
+        """Spend the compute time of moving one storage."""
         rates = self.profile.rates
         seconds = rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
         self.now += seconds
@@ -169,7 +169,7 @@ class _Step:
     def head(self) -> None:
         self.see(self.held, self.profile.head_base_bytes, "head", "")
         self.now += self.profile.head_seconds
-        # What has begun is finished, and its source still serves; what has not is withdrawn. Either way it is there.
+        # Copies that have begun finish, others are cancelled. Either way the source still has the bytes.
         self.served_bytes = sum(self.profile.blocks[p.place].units[p.number].nbytes for p in self.in_flight)
         self.in_flight.clear()
 
@@ -186,7 +186,7 @@ class _Step:
     def _block_backward(self, place: int, coming: _CopyIn) -> None:
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
-        back = 0  # recomputed or brought in, and not yet released
+        back = 0  # recomputed or prefetched, and not yet released
         coming.advance()
         if Action.CHECKPOINT in actions:
             self.now += block.forward_seconds
@@ -212,7 +212,7 @@ class _Step:
         if not block.units:
             self.now += block.backward_seconds
         self.see(level, block.backward_base_bytes, "backward", block.name)
-        # Its graph is gone, and with it what stayed for it.
+        # Its graph is gone, and so are the bytes kept for it.
         self.held -= _more_inputs(block, actions)
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             if action is Action.KEEP:
@@ -222,14 +222,14 @@ class _Step:
 
 
 def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
-    """Return what a block that is checkpointed keeps beyond the inputs that it saves."""
+    """Return the input bytes of a checkpointed block beyond those that it saves."""
     if Action.CHECKPOINT not in actions:
         return 0
     return max(block.input_bytes - sum(unit.nbytes for unit in block.units if unit.block_input), 0)
 
 
 class _CopyIn:
-    """Copies on the way in, in the order in which backward reads."""
+    """Copy-ins, in the order in which backward reads."""
 
     def __init__(self, step: _Step, order: list[tuple[int, int]]) -> None:
         self._step, self._order = step, deque(order)
@@ -246,7 +246,7 @@ class _CopyIn:
             self._begin(self._order.popleft())
 
     def arrival(self, place: int, number: int) -> float:
-        """Return when the bytes of a unit are there; begins its copy if nobody has: then it is the next in order."""
+        """Return when the bytes of a unit arrive; begin its copy if necessary: then it is the next in order."""
         if (place, number) not in self._arrivals:
             self._begin(self._order.popleft())
         return self._arrivals[place, number]

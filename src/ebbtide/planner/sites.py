@@ -13,7 +13,7 @@ from ebbtide.planner.profile import Profile, Unit
 
 @dataclass(frozen=True, slots=True)
 class SiteUnits:
-    """The units of one site that are equally large: one of them, and where they are, spread over the blocks."""
+    """Equally large units of one site: one of them, and the places of all, spread over the blocks."""
 
     unit: Unit
     places: Sequence[tuple[int, int]]

@@ -1,12 +1,12 @@
 """Choosing: the fastest step that fits a budget, or the least memory within a slowdown.
 
 [Note: the search]
-Two numbers name a candidate: the bytes that stay, ``K``, and the bytes that cross the link, ``M``. The linear program
-of the bound says which storages to recompute for these; the rest stays or is offloaded. Some of the last blocks keep
-their bytes (backward wants them first), and all else is spread evenly over the blocks, so that copies come at an even
-pace. A *family* fixes how much of the bound's ``M`` is offloaded, for real copies come in blocks and in order, whether
-moving has a price, and how many of the last blocks keep; within it, time falls and memory rises with ``K``, whose
-border is found by interpolation. The best family's border is the plan.
+Two numbers name a candidate: the bytes to keep, ``K``, and the bytes across the link, ``M``. For these, the linear
+program of the bound says which storages to recompute; the others are kept or offloaded. Some of the last blocks keep
+their bytes (backward reads them first), and the rest is spread evenly over the blocks, so that copies come at an even
+pace. A *family* fixes three things: how much of the bound's ``M`` is offloaded (real copies come in blocks and in
+order), whether moving has a price, and how many of the last blocks keep. Within a family, time falls and memory rises
+with ``K``; interpolation finds the last candidate within the limit. The best of these is the plan.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What was chosen, and what it should cost.
+    """A chosen plan and its predicted cost.
 
     Attributes:
-        profile: The step that it was chosen for.
+        profile: The step it was chosen for.
         assignment: For each executed block, the action of each of its units.
         predicted: The simulated step.
         everything_kept: The simulated step that keeps everything.
@@ -80,7 +80,7 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
         budget_bytes: Most device memory.
 
     Raises:
-        BudgetError: No plan fits; says what the smallest peak is and what holds it.
+        BudgetError: No plan fits; names the smallest peak and what holds it.
     """
 
     return Search(profile).fit(budget_bytes)
@@ -102,7 +102,7 @@ def shrink(profile: Profile, max_slowdown: float) -> Solution:
 
 
 def follow(profile: Profile, plan: Plan) -> Solution:
-    """Return what a plan that looks at no profile, such as ``Minimal``'s, does with this one. Blocks are not re-run.
+    """Apply a plan that uses no profile, such as ``Minimal``'s, to a profile. No block is checkpointed.
 
     Args:
         profile: The step.
@@ -148,7 +148,7 @@ class _Family:
 
 
 class Search:
-    """Candidates of one profile. Several questions about one profile share what was simulated.
+    """Candidates of one profile. Several searches of one profile share their simulations.
 
     Args:
         profile: The step.
@@ -169,7 +169,7 @@ class Search:
 
     @functools.cached_property
     def smallest(self) -> Solution:
-        """The plan of the smallest peak: nothing stays that can leave."""
+        """The plan of the smallest peak: nothing is kept that can be offloaded or recomputed."""
         kept = self.profile.must_keep_bytes
         tried = [self._try(_Family(share, tail), kept) for share in SHARES for tail in (0, 2)]
         tried += self._checkpointed(lambda found: False)
@@ -218,7 +218,7 @@ class Search:
         return least if _peak(least) < _peak(best) - grain else best
 
     def _checkpointed(self, holds: Callable[[Solution], bool], *, fewest: bool = True) -> list[Solution]:
-        """Return plans that checkpoint so many of the first blocks that a test begins to hold, or all of them.
+        """Return plans that checkpoint the fewest first blocks for which a test holds, or all of them.
 
         Args:
             holds: A test that holds from some number of blocks on.
@@ -239,7 +239,7 @@ class Search:
         return found.predicted.overhead_seconds + self._price * found.predicted.moved_bytes
 
     def _best(self, border: Callable[[_Family], Solution | None], cost: Callable[[Solution], Any]) -> Solution | None:
-        """Return the best border: first how much is offloaded, then how many of the last blocks keep."""
+        """Return the best candidate within the limit: vary the offloaded share, then how many last blocks keep."""
         tails = [tail for tail in TAILS if tail <= len(self.profile.blocks)]
         families = [_Family(share, tails[0]) for share in SHARES] + [_Family(1.0, tails[0], priced=False)]
         by_family = {family: found for family in families if (found := border(family)) is not None}
@@ -252,13 +252,13 @@ class Search:
     def _border(
         self, family: _Family, beyond: Callable[[Solution], float], close: float, *, rising: bool
     ) -> Solution | None:
-        """Return the last candidate of a family that is not beyond a limit, or None if all are.
+        """Return the last candidate of a family within a limit, or None if there is none.
 
         Args:
             family: The candidates.
-            beyond: By how much one is beyond the limit.
-            close: Not beyond it by less than this is near enough.
-            rising: Whether what is limited rises with the bytes that stay, or falls.
+            beyond: By how much a candidate exceeds the limit.
+            close: Slack below the limit that is near enough.
+            rising: Whether the limited quantity rises with the kept bytes, or falls.
         """
         ends = (self.profile.must_keep_bytes, self.profile.saved_bytes)
         good, bad = ends if rising else (ends[1], ends[0])
@@ -289,7 +289,7 @@ class Search:
         return self._known[key]
 
     def simulated(self, assignment: Assignment) -> Solution:
-        """Return what an assignment costs, by simulation."""
+        """Return the simulated cost of an assignment."""
         self.simulations += 1
         return self._solution(assignment, simulate(self.profile, assignment))
 
@@ -331,7 +331,7 @@ class Search:
     def _recomputed_first(
         self, family: _Family, kept_bytes: int, moved_bytes: float
     ) -> Iterator[tuple[int, int, bool]]:
-        """Yield the units that can be recomputed, those first that the program would recompute.
+        """Yield the units that have a recipe, those first that the program would recompute.
 
         Yields:
             The place of a block, that of a unit there, and whether that is cheaper than its copy whatever the room.
@@ -343,7 +343,7 @@ class Search:
                 yield place, number, rank < 1 - 1e-9
 
     def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
-        """Keep what these blocks would offload while there is room, the last first; what is moved as less, at the end.
+        """Keep what these blocks would offload while there is room, the last first; units in a narrower type last.
 
         Returns:
             The room that is left.
@@ -358,7 +358,7 @@ class Search:
         return room
 
     def _keep_evenly(self, actions: list[list[Action]], places: range, room: float) -> None:
-        """Keep in each of these blocks an equal part of the room; what does not fit in one goes to others."""
+        """Divide the room equally over these blocks; what one cannot use goes to others."""
         share, left = room / max(len(places), 1), 0.0
         for place in places:
             left = self._keep_last(actions, range(place, place + 1), left + share)

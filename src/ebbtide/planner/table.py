@@ -1,4 +1,4 @@
-"""A plan as a table: for every block and site an action, and what it should cost."""
+"""A plan as a table: an action for every block and site, and the predicted cost."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ MICROSECONDS_PER_MB = 1e6 * 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan should cost.
+    """The predicted cost of a plan.
 
     Attributes:
         step_seconds: Time of the step.
         overhead_percent: By how much that is longer than the step that keeps everything.
-        bound_percent: The least that any schedule could add that leaves no more on the device at the turn-around.
+        bound_percent: The least that any schedule adds which keeps as few bytes at the start of backward.
         peak_bytes: Most device memory.
         peak_everything_kept_bytes: The same when everything is kept.
-        kept_bytes: Of what the blocks save, bytes that stay.
+        kept_bytes: Saved bytes that stay on the device.
         offloaded_bytes: Bytes that are offloaded.
-        moved_bytes: What crosses the link for that, each way: less where it is stored in a narrower type.
-        recomputed_bytes: Bytes that are dropped and made again.
+        moved_bytes: Bytes across the link, each way: fewer where they are stored in a narrower type.
+        recomputed_bytes: Bytes that are dropped and recomputed.
     """
 
     step_seconds: float
@@ -59,7 +59,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-    """Looks the action of a site up; where the table does not know it, goes by rule.
+    """Looks up the action of a site; follows the heuristic for sites that it does not have.
 
     A batch that saves more than the profiled one keeps no more bytes for it: what comes when the plan's bytes are kept
     is offloaded.
@@ -67,7 +67,7 @@ class TablePlan:
     Attributes:
         name: Short name for logs and reports.
         actions: Path of the block and site → action.
-        predicted: What it should cost.
+        predicted: Its predicted cost.
         reasons: One line per site kind.
     """
 
@@ -96,7 +96,7 @@ class TablePlan:
         """Return the action of a storage."""
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs:
-            # Saved for its second run: by the block itself, not by a module in it. Else it was not run again.
+            # An input of a checkpoint is saved by the block itself, not by a module in it.
             if candidate.block_input and not candidate.site.module:
                 return self._inputs[candidate.block_name]
             action = None
@@ -109,26 +109,26 @@ class TablePlan:
         return action
 
     def needs_recipe(self, candidate: Candidate) -> bool:
-        """Whether the table may answer RECOMPUTE: not where it offloads, or keeps and has bytes left for that."""
+        """Whether ``choose`` may answer RECOMPUTE for the candidate."""
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs or action not in (Action.KEEP, Action.OFFLOAD):
             return True
         return action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return KEEP: what a block saves is treated one by one."""
+        """Return KEEP: saved tensors are decided one by one."""
         return Action.KEEP
 
     def checkpoints(self, block_name: str) -> bool:
-        """Whether a block is run whole a second time in backward."""
+        """Whether a block is checkpointed."""
         return block_name in self._inputs
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether it is to be seen if a block can run again."""
+        """Whether to watch if a block can be checkpointed."""
         return block_name in self._inputs
 
     def explain(self) -> str:
-        """Say what was chosen, what it should cost, and why, a line per site kind."""
+        """Describe the actions, the predicted cost and the reasons, a line per site kind."""
         p = self.predicted
         head = (
             f"of {format_size(p.kept_bytes + p.offloaded_bytes + p.recomputed_bytes)} that blocks save, "
@@ -164,10 +164,10 @@ class TablePlan:
 
 
 def table_plan(solution: Solution, name: str) -> TablePlan:
-    """Return the plan that a solution means.
+    """Return a solution as a plan.
 
     Args:
-        solution: What was chosen.
+        solution: The chosen actions.
         name: Short name for logs and reports.
     """
     profile, found = solution.profile, solution.predicted
@@ -228,7 +228,7 @@ def _key(row: list[Any]) -> tuple[str, Site]:
 
 
 def _reasons(solution: Solution) -> tuple[str, ...]:
-    """Say for each site kind what was done with it in how many blocks, and why; the largest first."""
+    """Return a line per site kind: actions, number of blocks, reason; the largest first."""
     groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     nbytes: dict[Site, int] = defaultdict(int)
     recompute: dict[Site, float | None] = {}

@@ -1,14 +1,14 @@
-"""What a step costs without us: from blocks that ran without hooks in a measured step.
+"""The time of ordinary training, from blocks that ran without hooks in a measured step.
 
 [Note: the baseline]
-``max_slowdown`` is a part of plain training. Steps that are measured under hooks contain our own work, so plain
-training is not among them. In the second one some blocks of each kind run plain (``ebbtide.engine.timing``, [Note:
-plain blocks]), at most one in ``APART``: the last ones, because no copies run beside their backward, and others spread
-over the stack, because a machine is not equally fast throughout a step. What their equals took beyond them in the same
-step, less recomputes, is our own work: it is charged to what is moved and recomputed (``ebbtide.planner.charges``), and
-all blocks of the kind count with the plain ones' times. Machines are noisy, so the upper quartile of the equals is
-compared with the lower quartile of the plain ones: a plan that keeps too much costs less than a broken promise.
-Without an equal, a block is compared with itself one step before.
+``max_slowdown`` is relative to ordinary training, and steps measured under hooks contain our own work. So in the
+second measured step some blocks of each kind run without hooks (``ebbtide.engine.timing``, [Note: plain blocks]), at
+most one in ``APART``: the last ones, because no copies run during their backward, and others spread over the stack,
+because a machine is not equally fast throughout a step. What blocks of the same kind took longer with hooks in the
+same step, less recomputes, is our own work: it is charged to moved and recomputed storages
+(``ebbtide.planner.charges``), and all blocks of the kind count with the times without hooks. Machines are noisy, so
+the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than
+a broken promise. If no block of the kind ran with hooks, a block is compared with itself one step before.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBlock:
-    """What blocks of a kind take without hooks, and their equals with them.
+    """Times of blocks of a kind without hooks, and of their equals with hooks.
 
     Attributes:
-        units: What its equals saved, and what was done with it.
+        units: The storages that its equals saved, and their actions.
         forward_seconds: Of a forward without hooks: the lower quartile.
         backward_seconds: Of a backward without hooks: the lower quartile.
         hooked_forward_seconds: Of a forward with hooks: the upper quartile.
         hooked_backward_seconds: Of such a backward, recomputes included.
-        hook_seconds: What hooks cost a block of which all is kept; 0 where that was not measured.
+        hook_seconds: Cost of hooks on a block that keeps everything; 0 if not measured.
     """
 
     units: tuple[TimedUnit, ...]
@@ -79,13 +79,13 @@ class PlainBlock:
 
     @property
     def extra_seconds(self) -> float:
-        """What its equals took longer, recomputes left out; below zero where these were taken to cost too much."""
+        """Extra time of its equals without recomputes; below zero if recomputes were overestimated."""
         hooked = self.hooked_forward_seconds + self.hooked_backward_seconds - recompute_seconds(self.units)
         return hooked - self.forward_seconds - self.backward_seconds
 
 
 def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST) -> frozenset[str]:
-    """Return the blocks that are to run plain in the next step. See [Note: the baseline].
+    """Return the blocks to run without hooks in the next step. See [Note: the baseline].
 
     Args:
         blocks: The blocks of a step that was measured.
@@ -117,10 +117,10 @@ def _spread(equals: list[Sized], count: int) -> list[Sized]:
 
 
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
-    """Return, by kind, what blocks took that ran plain in a step.
+    """Return kind → times of the blocks that ran without hooks in a step.
 
     Args:
-        before: An equal step in which none did.
+        before: An equal step with hooks on all blocks.
         step: The step.
     """
     drift = _drift(before, step)
@@ -140,7 +140,7 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         tail = [place for place in places if place > last_hooked] or places  # no copies ran beside their backward
         forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
         backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
-        # What disturbs a machine makes it slower, never faster: without hooks nothing takes longer.
+        # Disturbances only make a machine slower: removing hooks cannot make a block slower.
         forward = min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards))
         backward = min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards))
         hooks = median(block.forward_seconds + block.backward_seconds for block in kept) if kept else 0.0
@@ -161,7 +161,7 @@ def _treated(block: TimedBlock) -> bool:
 
 
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
-    """Return blocks that are to keep everything under hooks in the next step: what hooks cost by themselves.
+    """Return blocks that keep everything under hooks in the next step, to measure the cost of hooks alone.
 
     They are neighbours of those that run plain, and as many, of kinds that have four times as many blocks.
 
@@ -187,7 +187,7 @@ def quartile(values: Sequence[float], *, upper: bool = False) -> float:
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
-    """Return a profile whose blocks count with their plain times, and whose prices contain our own work.
+    """Return a profile with the times of blocks without hooks, and prices that contain our own work.
 
     Args:
         profile: The step.
@@ -207,7 +207,7 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
 
 
 def alike(one: TimedStep, other: TimedStep) -> bool:
-    """Whether two steps ran the same blocks, and these saved the same, as far as they had hooks."""
+    """Whether two steps ran the same blocks, which saved the same bytes if they had hooks."""
 
     def same(a: TimedBlock, b: TimedBlock) -> bool:
         units = [[(unit.site, unit.nbytes) for unit in block.units] for block in (a, b)]
@@ -269,7 +269,7 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
 
 
 def noise(before: TimedStep, step: TimedStep) -> float:
-    """Return by which part two steps that ran the same differ in what they took."""
+    """Return the relative difference in time of two equal steps."""
     drift = _drift(before, step)
     return max(drift, 1 / drift) - 1 if drift else 0.0
 

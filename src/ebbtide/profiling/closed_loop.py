@@ -1,18 +1,18 @@
-"""From a profile to a plan, and from a plan that was judged to the next one.
+"""From a profile to a plan, and from a judged plan to the next one.
 
 [Note: which plan comes next]
-A plan that missed its promise is made anew with the prices that it showed, so it keeps more
-(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare: prices
-err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar says what it cost at most; where
-that is clearly less than was predicted, all prices fall in proportion, though at once to no less than ``LEAST_PRICE``
-of themselves, and a plan made with these, which keeps less, is carried out and judged like the first, at most
-``LOOSENED`` times. A first plan that keeps everything shows no price at all; then prices fall as far as they may. As
-soon as such a plan misses the promise, the one before it is carried out again, for good.
+After a miss, a new plan is made with the prices that the missed one showed, so it keeps more
+(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare,
+because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar is its real cost;
+if that is clearly less than predicted, all prices fall in proportion, to no less than ``LEAST_PRICE`` of themselves
+at once, and a plan made with these, which keeps less, is carried out and judged, at most ``LOOSENED`` times. A first
+plan that keeps everything shows no price; then prices fall as far as they may. As soon as such a plan misses the
+promise, the one before it is carried out again, for good.
 
 [Note: the device's memory]
-On an accelerator the measured steps tell a plan's peak. Where that of the plan for ``max_slowdown`` would not fit the
-device, what is there is taken for a memory budget: the fastest plan that fits. Peaks are of what torch's allocator
-hands out; what it holds in pieces too small for the next request, ``FRAGMENTS`` of that, must fit beside it.
+On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device,
+the device's memory becomes a budget: the fastest plan that fits. Peaks count what torch's allocator hands out;
+``FRAGMENTS`` of it, held in pieces too small for the next request, must fit too.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ KEEPS = "everything stays, so blocks run without hooks, as in ordinary training:
 
 
 class ClosedLoop:
-    """Makes the plans of ``Auto``. See [Note: which plan comes next].
+    """Chooses the plans of ``Auto``. See [Note: which plan comes next].
 
     Args:
         policy: What the user asked for.
-        tier: Where offloaded bytes wait; tells how much memory there is.
+        tier: The store of offloaded bytes; knows how much memory there is.
 
     Attributes:
-        story: What became of earlier plans for this profile, one line each.
+        story: The verdicts on earlier plans for this profile, one line each.
     """
 
     def __init__(self, policy: Auto, tier: Tier) -> None:
@@ -95,7 +95,7 @@ class ClosedLoop:
         return (self._looser(check) or check) if check.keeps else check
 
     def after(self, check: Check) -> Check | None:
-        """Return the plan that follows one that was judged; None: that one stays."""
+        """Return the plan that follows a judged one; None: the judged one stays."""
         if not (check.too_slow or check.over_budget_bytes):
             logger.info("the plan keeps its promise: %s", check.text())
             return self._looser(check)
@@ -117,7 +117,7 @@ class ClosedLoop:
         return found
 
     def spare_bytes(self, check: Check) -> int | None:
-        """Return the memory that is left beside a plan while it is carried out; None if that is not known."""
+        """Return the memory that a plan leaves free while it is carried out; None if not known."""
         device = self._device_bytes
         room = room_bytes(self._tier) if device is None else device
         return None if room is None else room - check.solution.predicted.peak_bytes
@@ -127,7 +127,7 @@ class ClosedLoop:
         logger.info("%s", line)
 
     def _looser(self, check: Check) -> Check | None:
-        """Return a plan that does more than one that kept its promise; None where none is worth a try."""
+        """Return a plan that keeps less than one that kept its promise; None if none is worth a try."""
         if check.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
             return None
         cheaper = loosened(check)
@@ -159,7 +159,7 @@ class ClosedLoop:
         return room is None or solution.predicted.kept_bytes <= room
 
     def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
-        """Return a plan, and the bytes that it has to fit; where none fits them, the plan that takes least."""
+        """Return a plan and its memory limit; if none fits, the plan with the least memory."""
         if budget_bytes is None:
             found, budget_bytes = shrink_hooked(profile, self._policy.max_slowdown), self._device_bytes
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
@@ -179,7 +179,7 @@ class ClosedLoop:
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:
-    """Return the names of the blocks of which a plan keeps everything, in each of their executions."""
+    """Return the names of the blocks of which a plan keeps everything, in all their executions."""
     names = [block.name for block in solution.profile.blocks]
     treated = {
         name
@@ -190,7 +190,7 @@ def kept_blocks(solution: Solution) -> frozenset[str]:
 
 
 def solution_for(policy: Policy, profile: Profile) -> Solution:
-    """Return what a policy chooses for a step.
+    """Return the solution of a policy for a step.
 
     Raises:
         BudgetError: No plan fits the memory budget.

@@ -1,15 +1,15 @@
-"""A simulated machine: tensors have shapes and no bytes, operators cost what a clock is moved on by.
+"""A simulated machine: tensors have shapes and no bytes, and each operator advances a clock.
 
 [Note: a simulated step]
-torch's ``FakeTensorMode`` runs the model's own code, forward and backward, with the engine's own hooks on it, so what
-is saved, and from what it can be recomputed, is found as in a real step. A dispatch mode stands for the machine: every
-operator moves a clock on by the time that it would take (its FLOP at the machine's rate, or its bytes at the rate of
-the memory, whichever is longer), and every storage counts while it lives. The clock and the account are what a measured
-step asks its meter for (``ebbtide.engine.timing``), so that all that follows is the same as for one that was measured.
-The step goes by rule, as a measured one does; what is offloaded leaves at once. What a plan does is simulated.
+torch's ``FakeTensorMode`` runs the model's own code, forward and backward, under the engine's own hooks, so saved
+tensors and their recipes are those of a real step. A dispatch mode is the machine: every operator advances a clock by
+its time (its FLOP at the machine's rate, or its bytes at the memory's rate, whichever is longer), and every storage
+counts while it lives. The engine reads this clock and account as it reads its meter in a measured step
+(``ebbtide.engine.timing``), so everything that follows is the same. The step follows the heuristic, as a measured one
+does; offloaded bytes leave at once.
 
-What a model computes from neither weights nor activations (positions, lengths, whether a mask hides anything) is small
-and is really computed, so that it may decide by it as it always does.
+Values computed from neither weights nor activations (positions, lengths, whether a mask hides anything) are small and
+really computed, so that the model can decide by them.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def without_bytes() -> FakeTensorMode:
 
 
 class FakeMachine(TorchDispatchMode):
-    """Moves a clock on and counts what lives, for every operator that is called. See [Note: a simulated step].
+    """Advances a clock and counts living storages, for every operator that is called. See [Note: a simulated step].
 
     It is the meter of its step (``ebbtide.store.meter.Meter``).
 
     Args:
         machine: What operators cost.
-        base_bytes: What is there the whole time and is not counted one by one: weights, optimizer state.
+        base_bytes: Memory that is always there and not counted one by one: weights, optimizer state.
     """
 
     def __init__(self, machine: Machine, base_bytes: int) -> None:
@@ -73,7 +73,7 @@ class FakeMachine(TorchDispatchMode):
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._bytes = self._peak = base_bytes
 
-    # What a measured step asks
+    # The meter of a step
 
     def timestamp(self, where: torch.device | None) -> float:
         """Return the clock."""
@@ -99,12 +99,12 @@ class FakeMachine(TorchDispatchMode):
 
     @contextmanager
     def unseen(self) -> Generator[None]:
-        """Let what is done inside take no time, and what lives only there count for nothing."""
+        """Inside, operators take no time and storages do not count."""
         clock, peak = self._clock, self._peak
         yield
         self._clock, self._peak = clock, max(peak, self._bytes)
 
-    # What is run
+    # Operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,7 +117,7 @@ class FakeMachine(TorchDispatchMode):
         return result
 
     def _call(self, func: Any, args: Any, kwargs: Any, read: list[torch.Tensor]) -> Any:
-        """Call an operator: on fake tensors, or really if all that it reads is real and what it makes is small."""
+        """Call an operator on fake tensors, or really if its inputs are real and its outputs small."""
         name = func._schema.name.partition("::")[2]
         if name.startswith("index"):
             args = (args[0], _places(args[1]), *args[2:])
@@ -170,14 +170,14 @@ class FakeMachine(TorchDispatchMode):
         self._peak = max(self._peak, self._bytes)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Count these no more: they are among what is beside."""
+        """Stop counting these: they belong to the base."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._live[id(storage)] = weakref.ref(storage)
 
 
 class _FakeTensorSlot:
-    """What was parked and takes no place. See ``ebbtide.store.protocol.Slot``."""
+    """An offloaded storage without bytes. See ``ebbtide.store.protocol.Slot``."""
 
     parked = True
 
@@ -206,7 +206,7 @@ class _FakeTensorSlot:
 
 
 class FakeTensorTier:
-    """Where bytes go at once and come back at once. See ``ebbtide.store.protocol.Tier``."""
+    """A tier whose copies take no time. See ``ebbtide.store.protocol.Tier``."""
 
     name, can_cancel, used_bytes, free_bytes = "simulated", True, 0, None
 
@@ -248,7 +248,7 @@ class FakeTensorTier:
 
 
 def _places(indices: Any) -> Any:
-    """Return indices with real masks turned into the places that they choose: how many these are depends on values."""
+    """Return indices with real masks replaced by the positions they choose, whose number depends on values."""
     if not isinstance(indices, (list, tuple)):
         return indices
     found: list[torch.Tensor | None] = []

@@ -1,10 +1,10 @@
-"""What this machine computes, reads and moves in a second, measured in a few seconds.
+"""Rates of this machine (compute, memory, links), measured in a few seconds.
 
 [Note: long enough to be timed]
-Nobody knows beforehand whether a machine multiplies matrices at 5 or at 500 000 GFLOP/s. So work begins small and grows
-until one round takes long enough to be timed, and more work brings no better rate: on a busy machine the least work
-takes 20 ms, for its threads wait for each other. It ends earlier with its time, or the memory it may take. The median
-of some rounds is told. A kind of number that the device does not compute with is replaced by the next one.
+A machine may multiply matrices at 5 or at 500 000 GFLOP/s. So work begins small and grows until one round takes long
+enough to be timed, and more work brings no better rate: on a busy machine the least work takes 20 ms, because its
+threads wait for each other. It ends earlier when its time, or the memory it may take, is used up. The median of some
+rounds is the result. A dtype that the device does not compute with is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Work = Callable[[], object]
 
 
 def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
-    """Measure this machine: one of its devices alone, and the way to where offloaded bytes wait.
+    """Measure this machine: one of its devices alone, and the link to the store.
 
     Args:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
@@ -55,7 +55,7 @@ def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
 
 
 def speed_here(target: str = "auto", disk_path: str | None = None) -> Speed:
-    """Measure the way to where offloaded bytes wait: out, in, and both at once.
+    """Measure the link to the store: out, in, and both at once.
 
     Args:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
@@ -78,10 +78,10 @@ def speed_here(target: str = "auto", disk_path: str | None = None) -> Speed:
 
 
 def machine_with(speed: Speed) -> Machine:
-    """Measure all but the way to where offloaded bytes wait.
+    """Measure everything except the link to the store.
 
     Args:
-        speed: What was measured of that.
+        speed: The measured rates of the link.
 
     Returns:
         The machine.
@@ -107,12 +107,12 @@ def machine_with(speed: Speed) -> Machine:
 
 
 def device_here() -> torch.device:
-    """Return the device whose memory is scarce: the accelerator, or where there is none the CPU."""
+    """Return the device whose memory is to be saved: the accelerator, or without one the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the memory that is scarce: the device's, or without one, or with one that shares it, the host's.
+    """Return the size of the memory to be saved: the device's, or, without one or with one that shares it, the host's.
 
     Args:
         device: As ``device_here`` returns it.
@@ -124,7 +124,7 @@ def device_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return how much of a device's memory nobody has taken; half of it where the device does not tell.
+    """Return a device's free memory; half of its memory if the device does not report it.
 
     Args:
         device: As ``device_here`` returns it.
@@ -141,7 +141,7 @@ def _spare_bytes(device: torch.device) -> int:
 
 
 def _half_kinds(device: torch.device) -> tuple[torch.dtype, ...]:
-    """Return what products of half the width are made in, best first; the last is no half, and always there."""
+    """Return the dtypes for matrix products, half precision first; the last is float32, which always works."""
     first = torch.bfloat16
     if device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         first = torch.float16
@@ -199,7 +199,7 @@ def _fitting(sizes: Sequence[int], most: int) -> list[int]:
 
 
 def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
-    """Return numbers of some spread: a device may take less power, and be faster, over zeros."""
+    """Return varied numbers: a device may take less power, and be faster, over zeros."""
     return noise(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
 
 
@@ -210,14 +210,14 @@ def _rate(
     amount: Callable[[int], float],
     prepare: Callable[[int, torch.dtype], Work],
 ) -> float:
-    """Return how much work is done in a second. See [Note: long enough to be timed].
+    """Return the work done per second. See [Note: long enough to be timed].
 
     Args:
         device: Where.
-        kinds: Of numbers; the first that the device computes with.
-        sizes: Of the work, rising.
-        amount: How much work there is in a size.
-        prepare: Makes the work of a size.
+        kinds: Dtypes; the first that the device computes with is used.
+        sizes: Sizes of the work, rising.
+        amount: The work in a size.
+        prepare: Builds the work of a size.
     """
     refused: Exception | None = None
     for kind in kinds:
@@ -245,7 +245,7 @@ def _rate(
 
 
 def _median(device: torch.device, work: Work, rounds: Sequence[float]) -> float:
-    """Return the median time of some rounds of work, those that were timed already among them."""
+    """Return the median time of some rounds of work, including those already timed."""
     found = list(rounds)
     while len(found) < _MOST_ROUNDS and sum(found) < _ROUNDS_SECONDS:
         found.append(_seconds(device, work))

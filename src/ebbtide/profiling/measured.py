@@ -1,12 +1,12 @@
 """``Auto``: measure a few steps, then let the planner choose.
 
 [Note: Auto's steps]
-The first pass warms up and goes by rule (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest offloaded.
-That is near the least memory there is, so that a model that ran out of memory gets this far. The next passes are
-measured, still by rule; in the second of them some blocks run without hooks: see [Note: the baseline]. From then on
-the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop]. A block of
-which the table keeps everything needs no hooks: it runs plain. A pass that saves clearly more than the measured one is
-measured too, and the plan made anew.
+The first pass warms up and follows the heuristic (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest
+offloaded. That needs close to the least memory, so that a model that ran out of memory gets this far. The next passes
+are measured, still by the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
+From then on the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop].
+A block of which the table keeps everything runs without hooks. A pass that saves clearly more than the measured one
+is measured too, and a new plan made.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ class MeasuredPlan:
 
     Args:
         policy: What the user asked for.
-        tier: Where offloaded bytes wait; its counters tell the rates.
+        tier: The store of offloaded bytes; its counters have the rates.
         window_bytes: What the user allowed in flight; None: follows the model.
-        bus: Told of the plan when it is made.
+        bus: Receives the plan when it is made.
     """
 
     def __init__(self, policy: Auto, tier: Tier, window_bytes: int | None, bus: Bus) -> None:
         self._policy, self._tier, self._window_bytes, self._bus = policy, tier, window_bytes, bus
         self._by_rule = plan_for(policy)
         self._warm = False
-        self._kept_under_hooks = frozenset[str]()  # blocks that show what hooks cost by themselves, in a measured step
+        self._kept_under_hooks = frozenset[str]()  # blocks that show the cost of hooks alone, in a measured step
         self._steps: list[TimedStep] = []
         self._timer: StepTimer | None = None
         self._check: Check | None = None
@@ -74,7 +74,7 @@ class MeasuredPlan:
         """Let an engine measure its steps for this plan.
 
         Raises:
-            ConfigError: There is a budget, and the machine does not tell how much memory is used.
+            ConfigError: There is a budget, and the machine does not report used memory.
         """
         meter, budget = meter_for(self._tier), self._policy.memory_budget
         if budget is not None and meter.take_peak_bytes() is None:
@@ -91,7 +91,7 @@ class MeasuredPlan:
         self._timer = engine.timer = timer
         timer.want()
 
-    # What the engine asks
+    # The plan, as the engine uses it
 
     @property
     def name(self) -> str:
@@ -115,20 +115,20 @@ class MeasuredPlan:
         return measures or self.table is None or self.table.needs_recipe(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return KEEP: what a block saves is treated one by one."""
+        """Return KEEP: saved tensors are decided one by one."""
         return Action.KEEP
 
     def checkpoints(self, block_name: str) -> bool:
-        """Whether the plan runs a block whole a second time. While steps are measured, none is."""
+        """Whether a block is checkpointed. While steps are measured, none is."""
         measures = self._timer is not None and self._timer.wanted
         return self.table is not None and not measures and self.table.checkpoints(block_name)
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether it is to be seen if a block can run again: in the first step, and where it does."""
+        """Whether to watch if a block can be checkpointed: in the first step, and for blocks that are."""
         return not self._warm or self.checkpoints(block_name)
 
     def explain(self) -> str:
-        """Say what is done now, and why."""
+        """Describe the current plan, and why."""
         if self.table is not None and self._check is not None:
             head, *lines = self.table.explain().splitlines()
             why = "it fits" if self._check.budget_bytes is not None else "nothing is gained within max_slowdown"
@@ -164,7 +164,7 @@ class MeasuredPlan:
 
     @property
     def judged(self) -> bool:
-        """Whether the plan is made and judged: unless inputs grow, it stays as it is."""
+        """Whether the plan is made and judged: it then stays, unless inputs grow."""
         return self.table is not None and self._timer is not None and not self._timer.times_blocks
 
     def _aim(self) -> str:
@@ -176,7 +176,7 @@ class MeasuredPlan:
     # Planning
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Take a measured step in; returns whether another is wanted."""
+        """Process a measured step; return whether another is wanted."""
         if not self._warm:
             self._warm = True
             return True
@@ -185,7 +185,7 @@ class MeasuredPlan:
         self._run_plain(frozenset())
         self._kept_under_hooks = frozenset()
         if any(block.plain for block in step.blocks) and not self._steps:
-            return True  # what the plain ones save is not known
+            return True  # the bytes of blocks without hooks are not known
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS:
             room = self._room_bytes(step)
@@ -201,7 +201,7 @@ class MeasuredPlan:
         return False
 
     def saw_span(self, span: Span) -> bool:
-        """Take a pass in that carried the plan out; returns whether another is wanted. See [Note: the loop]."""
+        """Process a pass that carried the plan out; return whether another is wanted. See [Note: the loop]."""
         check = self._check
         if check is None or check.add(span) is None:
             return check is not None
@@ -225,7 +225,7 @@ class MeasuredPlan:
         self._bus.emit("plan", name=self.name, text=self.explain(), predicted=self.table.predicted.as_dict())
 
     def _compared(self, check: Check) -> frozenset[str]:
-        """Return blocks that run without hooks until a plan is judged, beside those of which it keeps everything."""
+        """Return blocks that run without hooks until a plan is judged, besides those of which it keeps everything."""
         if check.budget_bytes is not None:
             return frozenset()
         kept, blocks = kept_blocks(check.solution), check.solution.profile.blocks

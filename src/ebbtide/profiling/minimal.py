@@ -1,13 +1,12 @@
 """``Minimal``: recipes where they are cheaper than checkpointing the block, measured per kind of block.
 
 [Note: recipes or a second run]
-``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than a
-second run, but each has a price of its own, and a block of many small tensors may pay more for them than for its
-forward. So the two are compared where they meet the same machine in the same seconds: after the first step, every other
-block of a kind is checkpointed, for two steps. The first of these warms up, the second counts. A kind is checkpointed
-from then on unless its recipes were certainly faster: unless the middle of the ones lies below that of the others by
-more than both are uncertain, and by ``FASTER``. The memory that is held for backward is the inputs of the blocks either
-way, and what a second run takes beside it is what checkpointing takes.
+``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than
+a second forward, but each has a price of its own, and a block of many small tensors may pay more for them than for
+its forward. So the two are compared in the same steps: after the first step, every other block of a kind is
+checkpointed, for two steps. The first of these warms up, the second counts. The kind is checkpointed from then on
+unless its recipes were certainly faster: unless their median is lower by more than both are uncertain, and by
+``FASTER``. Both ways keep the inputs of the blocks for backward and need the memory of one block.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ class MinimalPlan:
         return self._by_rule.choose(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return CHECKPOINT for kinds whose recipes cost more than a second run, and where the rule says so."""
+        """Return CHECKPOINT for kinds whose recipes cost more than a second forward, and where the heuristic does."""
         if kind in self._second_run:
             return Action.CHECKPOINT
         return self._by_rule.block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
 
     def explain(self) -> str:
-        """Say what is done, and which kinds of blocks are checkpointed by measurement."""
+        """Describe the plan, and which kinds of blocks are checkpointed by measurement."""
         lines = (f"{kind} blocks are checkpointed: {why}" for kind, why in self._second_run.items())
         return "\n".join([self._by_rule.explain(), *lines])
 
@@ -100,7 +99,7 @@ class MinimalPlan:
         raise unsaved(self.name)
 
     def saw_step(self, step: TimedStep) -> bool:
-        """Take a measured step in; returns whether another is wanted."""
+        """Process a measured step; return whether another is wanted."""
         if self._steps == COUNTED or self._timer is None:
             return False
         self._steps += 1
@@ -128,7 +127,7 @@ class MinimalPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """A middle, and how uncertain it is: the notches of a box plot (McGill, Tukey and Larsen, 1978)."""
+    """A median and its uncertainty: the notches of a box plot (McGill, Tukey and Larsen, 1978)."""
 
     low: float
     middle: float
@@ -147,7 +146,7 @@ def every_other(step: TimedStep) -> frozenset[str]:
 
 
 def _block_seconds(step: TimedStep, kind: str, *, checkpointed: bool) -> _Range | None:
-    """Return what a block of a kind took that was checkpointed, or was not; None where none was."""
+    """Return the time of blocks of a kind that were checkpointed, or were not; None if there were none."""
     found = [
         b.forward_seconds + b.backward_seconds for b in step.blocks if b.kind == kind and b.checkpointed is checkpointed
     ]

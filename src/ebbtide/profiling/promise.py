@@ -1,21 +1,20 @@
-"""Compare what a plan promised with what was measured: the loop that keeps ``Auto`` to its word.
+"""Compare a plan's promise with measured steps: the loop that keeps ``Auto`` to its word.
 
 [Note: the loop]
-Passes that carry the plan out are timed, and so are their blocks (``ebbtide.engine.spans``). Where the plan keeps all
-of some blocks these run without hooks for good; where there is memory, a few others do until the plan is judged. So
-each pass shows, in the same seconds, what the plan takes and what plain training would: what is judged is the first
-divided by the second (``compared``), and a machine whose speed changes from step to step changes neither verdict. The
-blocks without hooks differ among themselves, which gives the quotient an error bar. The plan keeps its promise once the
-bar lies below what was promised, and has missed it once the bars of ``MISSES`` passes lie above; if neither happens
-within ``CHECKED`` passes, their middle decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes
-are compared with the measured steps: the promise is missed if all but the fastest took longer than promised, by more
-than the measured steps differed among themselves.
+Passes that carry the plan out are timed, and so are their blocks (``ebbtide.engine.spans``). Blocks of which the plan
+keeps everything run without hooks; if there is memory, a few others do too until the plan is judged. So each pass
+shows, in the same seconds, the time of the plan and that of ordinary training: their quotient is judged
+(``compared``), and a machine whose speed changes from step to step does not change the verdict. The blocks without
+hooks differ among themselves, which gives the quotient an error bar. The promise is kept once the bar is below it,
+and missed once the bars of ``MISSES`` passes are above; if neither happens within ``CHECKED`` passes, their median
+decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes are compared with the measured steps:
+the promise is missed if all but the fastest took longer than promised, by more than the measured steps differed among
+themselves.
 
-After a miss, what was not explained is charged to copies and recomputes (``ebbtide.planner.charges``) and the plan is
-made anew from that: it keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without
-hooks, where the memory is there. A memory budget that was exceeded is taken as so much smaller. A plan that kept its
-promise with time to spare is followed by one that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this
-for itself.
+After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``) and a new plan is
+made, which keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without hooks, if
+the memory is there. A memory budget that was exceeded is reduced by as much. A plan that kept its promise with time
+to spare is followed by one that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this for itself.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ ALONE = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What steps that carried a plan out take, with what follows their backward.
+    """The time of steps that carried a plan out, up to the next step.
 
     Attributes:
-        seconds: The middle of them.
+        seconds: Their median.
         low_seconds: The lower end of the error bar.
         high_seconds: Its upper end.
         peak_bytes: The highest peak of them; None if not measured.
-        steps: How many they were.
+        steps: Their number.
     """
 
     seconds: float
@@ -76,7 +75,7 @@ class Measured:
 
 
 def compared(span: Span, solution: Solution) -> Measured | None:
-    """Return what the plan of a pass takes, by comparison of its blocks with those that ran without hooks.
+    """Return the time of a plan from one pass, by comparing its blocks with those that ran without hooks.
 
     Times are those of a machine that is as fast as it was in the measured step.
 
@@ -90,7 +89,7 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     profile = solution.profile
     if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
         return None
-    # Of the forward alone: copies of other blocks, which a plain step would not make, run beside their backward.
+    # Only forwards: copies of other blocks, absent from an ordinary step, run during their backward.
     speeds = [
         found.forward_seconds / block.forward_seconds
         for found, block in zip(span.blocks, profile.blocks, strict=True)
@@ -116,7 +115,7 @@ def compared(span: Span, solution: Solution) -> Measured | None:
 
 
 def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: int) -> float:
-    """Return what a block takes under the plan: by its equals' times where it ran without hooks only to be compared."""
+    """Return the time of a block under the plan; if it ran without hooks only for comparison, that of its equals."""
     mine, profile = blocks[place], solution.profile.blocks
     actions = solution.assignment[place]
     if not mine.plain or all(action is Action.KEEP for action in actions):
@@ -137,7 +136,7 @@ class Check:
     """Judges one plan. See [Note: the loop].
 
     Args:
-        solution: What was chosen; its profile tells what a plain step takes.
+        solution: The plan; its profile has the time of an ordinary step.
         allowed_seconds: The longest step that was promised.
         noise: Part by which equal steps differed when they were measured.
         budget_bytes: The highest peak that was promised; None: none was.
@@ -157,7 +156,7 @@ class Check:
         self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
     def add(self, span: Span) -> Measured | None:
-        """Take a pass in; return what was measured once the plan is judged."""
+        """Process a pass; return the measurement once the plan is judged."""
         if self._settling:
             self._settling -= 1
             return None
@@ -175,7 +174,7 @@ class Check:
         return self.measured
 
     def _judge(self, found: Measured) -> Measured | None:
-        """Judge the plan by passes that were compared with blocks without hooks, if they suffice."""
+        """Judge the plan by the passes compared so far, if they suffice."""
         self._steps.append(found)
         self.compared = True
         limit = self.allowed_seconds * (1 + LEAST_NOISE)
@@ -204,7 +203,7 @@ class Check:
 
     @property
     def over_budget_bytes(self) -> int:
-        """By how much the peak is above the budget."""
+        """Bytes by which the peak exceeds the budget."""
         peak = None if self.measured is None else self.measured.peak_bytes
         return 0 if peak is None or self.budget_bytes is None else max(peak - self.budget_bytes, 0)
 
@@ -238,7 +237,7 @@ class Check:
 
 
 def recalibrated(check: Check) -> Profile | None:
-    """Return the step with prices under which the plan takes as long as it did; None where it pays no prices.
+    """Return the step with prices that explain the plan's measured time; None if it pays no prices.
 
     Args:
         check: A plan that was judged.

@@ -1,16 +1,16 @@
-"""Blocks that are alike: a few are simulated, and stand for the others.
+"""Equal blocks: a few are simulated and represent the others.
 
 [Note: repeated blocks]
-A model has dozens of blocks that differ in their number alone, and simulating each costs as much as the first. Blocks
-are alike that have the same class, parts, attributes, weights' shapes, and neighbours of the same kinds. Of many that
-are alike the first and the last run, with their neighbours; the others are *left out*: in place of their forward an
-autograd function passes tensors of the right shapes on, saves one of them so that the block shows in backward, and
-takes no time. Afterwards the first one's figures are put in for all of its kind; bytes that a block adds while it runs
-forward, and takes away while it runs backward, move the memory of all that runs in between.
+A model has dozens of blocks that differ only in their number, and simulating each costs as much as the first. Blocks
+are alike if they have the same class, submodules, attributes, weight shapes, and neighbours of the same kinds. Of
+those the first and the last run, with their neighbours; the others are *left out*: in place of their forward an
+autograd function passes on tensors of the right shapes, saves one of them so that the block appears in backward, and
+takes no time. Afterwards the first one's figures are used for all of its kind; bytes that a block adds in forward,
+and frees in backward, shift the memory of everything that runs in between.
 
-Nothing is believed unseen: the first and the last must have saved the same, taken the same time and added the same
-bytes, calls must be alike, and what a block leaves behind must be its gradients and nothing else. Otherwise
-``NotAlike`` is raised, and the step is simulated block by block.
+This is verified: the first and the last must have saved the same, taken the same time and added the same bytes, their
+calls must be alike, and a block may leave behind only its gradients. Otherwise ``NotAlike`` is raised, and the step
+is simulated block by block.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _SAME_SECONDS = 1e-6
 
 
 class NotAlike(Exception):
-    """Blocks that looked alike are not: the step has to be simulated block by block."""
+    """Blocks that looked alike are not; simulate the step block by block."""
 
 
 class Marks(StepTimer):
-    """A timer that also notes how many bytes were there whenever a block began, forward and backward."""
+    """A timer that also notes the memory at the beginning of each block's forward and backward."""
 
     def __init__(self, machine: FakeMachine, done: Callable[[TimedStep], bool], **arguments: Any) -> None:
         super().__init__(machine, done, **arguments)
@@ -61,7 +61,7 @@ class Marks(StepTimer):
         self._mark(self.forward, run)
 
     def backward_begins(self, run: RunRecord | PlainRun) -> None:
-        """A block shows in backward."""
+        """A block's backward begins."""
         super().backward_begins(run)
         self._mark(self.backward, run)
 
@@ -72,7 +72,7 @@ class Marks(StepTimer):
 
 
 class Repeats:
-    """Leaves blocks of a model out and puts their figures in. See [Note: repeated blocks].
+    """Leaves out blocks of a model and fills in their figures. See [Note: repeated blocks].
 
     Args:
         blocks: The model's, before hooks are put around them.
@@ -189,7 +189,7 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """A step in which blocks were left out, and the bytes that were there when blocks began."""
+    """A step with blocks left out, and the memory at the beginning of each block."""
 
     step: TimedStep
     forward: list[int]
@@ -228,7 +228,7 @@ Described = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """How a block was called, and what it returned: for each leaf a description, or its place among the inputs."""
+    """A call of a block: for each leaf of its output a description, or its position among the inputs."""
 
     arguments: Described
     returned: Any
@@ -266,7 +266,7 @@ class _Call:
 
 
 class _PassOn(torch.autograd.Function):
-    """Stands in the graph for a block that is left out."""
+    """The node in the graph for a block that is left out."""
 
     @staticmethod
     def forward(ctx: Any, new: list[Any], *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -311,7 +311,7 @@ def _kinds(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def _alike(one: Any, other: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
-    """Whether two values are the same but for numbers that count the blocks between them."""
+    """Whether two values are equal except for numbers that count the blocks between them."""
     if one is other or (id(one), id(other)) in seen:
         return True
     if type(one) is not type(other):
@@ -349,7 +349,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _watched(block: nn.Module) -> bool:
-    """Whether somebody but ebbtide gets to see what runs inside a block."""
+    """Whether anything except ebbtide observes the inside of a block, such as a foreign hook."""
     for part in block.modules():
         if part is not block and "forward" in vars(part):
             return True

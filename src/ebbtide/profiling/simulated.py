@@ -40,9 +40,9 @@ LEAST_WINDOW = 1
 
 
 class _Simulated(Trust):
-    """There are no bytes to compare: a recipe is believed if it runs and its shape is right.
+    """Verification without bytes: a recipe passes if it runs and its shape is right.
 
-    A measured step has earned its trust before, so this takes no time.
+    It takes no simulated time, because a measured step verifies before it is measured.
     """
 
     def __init__(self, bus: Bus, machine: FakeMachine) -> None:
@@ -59,12 +59,12 @@ class _Simulated(Trust):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is there beside a forward and a backward, and on how many ranks.
+    """Ranks, optimizer and precision of the training around a forward and a backward.
 
     Attributes:
         shards: Ranks over which weights, gradients and optimizer state are divided (fully sharded data parallel).
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
-        optimizer_state: Bytes of state per byte of what is trained: 2 for Adam, 1 for momentum.
+        optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum.
         autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
     """
 
@@ -99,18 +99,18 @@ def forecast(
     """Simulate one step and return its profile.
 
     Args:
-        model: On meta or not; it is copied without its bytes and left alone.
+        model: On meta or not; it is copied without its bytes and not changed.
         batch: Arguments of its forward: a mapping of names, a sequence, or one tensor. Real or on meta.
         machine: What operators and copies cost.
         job: Ranks and optimizer; default: one rank, Adam.
-        loss: Returns what backward begins with from what forward returned; default: its ``loss``, or the mean square of
+        loss: Returns the loss from the output of forward; default: its ``loss``, or the mean square of
             the first tensor.
         blocks: As for ``enable_activation_offloading``.
         options: Likewise.
         rules: Recompute rules; default: the built-in ones.
 
     Raises:
-        ConfigError: The model is sharded or quantised, or its code needs values that are not there.
+        ConfigError: The model is sharded or quantised, or its code reads values that fake tensors lack.
         BlocksError: The model has no parameters, or a glob matches nothing.
     """
     task = _Task(model, batch, machine, job or Job(), loss, blocks, options or Options(), rules or rule_table())
@@ -123,7 +123,7 @@ def forecast(
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """What ``forecast`` was asked."""
+    """The arguments of ``forecast``."""
 
     model: nn.Module
     batch: Any
@@ -208,10 +208,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _loss_of(output: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
-    """Return what backward begins with.
+    """Return the tensor that backward begins with.
 
     Raises:
-        ConfigError: There is nothing.
+        ConfigError: There is none.
     """
     if loss is not None:
         return loss(output)
@@ -242,7 +242,7 @@ def _fake(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fake_argument(value: Any) -> Any:
-    """Return a fake argument of the forward. What has values and no fractions is left: they may decide."""
+    """Return a fake argument of the forward; integers with values stay real, because the model may decide by them."""
     if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
         return value
     return _fake(value).requires_grad_(value.requires_grad)
@@ -273,9 +273,9 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
-    """Return what is there all the time: weights, optimizer state; of sharded weights also those that are gathered.
+    """Return the base: weights, optimizer state, and of sharded weights those that are gathered.
 
-    Two blocks are gathered at once, for the next one comes while this one runs; what is in no block is gathered always.
+    Two blocks are gathered at once, because FSDP prefetches the next; weights outside of blocks always are.
     """
     weights, buffers = _nbytes(model.parameters()), _nbytes(model.buffers())
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -288,10 +288,10 @@ def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
 
 
 def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]:
-    """Let the gradients of a block shrink to shards once another block's come; those of no block stay to the end.
+    """Reduce a block's gradients to shards once another block's arrive; gradients outside of blocks stay whole.
 
     Returns:
-        What takes that away.
+        A function that removes this.
     """
     kept: list[torch.Tensor] = []
     finished: dict[int, list[torch.Tensor]] = {}  # by block, the parameters whose gradients are whole

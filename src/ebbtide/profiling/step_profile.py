@@ -1,4 +1,4 @@
-"""The profile of a measured step: what the planner needs to know of it."""
+"""The profile of a measured step, for the planner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ebbtide.planner.simulate import simulate
 def profile_of(
     step: TimedStep, rates: Rates, window_bytes: int | None, *, ran: tuple[Rates, int | None] | None = None
 ) -> Profile:
-    """Return what the planner needs to know of a measured step.
+    """Return the profile of a measured step.
 
     Its recomputes are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
     blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is

@@ -15,7 +15,7 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 92.0, 24.0, 44.0, 170.0
 def block_bytes(event: Event) -> dict[str, int]:
     """Return a block's bytes by action.
 
-    A checkpointed block's own bytes are those of its input: what lies inside it is made again when backward needs it.
+    A checkpointed block's own bytes are those of its input; the tensors inside are recomputed.
     """
     by_action = {action: int(event.get(f"{action}_bytes") or 0) for action in style.ACTIONS[:3]}
     if event.get("action") == "checkpoint":

@@ -125,7 +125,7 @@ def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 
 def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of losses, step by step, all digits; the last column says whether they are equal bit by bit."""
+    """Make the table of losses, step by step, all digits; the last column says whether they are bitwise equal."""
     columns = [list(summary.get("loss") or []) for summary in summaries]
     rows: list[tuple[str, ...]] = []
     for step in range(max((len(column) for column in columns), default=0)):
@@ -156,7 +156,7 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Say whether the losses equal plain's bit by bit."""
+    """Return whether the losses are bitwise equal to plain's, in words."""
     equal = summary.get("loss_equal")
     if equal is None and plain is not None and plain.get("loss") and summary.get("loss"):
         equal = summary["loss"] == plain["loss"]

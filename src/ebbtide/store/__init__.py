@@ -1,4 +1,4 @@
-"""Where bytes wait: the disk tier, the host tier, and the devices they serve."""
+"""The store: the disk tier, the host tier, and the devices they serve."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_tier(
     in_flight_bytes: int | None = None,
     synchronous: bool = False,
 ) -> DiskTier | SpillTier:
-    """Open the place where offloaded bytes will wait.
+    """Open the tier for offloaded bytes.
 
     Args:
         target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.

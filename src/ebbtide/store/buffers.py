@@ -1,4 +1,4 @@
-"""Memory for bytes that come back from disk.
+"""Memory for bytes read back from disk.
 
 Fresh pages cost more than the read itself: the kernel must clear each one and map it in (measured: 60 to 70 ms of
 processor time for 256 MiB read into fresh memory, 10 ms into memory used before). So when a tensor dies, its memory is

@@ -1,4 +1,4 @@
-"""What a tier has moved, how long its workers were busy with it, and for whom compute stood still."""
+"""Counters of a tier: bytes moved, time spent copying, and stalls by reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_UNREAD = 4096
 
 
 class Stalls:
-    """How long compute waited, and for whom.
+    """Stalls: how long compute waited, and for which reader.
 
     A device tells the length of a wait when it is over, which may be much later than it was asked for; so each wait
     carries the name of who was served. ``reader`` is set by whoever asks the tier for something.

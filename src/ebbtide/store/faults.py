@@ -1,4 +1,4 @@
-"""Errors of worker threads, kept until somebody asks."""
+"""Errors of worker threads, kept until the next call."""
 
 from __future__ import annotations
 

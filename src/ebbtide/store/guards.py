@@ -1,4 +1,4 @@
-"""Who last touched host memory: what its next user must wait for.
+"""The last copies in host memory, which its next user must wait for.
 
 [Note: guards]
 Host memory is used again while a copy may still run in it. Its next user waits, on its own stream, for the event of

@@ -1,4 +1,4 @@
-"""Choosing the directory in which offloaded bytes may lie on disk."""
+"""Choosing the directory for offloaded bytes on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring a step: the moments of compute, and how much memory was taken between two of them.
+"""Measuring a step: times on the compute stream, and the peak memory between two of them.
 
 On a device a moment is an event of its compute stream, so that what is measured is the device's time and not when the
 host asked; on a machine without one it is the host's clock.
@@ -27,7 +27,7 @@ _FORGET_PEAK = "5"
 
 
 class Meter(Protocol):
-    """What is asked while a step is measured."""
+    """The meter of a step."""
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
         """Return the moment at which all that was asked of the device so far is done; None: of the current device."""
@@ -78,7 +78,7 @@ class HostMeter:
 class DeviceMeter:
     """Events of the compute stream, and what torch's allocator has handed out.
 
-    Where events keep no time, a moment waits for the device and is the host's clock: dearer, and as true.
+    Where events keep no time, a moment waits for the device and is the host's clock: slower, and as accurate.
 
     Args:
         device: Knows streams and events.

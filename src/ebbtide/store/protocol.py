@@ -1,4 +1,4 @@
-"""What the engine asks of a place where offloaded bytes wait.
+"""The protocol between the engine and a tier.
 
 [Note: a slot's life]
 ``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must stay as they are until
@@ -24,7 +24,7 @@ from ebbtide.store.device import StreamHandle
 
 
 class Slot(Protocol):
-    """One parked storage."""
+    """One offloaded storage."""
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +71,7 @@ class Slot(Protocol):
 
 
 class Tier(Protocol):
-    """A place with slots, serving the tensors of one kind of device."""
+    """A tier with slots, for the tensors of one kind of device."""
 
     @property
     def name(self) -> str:

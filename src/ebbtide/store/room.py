@@ -1,4 +1,4 @@
-"""Room on disk: a file without a name that grows, and the places in it."""
+"""Space on disk: a growing file without a name, and the places in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What model this is: its blocks, how it is wrapped, and where the hooks go."""
+"""The model: its blocks, its wrappers, and the hooks around the blocks."""
 
 from ebbtide.wrap.attach import Attachment as Attachment
 from ebbtide.wrap.blocks import find_blocks as find_blocks

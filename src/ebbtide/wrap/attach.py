@@ -1,10 +1,10 @@
-"""Putting the hooks around the blocks, and taking them away again.
+"""Putting the hooks around the blocks, and removing them.
 
 [Note: where the hooks stand]
-A block's ``forward`` is replaced on the instance. That place is inside module hooks, so FSDP has unsharded before and
-reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint sees its own hooks innermost
-and ours see its inputs. Hooks entered *inside* a checkpointed function would silently cancel the checkpoint: none are
-entered there, see [Note: checkpoints around blocks]. Hooks are never open while ``backward()`` runs.
+A block's ``forward`` is replaced on the instance. That is inside module hooks, so FSDP has unsharded before and
+reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint's hooks are innermost and
+ours see its inputs. Hooks opened *inside* a checkpointed function would silently cancel the checkpoint: none are
+opened there, see [Note: checkpoints around blocks]. Hooks are never open while ``backward()`` runs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether a living handle offloads blocks of ``model``."""
+    """Whether an open handle offloads blocks of ``model``."""
     return any(module in _attached for module in model.modules())
 
 
@@ -66,13 +66,13 @@ class Attachment:
 
     Args:
         model: The model; its forward delimits a pass.
-        blocks: Modules and what the engine is told of them.
+        blocks: Modules, each with its description for the engine.
         engine: Carries out the plan.
-        watch: Sees how much of what autograd saves is saved in blocks.
+        watch: Measures the blocks' share of the bytes that autograd saves.
 
     Raises:
         ConflictError: A block is already offloaded by another handle, or is a part of a compiled module.
-        ConfigError: Ranks that train the same part of the model differ.
+        ConfigError: Ranks that train the same part of the model have different settings.
     """
 
     def __init__(self, model: nn.Module, blocks: Blocks, engine: Engine, watch: Watch | None = None) -> None:
@@ -101,14 +101,14 @@ class Attachment:
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._logged: set[str] = set()  # transforms, and other reasons to offload nothing, of which a warning was given
+        self._logged: set[str] = set()  # reasons to offload nothing that were already logged
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine)
-        self._seen: dict[str, Tally] = {}  # block kind → what it saved when its tensors were last treated one by one
+        self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
         self._scopes: list[tuple[nn.Module, Scope]] = []
-        self._own: Scope | None = None  # of the model itself, where that is a block
-        # Of a model that is compiled only the compiled call is around what runs. See [Note: compiled blocks].
+        self._own: Scope | None = None  # of the model, if it is its own single block
+        # If the model is compiled, only its compiled call surrounds the code that runs. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
         self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
         self._install(blocks)
@@ -119,16 +119,16 @@ class Attachment:
         return [block.name for _, block in self._blocks]
 
     def remove(self) -> None:
-        """Take everything away. Harmless when repeated."""
-        self.enabled = False  # for a stand-in that stays, because somebody has wrapped it since
+        """Remove all hooks. Harmless when repeated."""
+        self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         while self._undo:
             self._undo.pop()()
 
     def explain(self) -> list[str]:
-        """Return lines on how much of what autograd saves is saved in the blocks."""
+        """Return lines on the blocks' share of the bytes that autograd saves."""
         return [] if self._watch is None else self._watch.explain()
 
-    # What runs in place of forward
+    # Replaced forwards
 
     @serially
     def _model_call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -155,7 +155,7 @@ class Attachment:
                 self._install(better)
 
     def _own_call(self, scope: Scope, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the model's forward as its one block, inside of the pass that it is."""
+        """Run the forward of a model that is its own single block, inside a pass."""
         return self._block_call(scope, forward, args, kwargs)
 
     def _agree(self) -> None:
@@ -233,7 +233,7 @@ class Attachment:
         self._check_room()
         hooks = offloading(engine, block, inputs, checkpointed=checkpointed)
         try:
-            # A forward behind a compiled call that falls back to eager code opens no hooks of its own.
+            # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
             with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
                 if checkpointed:
@@ -256,14 +256,14 @@ class Attachment:
             return output
         finally:
             scope.open = False
-            hooks.close()  # an interrupt may have struck before they were
+            hooks.close()  # in case an interrupt left them open
             self._leave_compiled_parts(scope)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
         """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
 
         Raises:
-            ConflictError: Another offloader has it.
+            ConflictError: Another offloader already holds it.
         """
         name_checkpoints(self._logged, block.name)
         run = self.engine.begin_block(block, kept.tensors())
@@ -283,7 +283,7 @@ class Attachment:
             self._leave_to_checkpoint(kept, before)
 
     def _compiled_away(self) -> None:
-        """Say that the model, or what holds its blocks, is being compiled: nothing of ours runs in compiled code."""
+        """Warn that the model, or a module around its blocks, is compiled: our hooks do not run in compiled code."""
         if self.enabled and "compiled" not in self._logged:
             self._logged.add("compiled")
             logger.warning(
@@ -292,7 +292,7 @@ class Attachment:
             )
 
     def _transformed(self) -> bool:
-        """Whether a transform of torch runs the model, under which autograd allows no hooks or saves nothing real."""
+        """Whether a torch transform runs the model, under which autograd refuses hooks or saves no real tensors."""
         transform = running_transform() or (GRAPH_CAPTURE if self.engine.tier.capturing() else None)
         if transform is not None and transform not in self._logged:
             self._logged.add(transform)
@@ -312,10 +312,10 @@ class Attachment:
         return graphed
 
     def _check_room(self) -> None:
-        """Once the first block has shown what blocks offload, see whether the store can hold the rest, and tell it.
+        """After the first block, check that the store can hold what all blocks offload, and announce that size to it.
 
         Raises:
-            DiskFullError: It cannot; raised in the first forward, before anything was computed from it.
+            DiskFullError: It cannot; raised during the first forward.
         """
         if self._room_checked or not self._seen:
             return
@@ -334,12 +334,12 @@ class Attachment:
     # Installing
 
     def _install(self, blocks: Blocks) -> None:
-        """Put the hooks around blocks, and take them from those that are blocks no longer."""
+        """Put hooks around the blocks, and remove them from modules that are no longer blocks."""
         modules, self._blocks = {id(module) for module, _ in blocks}, blocks
         before, self._scopes = {id(module): scope for module, scope in self._scopes}, []
         for place, scope in before.items():
             if place not in modules:
-                scope.open = True  # for a stand-in that stays, because somebody has wrapped it since
+                scope.open = True  # for a replaced forward that stays because somebody has wrapped it since
                 scope.leave()
                 _attached.discard(scope.module)
         for module, block in blocks:
@@ -378,7 +378,7 @@ class Attachment:
                 self._undo.append(StandIn(module, call, "_compiled_call_impl").remove)
 
     def _leave_compiled_parts(self, scope: Scope) -> None:
-        """Take the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""
+        """Remove the hooks from modules that run in compiled code inside eager blocks. See [Note: compiled blocks]."""
         if scope.compiled:
             for _, other in self._scopes:
                 if other.block.kind == scope.block.kind:

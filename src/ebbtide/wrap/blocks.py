@@ -1,15 +1,14 @@
 """Finding blocks by structure.
 
 [Note: blocks]
-A *stack* is a container whose children are mostly of one class and are modules with parts of their own; its children
-are the blocks. Attributes of one class whose names differ in a number alone (``layer1``, ``layer2``) are a stack as
-well. Stacks inside a block are not looked at, so a transformer layer is a block and its experts are not. Where nothing
-repeats, the largest modules with parts of their own are the blocks; where there are no two of them (a lone LSTM, a few
-linear layers), the model is one block. No class and no word is known: a model nobody has seen before is found like any
-other.
+A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
+Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack too. Stacks inside a
+block are ignored, so a transformer layer is a block and its experts are not. If nothing repeats, the largest modules
+with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one
+block. No class name is used, so unknown models work like any other.
 
-How many parameters a stack has decides nothing: in convolutional networks the small ones hold the most activations.
-What the blocks hold of what autograd saves is measured in the first pass: see [Note: coverage].
+The number of parameters decides nothing: in convolutional networks the small stacks hold the most activations. The
+blocks' share of the bytes that autograd saves is measured in the first pass: see [Note: coverage].
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
 
 
 def _refuse_offloaded(name: str, module: nn.Module) -> None:
-    """Raise if a block's own saved tensors go elsewhere: hooks inside ours would see them, ours would not."""
+    """Raise if a block's saved tensors are offloaded by hooks inside ours, which ours would then not see."""
     loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if loaded is not None and isinstance(module, loaded.OffloadWrapper):
         raise ConflictError(
@@ -108,7 +107,7 @@ def _by_structure(model: nn.Module) -> Found:
 
 
 def entire_model(model: nn.Module) -> Found:
-    """Return the model as one block: behind its wrappers, whose forward is not the model's."""
+    """Return the model, without its wrappers, as one block."""
     while is_ddp(model) or is_fsdp1(model):
         model = under_fsdp1(model.module if is_ddp(model) else model)  # pyright: ignore[reportArgumentType]
     return [(ENTIRE_MODEL, model)]
@@ -142,7 +141,7 @@ def _is_stack(children: list[nn.Module]) -> bool:
 
 
 def _numbered(children: Found, least: int) -> list[str]:
-    """Return the paths of attributes that repeat ``least`` times: of one class, their names differ in a number."""
+    """Return the paths of at least ``least`` attributes of one class whose names differ only in a number."""
     groups: dict[tuple[str, str], Found] = {}
     for path, child in children:
         match = _NUMBERED.fullmatch(path)
@@ -152,7 +151,7 @@ def _numbered(children: Found, least: int) -> list[str]:
 
 
 def _largest(model: nn.Module) -> Found:
-    """Return the largest modules with parts of their own where nothing repeats; none if there are no two."""
+    """Return the largest modules with submodules; none if there are fewer than two."""
     name, module = "", model
     while not is_compiled_wrapper(module) and not is_compiled(module):
         children = [(f"{name}.{k}" if name else k, c) for k, c in module.named_children() if _composed(c)]
@@ -166,7 +165,7 @@ def _largest(model: nn.Module) -> Found:
 
 
 def _composed(module: nn.Module) -> bool:
-    """Whether a module has parts of its own."""
+    """Whether a module has submodules."""
     return any(True for _ in _behind(module).children())
 
 
@@ -225,7 +224,7 @@ def _behind(module: nn.Module) -> nn.Module:
 
 
 def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the weights of ``module`` and of what is below it, down to the next FSDP units.
+    """Yield the weights of ``module`` and its submodules, down to the next FSDP units.
 
     These have bytes in the forward and in the backward of ``module``. A unit nested below it is resharded again while
     the backward of ``module`` recomputes, so its weights do not count.

@@ -1,16 +1,19 @@
-"""Running a block's forward a second time, in backward, under what the first run ran under.
+"""Checkpointed blocks: their forward is repeated in backward, in the same context as the first time.
 
 [Note: a second run]
-Gradients are right only if the second run computes what the first did. Torch's checkpoint brings back autocast and the
-default random generators. What it does not is brought back here: Python's and numpy's random state, all that the
-block's modules reach (see [Note: state]: parameters and adapters of then, counters, memories), ``requires_grad``, the
-numerics and the chosen attention kernels. Weights, buffers and other tensors that the modules hold are watched: see
+Gradients are right only if the second forward computes what the first did. torch's checkpoint restores autocast and
+the default random generators. The rest is restored here: Python's and numpy's random state, everything that the
+block's modules can reach (see [Note: state]: parameters and adapters of that time, counters, memories),
+``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules
+are watched: see [Note: watched weights].
+
 [Note: watched weights].
 
 [Note: checked checkpoints]
-What torch's checkpoint saves in the first run goes through hooks of ours, which hand it on and remember its version and
-a fingerprint. In backward both are compared with what the second run made: a change in place that ordinary autograd
-refuses is refused, and a second run that computed something else is an error before any gradient is computed from it.
+Tensors that torch's checkpoint saves in the first forward pass through hooks of ours, which remember their version
+and a fingerprint. In backward both are compared with those of the second forward: an in-place change that ordinary
+autograd refuses is refused, and a second forward that computed something else is an error before any gradient is
+computed from it.
 """
 
 from __future__ import annotations
@@ -40,12 +43,12 @@ _SDPA = ("flash", "mem_efficient", "math", "cudnn")
 
 
 class ForwardContext:
-    """What a block's forward runs under.
+    """The context of a block's forward.
 
     Args:
         module: The block.
         run: Its run.
-        state: What its modules hold now, if that is known.
+        state: Contents of its modules now, if known.
     """
 
     def __init__(self, module: nn.Module, run: BlockRun, state: State | None = None) -> None:
@@ -64,7 +67,7 @@ class ForwardContext:
 
     @contextmanager
     def back(self) -> Generator[None]:
-        """Bring it back for the second run, and what is now afterwards.
+        """Restore it for the second forward, and the present context afterwards.
 
         Raises:
             ModifiedInPlaceError: A tensor that the modules hold changed since.
@@ -87,7 +90,7 @@ class ForwardContext:
             numerics.undo()
 
     def _check_tensors(self) -> dict[int, torch.Tensor]:
-        """Return, by id, what stands for tensors with other memory by now: an optimizer's copy, the old ``p.data``."""
+        """Return id → replacement of tensors whose memory changed since: an optimizer's copy, the old ``p.data``."""
         instead: dict[int, torch.Tensor] = {}
         again = f"runs block {self._run.block.name!r} again"
         for tensor, watched in self._watched:
@@ -108,7 +111,7 @@ def run_checkpointed(
     run: BlockRun,
     saved_bytes: int,
 ) -> Any:
-    """Run a block whose backward runs it again. What it is given is saved, and offloaded by the hooks that are open.
+    """Run a block under a checkpoint. Its inputs are saved, and offloaded by the open hooks.
 
     Tensors are handed over one by one: what a checkpoint is given by name, or inside a list, it would hold itself. The
     first run gets what the caller gave; lists and dictionaries of the second are copies.
@@ -117,9 +120,9 @@ def run_checkpointed(
         forward: The block's.
         args: What it is called with.
         kwargs: What it is called with, by name.
-        context: What it runs under now.
+        context: The context of this forward.
         run: The block's run.
-        saved_bytes: What such a block saves when its tensors are treated one by one.
+        saved_bytes: Bytes that such a block saves without a checkpoint.
     """
     leaves, spec = tree_flatten((args, kwargs))
     first_call = [(args, kwargs)]
@@ -134,7 +137,7 @@ def run_checkpointed(
         with context.back():
             return forward(*again_args, **again_kwargs)
 
-    # What the second run computes is compared here, and more than its sizes.
+    # Our hooks compare versions and bytes, which is more than torch's own check of shapes.
     try:
         return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
     finally:
@@ -142,7 +145,7 @@ def run_checkpointed(
 
 
 class _Packed:
-    """What torch's checkpoint packed for a saved tensor, and what the tensor was."""
+    """A saved tensor as torch's checkpoint packed it, with its version and fingerprint."""
 
     __slots__ = ("dtype", "fingerprint", "held", "probe", "size", "version")
 

@@ -1,15 +1,15 @@
-"""Checkpoints that stand around a block: what they keep is offloaded, and they stay what they are.
+"""Checkpoints around a block: the tensors they keep are offloaded; the checkpoints themselves stay.
 
 [Note: checkpoints around blocks]
-Who checkpoints a block from outside (``checkpoint(layer, x)`` in the model's loop: older transformers, hand-written
-code) calls the block inside the checkpoint. Hooks of ours entered there would be the innermost ones: everything would
-be saved again and the checkpoint silently cancelled. So none are entered. What such a checkpoint keeps for its second
-run is saved tensors, and a saved tensor takes hooks of its own afterwards (``SavedTensor.register_hooks``): those that
-hold the block's inputs are given ours, one by one, and nothing else changes.
+A loop that calls ``checkpoint(layer, x)`` (older transformers, hand-written code) calls the block inside the
+checkpoint. Hooks of ours opened there would be the innermost ones: everything would be saved again and the checkpoint
+silently cancelled. So none are opened. The checkpoint keeps the block's inputs as saved tensors, and a saved tensor
+takes hooks of its own afterwards (``SavedTensor.register_hooks``): those that hold the block's inputs get ours, one
+by one.
 
-A non-reentrant checkpoint is told by its hooks, which are the innermost ones; they lead to its frame. A reentrant one
-saves its inputs in an autograd node that is made after its function has run: it is found behind the input of the block
-that comes next. Nothing comes after the last block; its inputs are read first in backward and stay.
+A non-reentrant checkpoint is recognised by its hooks, which are the innermost ones; they lead to its frame. A
+reentrant one saves its inputs in an autograd node that is made after its function has run: it is found behind the
+input of the next block. Nothing follows the last block; its inputs are read first in backward and stay.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class Kept:
-    """What one checkpoint keeps for its second run.
+    """The tensors that one checkpoint keeps.
 
     Args:
         saved: Its ``torch._C._autograd.SavedTensor`` objects.
@@ -50,10 +50,10 @@ class Kept:
         return [t for s in self._saved if isinstance(t := s.data, torch.Tensor)]
 
     def hook(self, hooks: Hooks) -> object | None:
-        """Give pack and unpack hooks to what has none.
+        """Give pack and unpack hooks to tensors without hooks.
 
         Returns:
-            What another offloader's hooks made of a tensor, where one came first; else None.
+            What another offloader's hooks made of a tensor, if one was first; else None.
         """
         for saved in self._saved:
             try:
@@ -71,7 +71,7 @@ class Kept:
 
 
 def name_checkpoints(logged: set[str], block: str) -> None:
-    """Log once that the model checkpoints its own blocks: what ebbtide would choose is then chosen already.
+    """Log once that the model checkpoints its own blocks, so ebbtide has little left to choose.
 
     Args:
         logged: What was logged before; this is added.
@@ -94,7 +94,7 @@ def innermost_hooks() -> Any:
 
 
 def checkpoint_around(pack: Any) -> Kept | None:
-    """Return what a non-reentrant checkpoint keeps, if ``pack`` is its hook: the code that runs now is checkpointed."""
+    """Return the tensors of the non-reentrant checkpoint whose hook ``pack`` is; None if it is no checkpoint's."""
     if not _of_checkpoint(pack):
         return None
     frame = _closed_over(pack, "frame")
@@ -106,7 +106,7 @@ def checkpoint_around(pack: Any) -> Kept | None:
 
 
 def checkpoint_before(inputs: Iterable[torch.Tensor]) -> Kept | None:
-    """Return what the reentrant checkpoint keeps that one of ``inputs`` came out of."""
+    """Return the tensors of the reentrant checkpoint that produced one of ``inputs``; None if none did."""
     pending = [t.grad_fn for t in inputs]
     seen = 0
     while pending and seen < NEAR:

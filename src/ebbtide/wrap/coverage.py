@@ -1,17 +1,17 @@
-"""How much of what autograd saves the blocks hold, and blocks chosen by that.
+"""The blocks' share of the bytes that autograd saves, and blocks chosen by it.
 
 [Note: coverage]
-What autograd saves inside blocks comes through the pack hook and is counted there. What it saves outside of them is
-read from the graph, once, when the first forward with gradients is over: every node that the outputs lead to shows the
-tensors that it saved. No hooks are entered for this: any hook, one that hands back what it was given included, changes
-what autograd checks or keeps. The sequence number of its node says which module saved a tensor, for modules note
-where the numbers stood when their forward began and ended; that is all that their module hooks do, in this one pass.
-What backward has freed by then, and nodes of C++ extensions, which show nothing, are not counted.
+Tensors saved inside blocks pass through the pack hook and are counted there. Tensors saved outside are read from the
+graph, once, after the first forward with gradients: every node that the outputs lead to shows its saved tensors. No
+hooks are opened for this, because any hook, even the identity, changes what autograd checks and keeps. A node's
+sequence number says which module saved a tensor: module hooks, in this one pass only, note where the numbers stood
+when each forward began and ended. Tensors that backward has freed by then, and nodes of C++ extensions, which show
+nothing, are not counted.
 
 [Note: blocks by what they save]
-Where blocks that were found by structure hold less than ``LOW_PERCENT`` of what autograd saves, modules that save more
-than ``LARGE_SHARE`` of it outside of them are blocks as well from the second pass on; and if the blocks were no stack
-and still hold less, the model is one block. This is done once, by a process that trains alone: batches differ between
+If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more
+than ``LARGE_SHARE`` of them become blocks too from the second pass on; if the blocks were no stack and still hold
+less, the model becomes one block. This is done once, and only in a process that trains alone: batches differ between
 ranks, and ranks must have the same blocks.
 """
 
@@ -56,7 +56,7 @@ class Watch:
 
     Args:
         model: The model.
-        engine: Told of the coverage.
+        engine: Receives the coverage.
         chosen: The user named the blocks: none are added.
     """
 
@@ -80,10 +80,10 @@ class Watch:
         return output
 
     def pass_ends(self, blocks: Blocks) -> Blocks | None:
-        """Take in what a pass saved; return other blocks for the next one, or None.
+        """Account for a pass; return other blocks for the next one, or None.
 
         Args:
-            blocks: Those that it ran with.
+            blocks: The blocks of that pass.
         """
         outside, self._outside = self._outside, None
         tally, last = self._engine.last_tally, self._engine.last_pass
@@ -123,7 +123,7 @@ class Watch:
             )  # fmt: skip
 
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
-        """Return blocks that hold more, where that is known to be so and to be the same on every rank."""
+        """Return blocks that hold more of the bytes, in a process that trains alone; else None."""
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         low = coverage.percent is not None and coverage.percent < LOW_PERCENT
         if not (self._may_choose and alone and low) or coverage.checkpointed:
@@ -150,7 +150,7 @@ class _Marks:
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """Note where modules begin and end; ``blocks`` and what is compiled are left alone, with what is below them."""
+        """Note where modules begin and end, except blocks, compiled modules, and modules inside these."""
         for path, module in _outside_of(model, blocks):
             if path:
                 before = module.register_forward_pre_hook(self._entering(path))
@@ -162,7 +162,7 @@ class _Marks:
         return self._paths[bisect_right(self._numbers, number) - 1]
 
     def remove(self) -> None:
-        """Take the module hooks away."""
+        """Remove the module hooks."""
         while self._undo:
             self._undo.pop()()
 
@@ -185,7 +185,7 @@ class _Marks:
 
 
 def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules that are neither blocks nor compiled, nor below one that is."""
+    """Yield modules that are not, and are not inside, a block or a compiled module."""
     inside = {id(module) for module in blocks}
     pending = [("", model)]
     while pending:
@@ -197,7 +197,7 @@ def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str
 
 
 def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest modules that hold no block and save a large share of the bytes; of a stack, its blocks."""
+    """Yield the largest modules that hold no block and save a large share of the bytes; of a stack, its children."""
     inside, taken = {id(module) for module in blocks}, ""
     for path, module in _outside_of(model, blocks):
         holds_blocks = any(id(m) in inside for m in module.modules())
@@ -209,12 +209,12 @@ def _savers(model: nn.Module, blocks: list[nn.Module], coverage: Coverage) -> It
 
 
 def _below(path: str, outside: Mapping[str, int]) -> int:
-    """Return the bytes saved outside of the blocks in a module and in those below it."""
+    """Return the bytes that a module and its submodules save outside of the blocks."""
     return sum(n for p, n in outside.items() if p == path or p.startswith(path + "."))
 
 
 def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -> Counter[str]:
-    """Return the bytes of the distinct storages that a graph holds and no block saved, by module."""
+    """Return module → bytes of the distinct storages in a graph that no block saved."""
     found: Counter[str] = Counter()
     counted: dict[int, torch.UntypedStorage] = {}
     names: dict[type, list[str]] = {}
@@ -242,12 +242,12 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
 
 
 def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a node holds in a slot, weights and what hooks have packed left out."""
+    """Yield the tensors in a slot of a node, without weights and without tensors packed by hooks."""
     try:
         slot = getattr(node, name)
         packed = [saved.data for saved in (slot if isinstance(slot, (tuple, list)) else [slot]) if saved is not None]
     except RuntimeError:
-        return  # a backward has freed it by now
+        return  # a backward has already freed it
     for tensor in packed:
         if isinstance(tensor, torch.Tensor):
             base = tensor if tensor._base is None else tensor._base
@@ -256,7 +256,7 @@ def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:
-    """Return the tensors in what a forward returned."""
+    """Return the tensors in a forward's output."""
     found: list[torch.Tensor] = []
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):

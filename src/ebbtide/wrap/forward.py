@@ -1,28 +1,29 @@
-"""What stands in place of a module's ``forward``, or of its compiled call.
+"""The replacement of a module's ``forward``, or of its compiled call.
 
 [Note: copies]
-A copied or unpickled model carries no offloading: the stand-in holds the module that it was made for, so a copy that
-took it along would compute with the weights of the first model. It copies and pickles as what it stands for.
+A copied or unpickled model carries no offloading: a copied replacement would still call the first model and compute
+with its weights. So it copies and pickles as the ``forward`` that it replaces.
 
 [Note: wrappers that forward]
-A wrapper may hand on attributes that are set on it to the module inside: Lightning Fabric's does with each that the
-module has too, ``forward`` among them. The stand-in of the wrapper would then be called by what it stands for, without
-end. So a stand-in goes into the module's own dictionary, past whatever ``__setattr__`` its class has.
+A wrapper may pass attributes set on it to the module inside: Lightning Fabric's does so for each that the module has
+too, ``forward`` among them. The replacement of the wrapper's forward would then be called by the forward that it
+replaces, without end. So it goes into the module's own dictionary, past any ``__setattr__`` of its class.
 
 [Note: compiled blocks]
-Hooks entered in compiled code are a graph break, or an error with ``fullgraph=True``; whatever differs from block to
-block, a stand-in or a module hook, has every block compiled anew, until torch gives up. So nothing of ours is left on
-a compiled block or inside: hooks stand around the compiled call, ``_compiled_call_impl``. A block that is compiled
-under a handle is found when the next forward of the model begins; should it be traced before, a stand-in is nothing
-but the forward behind it, and says so: Dynamo calls a function that is marked as constant while it traces, and leaves
-it out of the graph. So do the module hooks inside an eager block when a part of the block is compiled without their
-knowing (a method, a function that calls modules): they are taken from that part when the block's forward is over.
+Hooks opened in compiled code are a graph break, or an error with ``fullgraph=True``; anything that differs between
+blocks, a replaced forward or a module hook, has every block compiled separately, until torch gives up. So nothing of
+ours is left on a compiled block or inside it: the hooks go around the compiled call, ``_compiled_call_impl``. A block
+compiled while a handle is open is found when the next forward of the model begins. If it is traced before that, the
+replacement is just the forward behind it, and says so: Dynamo calls a function marked as constant while it traces,
+and leaves it out of the graph. The module hooks inside an eager block do the same when a part of the block is
+compiled unnoticed (a method, a function that calls modules): they are removed from that part when the block's forward
+is over.
 
 [Note: device graphs]
-A device graph replays kernels at fixed addresses. A forward that is captured (``torch.cuda.graph``) must ask for no
-event and copy nothing to memory that changes hands, so it runs as without ebbtide. A compiled block of
-``mode="reduce-overhead"`` saves tensors in the pool of Inductor's own graphs, which checks at each replay which of them
-are alive: hooks would free nothing of that pool, and have graphs recorded anew.
+A device graph replays kernels at fixed addresses. A forward that is captured (``torch.cuda.graph``) must not query
+events or copy to memory that is reused, so it runs as without ebbtide. A compiled block of ``mode="reduce-overhead"``
+saves tensors in the pool of Inductor's own graphs, which checks at each replay which of them are alive: hooks would
+free nothing of that pool, and would have graphs recorded again.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class StandIn:
 
     Args:
         module: The module; its attribute ``name`` is replaced on the instance.
-        call: What runs instead; is handed what was there.
+        call: What runs instead; it receives the original.
         name: ``"forward"`` or ``"_compiled_call_impl"``.
-        traced: Told when the stand-in is compiled into the code around it, where nothing runs in its place.
+        traced: Called when the stand-in is compiled into surrounding code, where it has no effect.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class StandIn:
 
     @property
     def __code__(self) -> Any:
-        """The code of what stands behind: ``torch.export`` asks a forward for it."""
+        """The code of the original forward, which ``torch.export`` reads."""
         return inspect.unwrap(self._behind).__code__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -79,7 +80,7 @@ class StandIn:
         return (getattr, (self._module, self._name)) if self._own is None else (_as_it_is, (self._own,))
 
     def remove(self) -> None:
-        """Put back what was there, unless somebody has replaced the stand-in since."""
+        """Restore the original, unless somebody has replaced the stand-in since."""
         if self._module.__dict__.get(self._name) is not self:
             return
         if self._own is None:
@@ -89,7 +90,7 @@ class StandIn:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of ``module`` go to a compiled call that no stand-in is around."""
+    """Whether calls of ``module`` go to a compiled call without a stand-in."""
     call = module._compiled_call_impl
     return call is not None and not isinstance(call, StandIn)
 
@@ -100,7 +101,7 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 
 def is_compiled_inside(module: nn.Module) -> bool:
-    """Whether what runs behind a call of ``module`` is compiled, with or without a stand-in around it."""
+    """Whether a call of ``module`` runs compiled code, with or without a stand-in."""
     return module._compiled_call_impl is not None or is_compiled_wrapper(module)
 
 
@@ -139,12 +140,12 @@ def refuse_compiled_around(model: nn.Module, block: str) -> None:
 
 
 def in_backward() -> bool:
-    """Whether a backward of autograd calls what runs now."""
+    """Whether the current code is called by a backward of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
 def running_transform() -> str | None:
-    """Return what transforms or traces the code that runs now; None if it just runs."""
+    """Return the name of the transform or tracer that runs the current code; None if there is none."""
     if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return "torch.func transforms"
     if torch.autograd.forward_ad._current_level >= 0:
@@ -155,7 +156,7 @@ def running_transform() -> str | None:
 
 
 def while_tracing(on_trace: Callable[..., None] | None) -> Callable[..., None]:
-    """Return a function that Dynamo calls while it traces and that is no part of what it compiles."""
+    """Return a function that Dynamo calls while it traces and leaves out of the compiled code."""
 
     def call(*arguments: Any) -> None:
         if on_trace is not None:

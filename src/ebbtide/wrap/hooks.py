@@ -13,15 +13,15 @@ from ebbtide.engine.run import BlockRun
 
 
 class offloading:
-    """Opens the hooks for one block. Closed again however the block is left, ``KeyboardInterrupt`` included.
+    """Opens the hooks for one block, and closes them however the block is left, ``KeyboardInterrupt`` included.
 
-    No generator: one that an interrupt keeps from its end would hold the hooks open as long as the traceback lives.
+    Not a generator: one that an interrupt stops early would hold the hooks open as long as the traceback lives.
 
     Args:
         engine: Carries out the plan.
         block: The block, as the engine knows it.
         inputs: Tensors that come into it.
-        checkpointed: The block is run again in backward.
+        checkpointed: Whether the block is checkpointed.
     """
 
     def __init__(self, engine: Engine, block: Block, inputs: list[torch.Tensor], *, checkpointed: bool = False) -> None:
@@ -38,7 +38,7 @@ class offloading:
         self.close()
 
     def close(self) -> None:
-        """Close the hooks and end the block. Harmless when repeated; what an interrupt left undone is done then."""
+        """Close the hooks and end the block. Harmless when repeated; a repeat finishes an interrupted close."""
         run = self._run
         if run is None:
             return

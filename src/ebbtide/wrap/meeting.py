@@ -1,11 +1,11 @@
-"""Where ranks meet without a collective: in the store that started the process group.
+"""Comparing texts between ranks without a collective: through the store that started the process group.
 
 [Note: meetings]
-A meeting is held by a group about something. Every rank leaves a text and reads those of the others; the n-th meeting
-of one rank is the n-th of the others. A rank that never comes is named when the store's timeout is over
-(``init_process_group(timeout=...)``). Who has waited in vain takes its text away again: a rank that comes later must
-not find one that has gone, and finds it when it comes again. Texts are compared by digest and read only if they differ:
-most meetings are of ranks that agree.
+A group meets about a topic: every rank posts a text and reads those of the others. The n-th meeting of one rank is
+the n-th of the others. A rank that never arrives is named when the store's timeout is over
+(``init_process_group(timeout=...)``). A rank that has waited in vain removes its text: a later rank must not count it
+as present, and finds it when it returns. Texts are compared by digest and read only if they differ, because ranks
+mostly agree.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ PATIENCE_SECONDS = 30.0
 
 
 class Meeting:
-    """One meeting; leave the text first, then attend. Used as a context manager. See [Note: meetings].
+    """One meeting; post the text first, then attend. Used as a context manager. See [Note: meetings].
 
     Args:
         ranks: The group, in order; this rank is one of them.
-        about: What for, in words that finish "rank 1 did not ...".
-        text: What this rank says.
+        about: The topic, in words that finish "rank 1 did not ...".
+        text: The text of this rank.
     """
 
     def __init__(self, ranks: Sequence[int], about: str, text: str) -> None:
@@ -59,7 +59,7 @@ class Meeting:
         """Wait for all; return the text of each rank, or of this one alone if all are equal.
 
         Raises:
-            ConfigError: A rank did not come in time.
+            ConfigError: A rank did not arrive in time.
         """
         self._wait()
         keys = list(self._keys.values())
@@ -83,7 +83,7 @@ class Meeting:
 
 
 def spelled(ranks: Sequence[int]) -> str:
-    """Return ranks in words."""
+    """Return ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
@@ -92,7 +92,7 @@ def _in_full(key: str) -> str:
 
 
 def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:
-    """Wait; return the ranks whose key is not there then."""
+    """Wait; return the ranks whose key is missing then."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=seconds))
     except RuntimeError:  # a file store has no error of its own for this

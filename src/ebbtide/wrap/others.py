@@ -1,13 +1,13 @@
 """Other offloaders: saved-tensor hooks that are not ours, around a block or inside it.
 
 [Note: two offloaders]
-Of saved-tensor hooks only the innermost see what is saved. Around a block they see nothing while ours are open; opened
-inside it, as transformers does around the checkpoint in its layers (``offload=True``), they leave ours with nothing to
-do and nobody is told. Both are refused. Hooks that take a part of what a block saves are the block's own affair: they
-are said once, and the rest is offloaded.
+Of saved-tensor hooks only the innermost see a tensor. Hooks of another offloader around a block see nothing while
+ours are open; opened inside it, as transformers does around the checkpoint in its layers (``offload=True``), they
+silently leave ours without work. Both are refused. Hooks that take a part of a block's tensors are logged once, and
+the rest is offloaded.
 
-Whose hooks they are is read from the module of their pack hook, and the error names the flag that switches them on.
-What torch's compiler offloads inside compiled code shows no hooks: its own switch is read.
+The module of a pack hook says whose it is, and the error names the flag that switches it off. torch's compiler shows
+no hooks when it offloads inside compiled code: its own switch is read.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = logging.getLogger("ebbtide.wrap")
 
 @dataclass(frozen=True, kw_only=True)
 class Offloader:
-    """An offloader of activations that others provide.
+    """An offloader of another library.
 
     Attributes:
         prefix: How the names of its hooks begin.
-        name: What it is called.
-        unset: What switches it off.
+        name: Its name.
+        unset: How to switch it off.
     """
 
     prefix: str
@@ -73,7 +73,7 @@ COMPILED = "torch._functorch.config"
 
 
 class Inside:
-    """What other hooks are opened inside a block while its forward runs. See [Note: two offloaders]."""
+    """The foreign hooks that are opened inside a block while its forward runs. See [Note: two offloaders]."""
 
     def __init__(self) -> None:
         self._looked: Any = None  # at these hooks, just before
@@ -100,10 +100,10 @@ class Inside:
             self._found = self._found or _name(pack)
 
     def check(self, block: str, run: BlockRun) -> None:
-        """Say what was found, when the block's forward has run to its end.
+        """Report foreign hooks, after the block's forward.
 
         Raises:
-            ConflictError: Another offloader took all that the block saves.
+            ConflictError: Another offloader took all tensors that the block saves.
         """
         found = self._found
         if found and not run.tally.packs:
@@ -116,7 +116,7 @@ class Inside:
             )  # fmt: skip
 
     def forget(self) -> None:
-        """The forward is over, however it ended."""
+        """Forget the forward, however it ended."""
         self._looked, self._found, self._entered = None, "", False
 
 
@@ -135,7 +135,7 @@ def refuse_around(block: str, pack: Any) -> None:
 
 
 def refuse_taken(block: str, taken: object) -> None:
-    """Raise for what another offloader made of a tensor that a checkpoint around a block keeps.
+    """Raise because another offloader packed a tensor that a checkpoint around a block keeps.
 
     Raises:
         ConflictError: Always.

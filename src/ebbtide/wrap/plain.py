@@ -24,13 +24,13 @@ class _Seen(NamedTuple):
     """A block as it last ran with hooks."""
 
     tally: Tally
-    elements: int  # of all that it was called with
+    elements: int  # of all its inputs
 
 
 class PlainBlocks:
-    """Runs blocks without hooks where the engine's timer says so, and counts what they keep.
+    """Runs blocks without hooks when the engine's timer asks for it, and counts the bytes they keep.
 
-    A block that is called with clearly more than when it last ran with hooks has its hooks again: what it saves is not
+    A block called with clearly larger inputs than when it last ran with hooks gets its hooks again: its bytes are not
     known then.
 
     Args:
@@ -47,13 +47,13 @@ class PlainBlocks:
 
         Args:
             run: Its run.
-            inputs: What it was called with.
+            inputs: Its inputs.
         """
         if self._engine.timer is not None:
             self._seen[run.block.name] = _Seen(run.tally, _elements(inputs))
 
     def wanted(self, block: Block, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether a block is to run without hooks now.
+        """Whether a block should run without hooks now.
 
         Args:
             block: The block.
@@ -106,13 +106,13 @@ class PlainBlocks:
         return output
 
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
-        """Let the timer, and who listens to a plain block, know when the gradient of what a block returned is there.
+        """Notify the timer, and listeners of a plain block, when the gradient of a block's output is there.
 
-        A plain block after blocks with hooks begins to bring in what these offloaded: its own backward hides it.
+        A plain block after blocks with hooks starts to prefetch what these offloaded: its backward hides the copies.
 
         Args:
             run: The block.
-            inputs: The tensors that it was called with: what it hands on is not its own.
+            inputs: The tensors it was called with: an input that it returns is not its own output.
             output: What it returned.
         """
         timer = self._engine.timer
@@ -136,7 +136,7 @@ class PlainBlocks:
                 self._engine.timer.backward_begins(run)
 
     def _settle(self) -> None:
-        """Let the copies end that run beside the block: on a CPU they take cores and memory from it."""
+        """Wait for copies in flight: on a CPU they take cores and memory from the block that is timed."""
         with self._engine.lock:
             self._engine._stalls.clear_reader()
             self._engine._copy_out.retire(settle=True)

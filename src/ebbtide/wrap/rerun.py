@@ -1,4 +1,4 @@
-"""Which blocks may be run again, whole: CHECKPOINT.
+"""Which blocks may be checkpointed.
 
 [Note: what may be run again]
 A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
@@ -42,10 +42,10 @@ _MUST_KEEP = {"input_bytes": 1, "must_keep_bytes": 2**62}
 
 
 class Reruns:
-    """Decides which blocks are run again.
+    """Decides which blocks are checkpointed.
 
     Args:
-        plan: Wishes it, by what blocks of the kind have saved.
+        plan: Chooses, from the bytes that blocks of the kind saved.
         votes: Lets ranks whose blocks hold collectives decide together.
     """
 
@@ -65,15 +65,15 @@ class Reruns:
         *,
         tried: bool = False,
     ) -> bool:
-        """Whether a block that is called with these arguments is re-run whole in backward.
+        """Whether a block called with these arguments is checkpointed.
 
         Args:
             block: As the engine knows it.
             module: Its module.
-            seen: What blocks of the kind saved when their tensors were last treated one by one.
+            seen: What blocks of the kind saved when they last ran without a checkpoint.
             args: What it is called with.
             kwargs: What it is called with, by name.
-            tried: Re-run it if this process alone may, to measure what that takes.
+            tried: Checkpoint it if this process alone may decide, to measure the time.
         """
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
@@ -90,7 +90,7 @@ class Reruns:
         return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether this process alone may run a block again: it was watched, and no other rank is needed.
+        """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed.
 
         Args:
             block: As the engine knows it.
@@ -105,10 +105,10 @@ class Reruns:
     def watched(
         self, run: BlockRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[State | None]:
-        """See whether a forward of the block changes its buffers or what it is given, or has a generator of its own.
+        """Watch whether a forward of the block changes its buffers or arguments, or can reach a generator.
 
         Yields:
-            What its modules hold before; None where nothing is watched.
+            The contents of its modules before; None where nothing is watched.
         """
         block = run.block
         if not self._possible(block):
@@ -138,7 +138,7 @@ class Reruns:
         return self._plan.block_action(block.kind, block.index, **_MUST_KEEP) is Action.CHECKPOINT
 
     def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a block of this kind may be run again with these arguments."""
+        """Whether a block of this kind may be checkpointed with these arguments."""
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
             name = type(changeable).__name__
@@ -167,7 +167,7 @@ def _own_tensors(state: State, compared: Compared) -> list[Watched]:
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:
-    """Return what a block is given, so that a change of it shows: its structure, its leaves, their versions."""
+    """Return a block's arguments so that a change shows: structure, leaves, and their versions."""
     leaves, spec = tree_flatten((args, kwargs))
     versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
     return spec, [(id(x), version) for x, version in zip(leaves, versions, strict=True)]

@@ -1,10 +1,10 @@
-"""Taking everything off the blocks while no block has hooks.
+"""Removing everything from the blocks while no block has hooks.
 
 [Note: rest]
-Where a plan keeps everything, blocks run as in plain training. What stands around them would still cost each block some
-Python, and each of its modules two hooks: much, for tiny blocks. So once the plan is judged it is all taken off. Only
-the stand-in of the model stays, and looks once a pass whether somebody listens, or whether the model is called with
-clearly more than it was: then everything is put back, before the first block runs.
+If a plan keeps everything, blocks run as in ordinary training. A replaced forward would still cost each block some
+Python, and each of its modules two hooks: much, for tiny blocks. So once the plan is judged, all of it is removed.
+Only the model's own replaced forward stays, and checks once a pass whether somebody listens, or whether the model is
+called with clearly larger inputs: then everything is installed again, before the first block runs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ebbtide.wrap.scope import Scope
 
 
 class Rest:
-    """Knows whether blocks need anything on them. See [Note: rest].
+    """Decides whether anything is installed on the blocks. See [Note: rest].
 
     Args:
-        engine: Its timer tells which blocks run without hooks.
+        engine: Its timer knows which blocks run without hooks.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._scopes: list[tuple[nn.Module, Scope]] = []  # of which everything is taken off
+        self._scopes: list[tuple[nn.Module, Scope]] = []  # from which everything is removed
         self._elements = 0  # of what the largest pass without hooks was called with
         self._before = 0  # of what the latest pass was called with
 
@@ -42,11 +42,11 @@ class Rest:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> bool:
-        """Whether a pass that begins needs nothing on the blocks: then there is nothing on them.
+        """Whether the pass that begins runs with nothing installed on the blocks; install or remove accordingly.
 
         Args:
-            scopes: All blocks; of a model that is its own block nothing is taken off.
-            put_on: Puts on a block what was taken off.
+            scopes: All blocks; a model that is its own block stays as it is.
+            put_on: Installs on a block what was removed.
             args: What the model is called with.
             kwargs: What it is called with, by name.
         """

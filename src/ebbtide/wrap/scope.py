@@ -1,4 +1,4 @@
-"""What follows a block while its forward runs: which of its modules runs, and what leaf modules made."""
+"""Follows a block's forward: which of its modules runs, and the outputs of leaf modules."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ebbtide.wrap.others import Inside
 
 
 class Scope:
-    """Which module of a block is running, in the thread that runs the block."""
+    """The module of a block that is running, in the thread that runs the block."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
         leave_untraced(__name__, checkpointed.__name__)
         self.block, self.module = block, module
         self.open = False
-        self.inside: list[Callable[[], None]] = []  # take away what was put on the block
+        self.inside: list[Callable[[], None]] = []  # remove the hooks of the block
         self.others = Inside()
         self.compiled: set[str] = set()  # modules whose hooks were compiled into the code around them
         self._traced = while_tracing(self.compiled.add)
@@ -38,11 +38,11 @@ class Scope:
         self._thread = 0
 
     def __reduce__(self) -> tuple[type[Scope], tuple[Block, nn.Module]]:
-        """Follow nothing in a copy. See [Note: copies]."""
+        """A copy follows nothing. See [Note: copies]."""
         return Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
     def follow(self) -> None:
-        """Let the engine know which module of the block runs, and what its leaf modules made."""
+        """Report to the engine which module of the block runs, and the outputs of its leaf modules."""
         for name, module in eager_parts(self.module):
             leaf = not any(True for _ in module.children())
             before = module.register_forward_pre_hook(functools.partial(self.entered, name))
@@ -50,20 +50,20 @@ class Scope:
             self._hooks[name] = before, after
 
     def leave(self) -> None:
-        """Take away what was put on the block and its modules."""
+        """Remove the hooks of the block and its modules."""
         while self.inside:
             self.inside.pop()()
         self.leave_parts(set(self._hooks))
 
     def leave_parts(self, names: set[str]) -> None:
-        """Take away what was put on modules of the block."""
+        """Remove the hooks of modules of the block."""
         for name in names & self._hooks.keys():
             for handle in self._hooks.pop(name):
                 handle.remove()
 
     @property
     def run(self) -> BlockRun | None:
-        """The open run of the block, where this thread has opened it."""
+        """The open run of the block, if this thread opened it."""
         return self._run if self._thread == threading.get_ident() else None
 
     @run.setter

@@ -1,4 +1,4 @@
-"""What the Python objects of a block hold: remembered, and put back for a second run of its forward.
+"""The contents of the Python objects of a block: remembered, and restored for a second forward.
 
 [Note: state]
 A forward may read whatever its modules can reach: parameters that ``functional_call`` swaps, the adapter that is
@@ -36,7 +36,7 @@ _Containers = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class State:
-    """What is held now by the containers that some modules can reach. See [Note: state].
+    """The present contents of the containers that some modules can reach. See [Note: state].
 
     Args:
         modules: A block and all modules in it.
@@ -77,17 +77,17 @@ class State:
                     continue
 
     def now(self) -> State:
-        """Return what the same containers hold now."""
+        """Return the present contents of the same containers."""
         state = State(())
         state._held = [(container, container.copy()) for container, _ in self._held]
         return state
 
     def put_back(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
-        """Make the containers hold what they held.
+        """Restore the contents of the containers.
 
         Args:
-            instead: What is put in the place of a value, by the value's id.
-            tensors: Put tensors back too. Those of modules under FSDP come and go by themselves.
+            instead: Id of a value → its replacement.
+            tensors: Restore tensors too. FSDP replaces those of its modules itself.
         """
         for container, then in self._held:
             if not then and not container:
@@ -123,7 +123,7 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
 
 
 class Role(Enum):
-    """What is done with a value that is met on the way."""
+    """How a reachable value is treated."""
 
     PLAIN = "plain"  # nothing: it holds nothing that a forward could change
     TENSOR = "tensor"
@@ -139,7 +139,7 @@ _PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dty
 
 @functools.lru_cache(4096)
 def _role(kind: type) -> Role:
-    """Return what is done with the values of a class: a module reaches hundreds, of a few dozen classes."""
+    """Return how values of a class are treated: a module reaches hundreds, of a few dozen classes."""
     if kind in _PLAIN:
         return Role.PLAIN
     if issubclass(kind, torch.Tensor):

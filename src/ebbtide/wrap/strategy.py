@@ -64,7 +64,7 @@ def ddp_around(model: nn.Module) -> nn.Module | None:
 
 
 def unit_meshes(model: nn.Module) -> list[Any]:
-    """Return the meshes that the model's FSDP2 units are sharded over, which weights tell only while they are."""
+    """Return the meshes of the model's FSDP2 units; unsharded weights do not show theirs."""
     units: list[Any] = [m for m in model.modules() if is_fsdp2(m)]
     states = [unit._get_fsdp_state() for unit in units]
     shards = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
@@ -72,7 +72,7 @@ def unit_meshes(model: nn.Module) -> list[Any]:
 
 
 def weights_move(model: nn.Module) -> bool:
-    """Whether parameters have bytes only around their block's forward and backward. Asked in each pass."""
+    """Whether parameters have bytes only around their block's forward and backward. Checked in each pass."""
     wrappers = tuple(wrapper for name in ("fsdp2", "fsdp") if (wrapper := _wrapper_class(name)) is not None)
     return bool(wrappers) and any(isinstance(module, wrappers) for module in model.modules())
 
@@ -92,11 +92,11 @@ def check_strategy_name(strategy: str) -> None:
 
 
 def check_strategy(model: nn.Module, strategy: str) -> str:
-    """Return the model's strategy; raise if the one asked for is not the model's.
+    """Return the model's strategy; raise if it is not the requested one.
 
     Raises:
         ConfigError: There is no such strategy.
-        StrategyError: The model is not wrapped so.
+        StrategyError: The model is wrapped otherwise.
     """
     check_strategy_name(strategy)
     _refuse_replicas(model)

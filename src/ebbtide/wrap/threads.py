@@ -1,10 +1,10 @@
 """One thread at a time.
 
 [Note: threads]
-A handle follows one forward at a time: the pass, the block that is open and the module that runs are those of one
-thread. A forward with gradients that another thread begins meanwhile (``nn.parallel.parallel_apply``, workers that
-share a model) runs to its end as without ebbtide: its tensors stay on the device and its gradients are right. Backwards
-run in any thread at any time.
+A handle follows one forward at a time: the pass, the open block and the running module belong to one thread. A
+forward with gradients that another thread begins meanwhile (``nn.parallel.parallel_apply``, workers that share a
+model) runs as without ebbtide: its tensors stay on the device and its gradients are right. Backwards run in any
+thread at any time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SerialCalls:
 
 
 def serially(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method that stands in place of a forward run in one thread at a time.
+    """Let a method that replaces a forward run in one thread at a time.
 
     Its last arguments are the forward and its arguments; its object has ``calls``.
     """

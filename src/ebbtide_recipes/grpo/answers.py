@@ -1,7 +1,7 @@
-"""Read the answer out of a text: the convention of GSM8K first, then those of other data sets. No torch here.
+"""Extract the answer from a text: GSM8K's convention first, then those of other data sets. No torch here.
 
 [Note: where an answer stands]
-The first of these that is there: what follows the last ``####`` (GSM8K), the contents of the last ``<answer>`` tag
+The first of these that exists: what follows the last ``####`` (GSM8K), the contents of the last ``<answer>`` tag
 (DeepSeek-R1), the contents of the last ``\\boxed{}`` (MATH), the last number of the text.
 """
 
@@ -20,7 +20,7 @@ _TAGS = re.compile(r"\s*<think>(?:(?!<think>).)*?</think>\s*<answer>(?:(?!<answe
 
 
 def answer_in(text: str) -> str:
-    """Return the answer that a text gives, see [Note: where an answer stands]; empty: it gives none."""
+    """Return the answer in a text, see [Note: where an answer stands]; empty: there is none."""
     for mark in _MARKS:
         found = mark.findall(text)
         if found:

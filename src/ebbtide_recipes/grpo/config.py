@@ -121,12 +121,12 @@ class GrpoConfig(LanguageConfig):
 
     @property
     def kl_coefficient(self) -> float:
-        """How much the KL divergence from the reference counts."""
+        """Weight of the KL divergence from the reference."""
         return self.beta if self.use_kl_loss else 0.0
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that one rollout makes."""
+        """Micro-batches of one rollout."""
         return self.steps_per_generation or self.gradient_accumulation_steps
 
     @property
@@ -161,13 +161,13 @@ class GrpoConfig(LanguageConfig):
         return count
 
     def without_effect(self) -> list[str]:
-        """Return the flags that were given but do nothing in this mode."""
+        """Return the flags that were set but have no effect in this mode."""
         vllm = () if self.use_vllm else ("vllm_mode", "vllm_gpu_memory_utilization")
         idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
         return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
 
     def _apply_strategy(self) -> None:
-        """Fold verl's ``strategy`` into the flags that say the same, so that everything behind it knows one meaning."""
+        """Translate verl's ``strategy`` into the equivalent flags."""
         if self.strategy is None:
             return
         version = 1 if self.strategy == "fsdp" else 2
@@ -184,7 +184,7 @@ class GrpoConfig(LanguageConfig):
 
 
 def _check_numbers(config: GrpoConfig) -> None:
-    """Refuse numbers that make no run, and values that contradict one another.
+    """Refuse numbers out of range, and values that contradict one another.
 
     Raises:
         ConfigError: There is one.

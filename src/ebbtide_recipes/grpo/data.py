@@ -1,4 +1,4 @@
-"""The prompts of ``grpo``: read by ``rows.py``, put into shape by ``prompts.py``, measured in tokens."""
+"""The prompts of ``grpo``: read by ``rows.py``, normalized by ``prompts.py``, measured in tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ READER = Reader(
 
 
 def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards: Sequence[Reward]) -> Dataset:
-    """Read data sets and put their prompts one after the other.
+    """Read data sets and concatenate their prompts.
 
     Args:
         names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
-        config: Says how long a prompt may be.
+        config: Has the longest prompt allowed.
         source: Has the tokenizer that measures them.
-        rewards: Say which columns they need.
+        rewards: Reward functions; each knows the columns it needs.
 
     Raises:
         DataError: A data set cannot be used, or leaves no prompt of the right length.
@@ -73,7 +73,7 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
 
 
 def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
-    """Return the rows whose prompts are short enough; say how many are left out, or refuse them."""
+    """Return the rows with short enough prompts; log how many are left out, or refuse the data set."""
     kept = prompts.drop_long(rows, lambda row: _tokens(row["prompt"], tokenizer), config.max_prompt_length)
     long = len(rows) - len(kept)
     found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"

@@ -1,4 +1,4 @@
-"""Prompts: the built-in sums, and rows of files and hubs put into the shape that the trainer takes.
+"""Prompts: the built-in sums, and rows of files and hubs in the form that the trainer takes.
 
 [Note: prompt rows]
 Whatever the columns are called, a row gets a ``prompt``: text, or a chat that ends with the user. It comes from
@@ -41,7 +41,7 @@ def arithmetic(seed: int) -> list[Row]:
 
 
 def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = None) -> list[Row]:
-    """Put rows into shape. See [Note: prompt rows].
+    """Normalize rows. See [Note: prompt rows].
 
     Args:
         rows: At least one.
@@ -106,7 +106,7 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
 
 
 def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) -> list[dict[str, Any]]:
-    """Return a chat that the model is to answer."""
+    """Return a chat that ends with the user."""
     for message in messages:
         if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise DataError(

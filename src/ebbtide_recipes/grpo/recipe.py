@@ -20,16 +20,16 @@ LOGGER = logging.getLogger("ebbtide.grpo")
 
 
 class Grpo(Recipe[GrpoConfig]):
-    """Reinforcement of a language model by functions that reward its completions."""
+    """Reinforcement learning of a language model, with functions that reward its completions."""
 
     name = "grpo"
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
     def check(self, config: GrpoConfig) -> None:
-        """Refuse rewards, adapters, data sets and models that cannot be.
+        """Refuse invalid rewards, adapters, data sets and models.
 
         Raises:
-            EbbtideError: One of them cannot be.
+            EbbtideError: One of them is invalid.
         """
         from ebbtide_recipes.grpo import data, rewards
         from ebbtide_recipes.language import adapters, models
@@ -48,7 +48,7 @@ class Grpo(Recipe[GrpoConfig]):
         config.completions(processes)
 
     def prepare(self, config: GrpoConfig) -> GrpoTrainer:
-        """Load model and prompts, and make the trainer. What can be refused comes before what takes long.
+        """Load model and prompts, and make the trainer. Checks come before slow steps.
 
         Raises:
             EbbtideError: The model or the data cannot be used.
@@ -60,7 +60,7 @@ class Grpo(Recipe[GrpoConfig]):
 
         processes = trainer.arguments(config).world_size  # also joins the other ranks
         launch.check_device(config)
-        with PartialState().main_process_first():  # what is fetched or made is so once
+        with PartialState().main_process_first():  # only one process fetches or builds
             source = models.look_up(config)
         if source.multimodal:
             raise ConfigError(

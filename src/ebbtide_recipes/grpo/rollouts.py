@@ -1,10 +1,10 @@
-"""What a rollout leaves behind for the steps that learn from it, and how a killed run gets it back.
+"""The state of a rollout between steps, and restoring it after a killed run.
 
 [Note: a rollout in a checkpoint]
-TRL generates once for several micro-batches and several updates, keeps what it generated in memory, and counts
-micro-batches to know when to generate anew. transformers' checkpoints hold neither, so a run that went on from the
-middle of such a cycle would generate from other weights and count from zero. Here every rank writes both beside the
-checkpoint's other files, before the seal.
+TRL generates once for several micro-batches and updates, keeps the completions in memory, and counts micro-batches to
+know when to generate again. transformers' checkpoints hold neither, so a run resumed in the middle of such a cycle
+would generate from other weights and count from zero. Here every rank writes both next to the checkpoint's other
+files, before the seal.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trl.trainer.utils import RepeatSampler
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a trainer is in its rollout.
+    """A trainer's progress in its rollout.
 
     Attributes:
         micro_batches: Done so far, over the whole run.
-        batches: What the rollout left, one entry a micro-batch; ``None``: the next micro-batch begins a rollout.
+        batches: The rollout's data, one entry a micro-batch; ``None``: the next micro-batch begins a rollout.
         reward: The rollout's mean reward.
         metrics: TRL's figures since the last log line.
     """
@@ -64,7 +64,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 class EpochSampler(RepeatSampler):
-    """TRL's sampler, with an order that belongs to the epoch.
+    """TRL's sampler, with an order that depends only on seed and epoch.
 
     TRL's draws the order of each epoch from where the last one left its generator; a run that goes on in a later epoch
     would draw the first one's again. The order of the first epoch is TRL's own.

@@ -1,4 +1,4 @@
-"""TRL's trainer for GRPO: its phases marked, its rollouts in checkpoints, and its rewards recorded.
+"""TRL's trainer for GRPO, with marked phases, rollouts in checkpoints, and recorded rewards.
 
 [Note: the phases of a rollout]
 A step that begins a rollout generates completions (``generation``), rewards them (``reward``), and computes without
@@ -132,7 +132,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     @contextmanager
     def _phase(self, name: str) -> Generator[None, None, None]:
-        """Mark a phase of the step that is under way; in an evaluation there is none."""
+        """Mark a phase of the current step; an evaluation has none."""
         if not self.model.training:
             yield
             return
@@ -180,7 +180,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     # Checkpoints
 
     def save_more(self, folder: Path) -> None:
-        """Write the rollout that is under way. See [Note: a rollout in a checkpoint]."""
+        """Write the current rollout. See [Note: a rollout in a checkpoint]."""
         every = self.args.steps_per_generation * self.num_iterations
         progress = rollouts.Progress(
             micro_batches=self._step,
@@ -191,7 +191,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         rollouts.write(progress, folder, self.args.process_index)
 
     def load_more(self, folder: Path) -> None:
-        """Read the rollout that was under way."""
+        """Read the rollout of the checkpoint."""
         sealed, _ = read_seal(folder)
         same = sealed is not None and sealed.world_size == self.args.world_size
         progress = rollouts.read(folder, self.args.process_index, self.accelerator.device, same_ranks=same)
@@ -218,7 +218,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return super()._run_epoch(*args, **kwargs)
 
     def _send_telemetry(self) -> None:
-        """Send nothing: a training run tells nobody about itself."""
+        """Send no telemetry."""
 
 
 def arguments(config: GrpoConfig) -> TrlConfig:
@@ -234,7 +234,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
-        # With adapters TRL would put a frozen copy of them beside them; the reference is the model without any.
+        # With adapters TRL would add a frozen copy of them; the reference is the model without any.
         "beta": 0.0 if config.trains_adapters else config.kl_coefficient,
         "num_iterations": config.num_iterations,
         "steps_per_generation": config.micro_batches,

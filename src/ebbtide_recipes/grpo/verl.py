@@ -1,4 +1,4 @@
-"""verl's keys: what each is called here, and what to do about those with no twin. No torch here."""
+"""verl's keys: their names here, and hints for those without a counterpart. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of adapters: what a name, a file or a folder says of them, as PEFT's config."""
+"""Kinds of adapters: PEFT's config from a name, a file or a folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXAMPLE = '{"peft_type": "BOFT", "boft_block_size": 4, "target_modules": ["q_pr
 
 
 def settings_of(text: str) -> dict[str, Any]:
-    """Return what ``--adapter_config`` says: a kind's name, or a file in the form of PEFT's ``adapter_config.json``.
+    """Return the settings of ``--adapter_config``: a kind's name, or a file like PEFT's ``adapter_config.json``.
 
     Raises:
         ConfigError: There is no such kind.
@@ -86,7 +86,7 @@ def kind_of(config: LanguageConfig) -> str | None:
 
 
 def settings_in(folder: Path) -> dict[str, Any]:
-    """Return what a folder of adapters says of them.
+    """Return the settings in a folder of adapters.
 
     Raises:
         DataError: It holds none.
@@ -106,7 +106,7 @@ def config_of(settings: Mapping[str, Any], where: str) -> PeftConfig:
     """Make PEFT's config.
 
     Raises:
-        ConfigError: A setting is unknown, or cannot be had.
+        ConfigError: A setting is unknown, or not supported.
     """
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 

@@ -1,4 +1,4 @@
-"""Adapters by PEFT: LoRA on weights as they are and on weights in 4 bits, other kinds, and adapters gone on with."""
+"""Adapters by PEFT: LoRA on plain and 4-bit weights, other kinds, and adapters that are continued."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 
 def check(config: LanguageConfig) -> None:
-    """Refuse what can be seen to fail before the model is looked for.
+    """Refuse settings that are bound to fail, before the model is looked up.
 
     Raises:
         EbbtideError: bitsandbytes is missing for 4 bits.
-        ConfigError: There is no such kind of adapter, or a file says something that cannot be had.
-        DataError: A file or folder is not there, or cannot be read.
+        ConfigError: There is no such kind of adapter, or a file has an unsupported setting.
+        DataError: A file or folder is missing, or cannot be read.
     """
     if config.train_type == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         require("bitsandbytes", extra="qlora", use="--train_type qlora")
@@ -35,7 +35,7 @@ def check(config: LanguageConfig) -> None:
 
 
 def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
-    """Return what makes ``from_pretrained`` quantise the weights as it loads them.
+    """Return the config with which ``from_pretrained`` quantises weights while loading.
 
     Args:
         config: Says whether FSDP shards the weights.
@@ -50,7 +50,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=computed,
-        # FSDP shards only what is stored in the type of the other weights.
+        # FSDP shards only weights stored in the type of the others.
         bnb_4bit_quant_storage=computed if config.fsdp_strategy != "none" else torch.uint8,
     )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -59,7 +59,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
 
 
 def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[str] = ()) -> PeftConfig:
-    """Return the adapters that the config asks for.
+    """Return the adapters of the config.
 
     Args:
         config: Names the kind and the modules, or a folder of adapters to go on with.
@@ -89,7 +89,7 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
 
 
 def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> PeftModel:
-    """Put adapters on a model: new ones, or those of a folder with their values.
+    """Add adapters to a model: new ones, or those of a folder with their values.
 
     Args:
         model: With its weights, or on meta; see [Note: stand-ins] in ``meta.py``.
@@ -97,7 +97,7 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
         config: Has the seed of new adapters' values, and names the folder.
 
     Raises:
-        ConfigError: New adapters are made of the weights, which are not there yet.
+        ConfigError: New adapters are computed from the weights, which are not loaded yet.
         DataError: The values in the folder do not fit.
     """
     from peft import PeftModel, get_peft_model
@@ -124,7 +124,7 @@ def put_on(model: PreTrainedModel, made: PeftConfig, config: LanguageConfig) -> 
 
 
 def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
-    """Return the modules that get adapters, all of which are in the model."""
+    """Return the modules that get adapters; all exist in the model."""
     targets = list(config.target_modules)
     known = {part for name, _ in model.named_modules() for part in (name, name.rpartition(".")[2])} - {""}
     for target in targets:
@@ -144,7 +144,7 @@ def _targets(config: LanguageConfig, model: PreTrainedModel) -> str | list[str]:
 
 
 def _named(config: LanguageConfig, model: PreTrainedModel) -> tuple[str, str]:
-    """Say what adapters were asked for, and what they could be put on."""
+    """Describe the requested adapters, and the modules that could have them."""
     if config.train_type == "adapter":
         return f"adapters of {config.adapter_config} do not fit the model", "settings that its modules can have"
     targets = set(config.target_modules)

@@ -69,12 +69,12 @@ class LanguageConfig(RecipeConfig):
         """PEFT's name for the kind of adapters that are trained; ``None``: none.
 
         Raises:
-            EbbtideError: A file or folder says something that cannot be used.
+            EbbtideError: A file or folder has a setting that cannot be used.
         """
         return kind_of(self)
 
     def without_effect(self) -> list[str]:
-        """Return the flags that were given but do nothing in this mode."""
+        """Return the flags that were set but have no effect in this mode."""
         idle = super().without_effect()
         if self.trains_adapters and self.adapters is not None:
             made = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules")
@@ -82,7 +82,7 @@ class LanguageConfig(RecipeConfig):
         return idle
 
     def _check_adapters(self) -> None:
-        """Refuse adapters that are asked for in two ways, or where there are none; and empty models that cannot be."""
+        """Refuse adapters that are named twice or have no use, and unsupported empty models."""
         if self.train_type == "adapter" and self.adapter_config is None and self.adapters is None:
             raise ConfigError(
                 "train_type is 'adapter' without a kind",

@@ -1,10 +1,10 @@
 """Models on meta, and their weights read straight into place: ``--memory_efficient_init``.
 
 [Note: stand-ins]
-Adapters are put on a model before it is sharded, and PEFT puts an adapter where the weight beside it is: on meta it
-would have no values. So while PEFT works each weight on meta is stood in for by one element of host memory that is
-expanded to the weight's shape. Adapters come out as they would on the loaded model, drawn from the same random numbers.
-What would read a weight's values, as some adapters' first values do, is refused: there are none yet.
+Adapters are added to a model before it is sharded, and PEFT puts an adapter on the device of its weight: on meta it
+would have no values. So while PEFT works, each weight on meta is replaced by one element of host memory expanded to
+the weight's shape. Adapters are then the same as on the loaded model, drawn from the same random numbers. Reading a
+weight's values, as some adapters' initialisation does, is refused: there are none yet.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_SHAPES = ("empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros",
 
 @contextlib.contextmanager
 def standing_in(model: nn.Module) -> Generator[None]:
-    """Stand host memory in for weights on meta as long as the context is open; see [Note: stand-ins].
+    """Replace weights on meta by host memory while the context is open; see [Note: stand-ins].
 
     Args:
         model: May be on meta, or not.
@@ -64,7 +64,7 @@ def standing_in(model: nn.Module) -> Generator[None]:
 
 
 class _StandIns(TorchDispatchMode):
-    """What stands in for weights, and a look at what is done with it."""
+    """The replacements of weights, and a watch on their use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _StandIns(TorchDispatchMode):
         self._storages: dict[int, torch.Tensor] = {}
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return what stands in for a weight; for a tied one always the same."""
+        """Return the replacement of a weight; for a tied one always the same."""
         if id(weight) not in self._by_weight:
             made = nn.Parameter(self._element(weight.shape, weight.dtype), requires_grad=weight.requires_grad)
             made.__dict__.update(weight.__dict__)
@@ -99,7 +99,7 @@ class _StandIns(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator; a copy of a stand-in is another one, and what would read one is refused."""
+        """Run an operator; a copy of a stand-in is another one, and reading one is refused."""
         kwargs = kwargs or {}
         read = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and self.knows(a)]
         if not read:
@@ -125,12 +125,12 @@ class _StandIns(TorchDispatchMode):
 def built(
     config: LanguageConfig, model: nn.Module, weights: Found | None, build: Callable[[Any], TrainerT]
 ) -> TrainerT:
-    """Make a trainer of a model that may still be on meta: filled before, or where it is sharded, afterwards.
+    """Make a trainer of a model that may still be on meta: load weights before, or, if sharded, afterwards.
 
     Args:
         config: Says whether FSDP shards the model.
         model: With its adapters, if it gets any.
-        weights: Where the weights of a model on meta are; ``None``: it has them.
+        weights: The weights of a model on meta; ``None``: it has them.
         build: Makes the trainer of a model.
 
     Raises:
@@ -202,7 +202,7 @@ def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
-    """Round weights that accelerate widened before they were read to the values they have when widened afterwards.
+    """Round weights that accelerate widened before loading to the values they would have if widened afterwards.
 
     Args:
         model: Sharded and filled.

@@ -27,7 +27,7 @@ PLACES = f"a folder with config.json, weights and tokenizer, a hub name, or one 
 
 
 def check(name: str) -> None:
-    """Refuse a model's name that neither a folder, nor the hub, nor ebbtide itself can know.
+    """Refuse a name that is no folder, no possible hub name and no built-in model.
 
     Raises:
         DataError: There is no such built-in model or local folder, or the folder holds no model.
@@ -63,7 +63,7 @@ def check(name: str) -> None:
 
 
 def locate(name: str, *, use_hf: bool = True) -> str:
-    """Return what transformers loads for a model's name; makes the built-in model if need be.
+    """Return the path or name for transformers; build the built-in model if necessary.
 
     Args:
         name: A local path, a hub name or a built-in name.
@@ -94,10 +94,10 @@ def _near(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource:
-    """What is known of a model before its weights are loaded.
+    """A model before its weights are loaded.
 
     Args:
-        place: What transformers loads.
+        place: Path or hub name for transformers.
         config: The model's own config.
         processor: Its tokenizer; of a multimodal model the processor that holds it.
     """
@@ -108,7 +108,7 @@ class ModelSource:
 
     @property
     def multimodal(self) -> bool:
-        """Whether the model takes images, videos or sounds beside text."""
+        """Whether the model takes images, videos or sounds with text."""
         return is_multimodal(self.config)
 
     @property
@@ -123,14 +123,14 @@ class ModelSource:
 
 
 def is_vision_language(config: PreTrainedConfig) -> bool:
-    """Whether a model's config is of one that takes images beside text."""
+    """Whether a config is of a model that takes images with text."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
     return config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and hasattr(config, "vision_config")
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
-    """Whether a model's config is of one that takes images, videos or sounds beside text."""
+    """Whether a config is of a model that takes images, videos or sounds with text."""
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
         MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
@@ -149,7 +149,7 @@ def media_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
 
 
 def look_up(config: LanguageConfig) -> ModelSource:
-    """Find the model, and read what is quick to read: its config and its tokenizer.
+    """Find the model, and read its config and tokenizer.
 
     Raises:
         DataError: The model cannot be found or read.
@@ -281,7 +281,7 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
 
 @contextmanager
 def explained(config: LanguageConfig) -> Generator[None, None, None]:
-    """Turn what transformers raises about a model into an error that says what was looked for."""
+    """Turn transformers' error about a model into one that names what was looked for."""
     from safetensors import SafetensorError
 
     try:
@@ -299,7 +299,7 @@ def explained(config: LanguageConfig) -> Generator[None, None, None]:
 
 
 def _not_loaded(name: str, error: Exception) -> str:
-    """Say where a model was looked for."""
+    """Describe where a model was looked for."""
     reason = _first_line(error)
     if Path(name).expanduser().exists() or name in BUILTIN:
         return f"model {name!r} cannot be loaded: {reason}"

@@ -36,10 +36,10 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
 
 
 def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:
-    """Keep back a share of the rows for evaluation.
+    """Hold out a share of the rows for evaluation.
 
     Returns:
-        What is trained on, and what was kept back: at least one row.
+        Rows to train on, and held-out rows: at least one.
 
     Raises:
         ConfigError: Nothing would be left to train on.

@@ -1,4 +1,4 @@
-"""What a job adds to the simulated micro-batch: the optimizer's state, weights in 4 bits, gradients of earlier ones."""
+"""Additions to the simulated micro-batch: optimizer state, 4-bit weights, gradients of earlier micro-batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IN_TYPE: Mapping[str, float] = {"adamw": 2.0, "sgd": 0.0, "sgd_momentum": 1.0}
 
 
 def state_ratio(optim: str, model: nn.Module) -> float:
-    """Return the bytes of an optimizer's state per byte of what is trained.
+    """Return the bytes of an optimizer's state per byte of trained weights.
 
     Args:
         optim: As ``PlanConfig.optim`` names it.
@@ -45,7 +45,7 @@ def state_ratio(optim: str, model: nn.Module) -> float:
 
 
 def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
-    """Return the step with the linear weights in 4 bits that adapters leave as they are.
+    """Return the step with the frozen linear weights in 4 bits.
 
     Each is turned into the type of arithmetic whenever it is used, in the forward and in the backward, one at a time.
 
@@ -86,7 +86,7 @@ def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
 
 
 def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> Profile:
-    """Return a later micro-batch of a step of several: gradients of earlier ones are there from its beginning.
+    """Return a later micro-batch of a step: gradients of earlier ones occupy memory from its beginning.
 
     Args:
         profile: A step of one micro-batch.

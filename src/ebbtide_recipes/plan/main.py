@@ -1,4 +1,4 @@
-"""The recipe: a model from its config, its simulated step, and what every option of training it would take."""
+"""``ebbtide plan``: a model from its config, its simulated step, and the cost of every option."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) -> Result:
-    """Simulate the model's step, once, and hold the options of training it side by side.
+    """Simulate the model's step once, and compare the options of training it.
 
     Args:
         config: What to train, and on what.
-        report: Told flags that do nothing, and what takes seconds.
+        report: Called with flags without effect, and with slow steps.
 
     Raises:
         EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be simulated.
@@ -90,7 +90,7 @@ def shown(result: Result) -> str:
 
 
 def save(result: Result, path: str) -> str:
-    """Save the plan of the recommended option; where that is not ebbtide's, of the best option that is.
+    """Save the plan of the recommended option, or of the best option of ebbtide.
 
     Args:
         result: As ``main`` returned it.
@@ -147,7 +147,7 @@ def draw(result: Result, path: str) -> str:
 
 
 def is_cpu(machine: Machine) -> bool:
-    """Whether a machine's scarce memory is RAM; what is offloaded then waits on disk."""
+    """Whether a machine has no accelerator; offloaded bytes then go to disk."""
     return machine.name == "cpu"
 
 

@@ -1,4 +1,4 @@
-"""The options of training a model, side by side: what each would take, whether it fits, which one is recommended."""
+"""The options of training a model: the cost of each, whether it fits, and the recommended one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Fits = Literal["yes", "barely", "no"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What there is to fit into.
+    """The memory to fit into.
 
     Attributes:
         device_bytes: Memory of a device.
@@ -52,7 +52,7 @@ class Limits:
         return self.budget_bytes or int(ROOM * self.device_bytes)
 
     def fits_device(self, peak_bytes: int) -> Fits:
-        """Say whether a peak fits; barely: into the device, but not into nine tenths of it."""
+        """Return whether a peak fits; "barely": into the device, but not into nine tenths of it."""
         if peak_bytes <= min(self.aim_bytes, self.device_bytes):
             return "yes" if peak_bytes <= ROOM * self.device_bytes else "barely"
         return "barely" if self.budget_bytes is None and peak_bytes <= self.device_bytes else "no"
@@ -63,7 +63,7 @@ class Limits:
 
 
 def limits(machine: Machine, gpus: int, *, memory_budget: str | None, host_memory: str | None, disk: bool) -> Limits:
-    """Return what there is to fit into.
+    """Return the memory to fit into.
 
     Args:
         machine: The node.
@@ -110,12 +110,12 @@ class Option:
 
 
 def options(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, max_slowdown: float) -> list[Option]:
-    """Return what each option would take.
+    """Return the cost of each option.
 
     Args:
         profile: The step that keeps everything.
         input_bytes: What each executed block is called with; None: not known.
-        room: What there is to fit into.
+        room: The memory to fit into.
         max_slowdown: For ebbtide-auto.
     """
     plain = keep_everything(profile)
@@ -163,7 +163,7 @@ def _ebbtide(name: str, policy: Policy, profile: Profile, room: Limits) -> Optio
 
 
 def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, checkpointing: Option) -> Option:
-    """Return ebbtide-minimal; where it would re-run blocks that the rules cover badly, checkpointing with its bytes."""
+    """Return ebbtide-minimal; if it checkpoints blocks that the rules cover badly, checkpointing with its bytes."""
     if input_bytes is None or not _reruns(profile, input_bytes):
         return _ebbtide("ebbtide-minimal", Minimal(), profile, room)
     offloaded = sum(input_bytes)
@@ -177,7 +177,7 @@ def _minimal(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, 
 
 
 def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
-    """Whether ebbtide-minimal re-runs some block, as ``ebbtide.wrap`` asks its plan in a step."""
+    """Whether ebbtide-minimal checkpoints some block, decided as in a step."""
     plan = plan_for(Minimal())
     for place, (block, nbytes) in enumerate(zip(profile.blocks, input_bytes, strict=True)):
         must_keep = sum(

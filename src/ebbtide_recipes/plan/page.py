@@ -1,4 +1,4 @@
-"""What ``ebbtide plan`` says: a page for people, and values for programs."""
+"""The output of ``ebbtide plan``: text for people, and values for programs."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _take(result: Result) -> list[str]:
 
 
 def _notes(result: Result) -> list[str]:
-    """Say what of this model and machine is simplified."""
+    """Return the simplifications for this model and machine."""
     lines: list[str] = []
     if result.outline.sees:
         lines.append("The batch is text only: images, in the vision part and as tokens, need more.")

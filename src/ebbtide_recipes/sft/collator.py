@@ -1,4 +1,4 @@
-"""Batches of rows with images, videos and sounds: the model's own processor makes them when they are needed.
+"""Batches of rows with images, videos and sounds, made by the model's own processor on demand.
 
 [Note: prompts and completions apart]
 The processor sees the prompt with its files; a completion is tokenised alone and put behind it, as TRL does with
@@ -34,9 +34,9 @@ _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> MediaCollator:
-    """Return what makes batches of rows with files, once it has made one of the first row.
+    """Return a collator for rows with files, after a trial with the first row.
 
-    What no row can pass is seen so before weights are loaded.
+    So a general problem shows before weights are loaded.
 
     Raises:
         ConfigError: Rows are to be packed.

@@ -19,16 +19,16 @@ LOGGER = logging.getLogger("ebbtide.sft")
 
 
 class Sft(Recipe[SftConfig]):
-    """Supervised fine-tuning of a language model, or of one that sees or hears too."""
+    """Supervised fine-tuning of a language model, which may take images, videos and sounds."""
 
     name = "sft"
     packages = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "rich", "psutil")
 
     def check(self, config: SftConfig) -> None:
-        """Refuse adapters, data sets and models that cannot be.
+        """Refuse invalid adapters, data sets and models.
 
         Raises:
-            EbbtideError: One of them cannot be.
+            EbbtideError: One of them is invalid.
         """
         from ebbtide_recipes.language import adapters, models
         from ebbtide_recipes.sft import data
@@ -63,7 +63,7 @@ def main(config: SftConfig) -> None:
 
 
 def _prepared(config: SftConfig) -> SftTrainer:
-    """Load model and data, and make the trainer. What can be refused comes before what takes long."""
+    """Load model and data, and make the trainer. Checks come before slow steps."""
     from accelerate import PartialState
 
     from ebbtide_recipes.language import adapters, meta, models, tables
@@ -71,7 +71,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
 
     trainer.arguments(config)  # also joins the other ranks
     launch.check_device(config)
-    with PartialState().main_process_first():  # what is fetched or made is so once
+    with PartialState().main_process_first():  # only one process fetches or builds
         source = models.look_up(config)
     made = None
     if config.trains_adapters:
@@ -107,7 +107,7 @@ def _prepared(config: SftConfig) -> SftTrainer:
 
 
 def _reading(config: SftConfig, source: ModelSource) -> Any:
-    """Return how rows are to be read for this model."""
+    """Return how rows are read for this model."""
     from ebbtide_recipes.sft.collator import taken_by
     from ebbtide_recipes.sft.data import Reading
 

@@ -1,4 +1,4 @@
-"""Putting rows into the shapes the trainer knows.
+"""Normalizing rows to the forms the trainer takes.
 
 [Note: row shapes]
 Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
@@ -31,7 +31,7 @@ Shape = Callable[[Row], Row]
 
 
 def shape_of(row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]:
-    """Choose how rows with these columns are put into shape.
+    """Choose how rows with these columns are normalized.
 
     Args:
         row: The first row.
@@ -75,7 +75,7 @@ def shape_of(row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]
 
 
 def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
-    """Put one row into shape.
+    """Normalize one row.
 
     Args:
         shape: As ``shape_of`` chose it from the first row.
@@ -151,7 +151,7 @@ def _chat_of(row: Row) -> tuple[str, list[Row] | None]:
 
 
 def answer_apart(row: Row, where: str) -> Row:
-    """Split a chat into what leads up to its last answer and that answer, which alone is learned.
+    """Split a chat into its last answer, which alone is learned, and everything before.
 
     Raises:
         DataError: The chat does not end in an answer, or the row is plain text.
@@ -191,7 +191,7 @@ def one_kind(rows: Sequence[Row], name: str) -> str:
 
 
 def _check_message(message: object, where: str, column: str) -> None:
-    """Refuse what a chat template could not show."""
+    """Refuse a message that a chat template cannot render."""
     spoken = isinstance(message, dict) and isinstance(message.get("role"), str)
     if not spoken or not (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
         raise DataError(

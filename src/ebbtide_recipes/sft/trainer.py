@@ -34,7 +34,7 @@ class SftTrainer(RecordedTrainer, TrlTrainer):
         super()._set_signature_columns_if_needed()
 
     def _send_telemetry(self) -> None:
-        """Send nothing: a training run tells nobody about itself."""
+        """Send no telemetry."""
 
 
 def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = False) -> TrlConfig:

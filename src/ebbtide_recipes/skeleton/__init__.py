@@ -1,1 +1,1 @@
-"""What every recipe shares: flags, launch, sharding, checkpoints, resume, steps, log and run file."""
+"""The common part of all recipes: flags, launch, sharding, checkpoints, resume, steps, log and run file."""

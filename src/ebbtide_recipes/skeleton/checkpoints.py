@@ -1,10 +1,10 @@
-"""Checkpoints that are whole or are none.
+"""Checkpoints that are complete or ignored.
 
 [Note: a checkpoint's seal]
 A checkpoint is many files, written by several processes, and a process can be killed at any of them. When all are
-written, and not before, the main process writes ``ebbtide.json`` beside them: their names and sizes, the step, and how
-many processes there were. A folder without that seal, or that differs from it, is never resumed from. An older
-checkpoint is removed only after a newer one has its seal, and loses its own first.
+written, and not before, the main process writes ``ebbtide.json``: their names and sizes, the step, and the number of
+processes. A folder without that seal, or that differs from it, is never resumed from. An older checkpoint is removed
+only after a newer one has its seal, and loses its own seal first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", 
 
 @dataclass(frozen=True, kw_only=True)
 class Sealed:
-    """What a whole checkpoint says of itself.
+    """The seal of a complete checkpoint.
 
     Attributes:
         folder: Where it lies.
@@ -72,7 +72,7 @@ def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int) -> N
 
 
 def read_seal(folder: Path) -> tuple[Sealed | None, str]:
-    """Return what a checkpoint says of itself, or ``None`` and what is wrong with it."""
+    """Return a checkpoint's seal, or ``None`` and the problem."""
     try:
         seal: Any = json.loads((folder / SEAL).read_text())
         files: Mapping[str, int] = seal["files"]
@@ -97,13 +97,13 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
 
 
 def complete(folder: Path) -> list[Sealed]:
-    """Return the whole checkpoints in an output folder, oldest first."""
+    """Return the complete checkpoints in an output folder, oldest first."""
     found = [read_seal(path)[0] for path in _folders(folder)]
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
 def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
-    """Return the checkpoint to go on from; ``None``: begin at the first step.
+    """Return the checkpoint to resume from; ``None``: begin at the first step.
 
     Args:
         config: Says from which, and what is trained.
@@ -134,7 +134,7 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove what is older than the newest ``keep`` whole checkpoints, and older half-written ones."""
+    """Remove checkpoints older than the newest ``keep`` complete ones, half-written ones included."""
     if keep is None:
         return
     kept = {one.folder for one in complete(folder)[-keep:]}
@@ -145,7 +145,7 @@ def prune(folder: Path, keep: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint; its seal goes first, so that it is never taken for a whole one."""
+    """Remove a checkpoint; its seal goes first, so that it never looks complete."""
     (folder / SEAL).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -170,7 +170,7 @@ def not_saved(error: Exception, what: Path, output: Path) -> Exception:
 
 
 def resumable(output: Path) -> str:
-    """Say from which checkpoint of an output folder a run that has ended early can be resumed."""
+    """Return a sentence on the checkpoint from which an interrupted run can be resumed."""
     last = next(reversed(complete(output)), None)
     if last is None:
         return "no checkpoint was written before"
@@ -195,7 +195,7 @@ def _named(folder: Path) -> Sealed:
 
 
 def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
-    """Refuse a checkpoint whose files hold something else than this run would load."""
+    """Refuse a checkpoint of another kind of run."""
     for name, theirs, ours, hint in (
         ("train_type", sealed.train_type, config.train_type, f"--train_type {sealed.train_type}"),
         ("adapters", sealed.adapters, config.adapter_kind, f"--adapter_config {str(sealed.adapters).lower()}"),

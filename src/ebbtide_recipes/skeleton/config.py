@@ -186,7 +186,7 @@ class RecipeConfig:
 
     @property
     def mode(self) -> Mode:
-        """What the two flags together mean."""
+        """The mode that the two flags together choose."""
         if self.activation_cpu_offload:
             return "ebbtide"
         return "checkpointing" if self.gradient_checkpointing else "plain"
@@ -217,7 +217,7 @@ class RecipeConfig:
         """Return the policy that the flags name.
 
         Raises:
-            ConfigError: The policy cannot be had with these values.
+            ConfigError: The policy does not allow these values.
         """
         if self.policy not in (None, "auto"):
             return policy_named(str(self.policy))
@@ -226,7 +226,7 @@ class RecipeConfig:
         return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
 
     def without_effect(self) -> list[str]:
-        """Return the flags that were given but do nothing in this mode."""
+        """Return the flags that were set but have no effect in this mode."""
         ours = ("policy", "max_slowdown", "memory_budget", "offload_target", "disk_path", "verify", *OFFLOADING)
         rank = ("lora_rank", "lora_alpha", "lora_dropout")
         idle = ours if self.mode != "ebbtide" else ()

@@ -1,4 +1,4 @@
-"""Several processes: whether they are wanted, and torchrun for them. No torch at import.
+"""Several processes: deciding on them, and starting torchrun. No torch at import.
 
 [Note: ranks]
 Started by torchrun, a process finds ``RANK`` in its environment and trains. Started alone, it looks at
@@ -39,14 +39,14 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many processes torchrun is to start on this node; ``None``: this process trains by itself.
+    """Return how many processes torchrun starts on this node; ``None``: this process trains alone.
 
     Args:
         config: As ``sharding.resolved`` returned it.
         environment: The process's environment.
 
     Raises:
-        ConfigError: A number of processes is none, or there are fewer devices.
+        ConfigError: A number of processes is invalid, or there are fewer devices.
     """
     import torch
 
@@ -66,7 +66,7 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
 
 
 def check_device(config: RecipeConfig) -> None:
-    """Refuse FSDP where accelerate would run DDP and say nothing: on a machine without an accelerator.
+    """Refuse FSDP on a machine without an accelerator, where accelerate would silently run DDP.
 
     A rank asks accelerate itself; a process that is about to start ranks looks for a device.
 
@@ -114,7 +114,7 @@ def start(verb: str, argv: Sequence[str], count: int) -> int:
     """Run a recipe under torchrun and wait for it.
 
     Returns:
-        0, or 1 if a rank failed; the ranks have said why.
+        0, or 1 if a rank failed; the ranks have printed why.
 
     Raises:
         KeyboardInterrupt: Interrupted; the ranks have ended before.

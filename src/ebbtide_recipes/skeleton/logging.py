@@ -14,7 +14,7 @@ LOG_FILE = "training.log"
 
 
 def interactive() -> bool:
-    """Whether somebody watches: a progress bar in a file or in CI is noise."""
+    """Whether the terminal is interactive: a progress bar in a file or in CI is noise."""
     return sys.stderr.isatty() and not os.environ.get("CI")
 
 
@@ -22,7 +22,7 @@ def interactive() -> bool:
 def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0) -> Generator[None, None, None]:
     """Send the lines of the ``ebbtide.*`` loggers to standard error and to ``training.log``.
 
-    Only the ``ebbtide`` logger is touched, and it is as it was afterwards.
+    Only the ``ebbtide`` logger is changed, and restored afterwards.
 
     Args:
         folder: Where ``training.log`` goes; must be there.
@@ -42,7 +42,7 @@ def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0)
     try:
         yield
     except BaseException:
-        # Whoever catches it shows one line; where it came from is for those who asked for debug lines.
+        # The error is shown as one line; its traceback only with debug lines.
         logger.debug("the run ends with an error", exc_info=True)
         raise
     finally:
@@ -68,7 +68,7 @@ def _terminal() -> logging.Handler:
 
 @contextmanager
 def quiet_hosts() -> Generator[None, None, None]:
-    """Hide the warnings of hosts about one another, and their progress bars where nobody watches.
+    """Hide the warnings of hosts about one another, and their progress bars off a terminal.
 
     TRL 1.16 and PEFT call transformers' checkpointing by names that transformers 5.2x deprecates.
     """

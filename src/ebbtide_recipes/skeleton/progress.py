@@ -24,7 +24,7 @@ def console() -> Console:
 
 
 class StepBar:
-    """A progress bar over the steps; nothing at all where nobody watches.
+    """A progress bar over the steps; nothing off a terminal.
 
     Args:
         shown: False in processes beside the main one.

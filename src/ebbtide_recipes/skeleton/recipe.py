@@ -1,4 +1,4 @@
-"""What a recipe is to the skeleton."""
+"""The interface of a recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ConfigT = TypeVar("ConfigT", bound=RecipeConfig)
 
 
 class Recipe(ABC, Generic[ConfigT]):
-    """One way of training. ``run.main(recipe, config)`` calls these in order: ``check``, ``prepare``, ``finish``.
+    """A kind of training. ``run.main(recipe, config)`` calls these in order: ``check``, ``prepare``, ``finish``.
 
     Everything else (flags that all recipes share, torchrun, FSDP's settings, the output folder, log and run file,
     offloading, checkpoints and resuming) is the skeleton's.
@@ -33,22 +33,22 @@ class Recipe(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def check(self, config: ConfigT) -> None:
-        """Refuse what can be seen to fail before anything is loaded, fetched or written.
+        """Refuse settings that are bound to fail, before anything is loaded, fetched or written.
 
         Raises:
-            EbbtideError: Such a thing.
+            EbbtideError: A setting is bound to fail.
         """
 
     @abstractmethod
     def prepare(self, config: ConfigT) -> RecordedTrainer | None:
-        """Load model and data, and make the trainer. What can be refused comes before what takes long.
+        """Load model and data, and make the trainer. Checks come before slow steps.
 
         Returns:
-            The trainer; ``None`` where the flags ask for preparation alone, and nothing is to be trained.
+            The trainer; ``None`` if the flags ask for preparation alone.
 
         Raises:
             EbbtideError: The model or the data cannot be used.
         """
 
     def finish(self, config: ConfigT, trainer: RecordedTrainer, folder: Path) -> None:
-        """Write what the recipe leaves beside the trained model; by default nothing."""
+        """Write further output next to the trained model; by default nothing."""

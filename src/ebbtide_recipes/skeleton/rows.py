@@ -1,4 +1,4 @@
-"""Rows from files, hubs and built-in data sets; a recipe puts them into its own shape."""
+"""Rows from files, hubs and built-in data sets; a recipe normalizes them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Reader:
     example: str
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse data sets that are neither built in, nor a file with rows, nor a name the hub can know.
+        """Refuse names that are no built-in data set, no file with rows and no possible hub name.
 
         Raises:
             DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
@@ -129,7 +129,7 @@ def split_name(name: str, *, of: str = "rows") -> tuple[str, int | None]:
 
 
 def _is_file(path: Path, written: str) -> bool:
-    """Whether a name means a local file: by its suffix or one spelt like it, by its look, or because it is there."""
+    """Whether a name means a local file: by its suffix or a similar one, its form, or because it exists."""
     suffix = path.suffix.lower()
     return (
         suffix in (*SUFFIXES, *OTHER_SUFFIXES)
@@ -141,7 +141,7 @@ def _is_file(path: Path, written: str) -> bool:
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
-    """Return what reads a local file; refuse one that is not there, empty, or of an unknown kind."""
+    """Return a reader for a local file; refuse one that is missing, empty, or of an unknown kind."""
     if not path.is_file():
         folder = path.parent
         others = sorted(o.name for o in folder.iterdir() if o.suffix in SUFFIXES) if folder.is_dir() else []
@@ -217,7 +217,7 @@ def _json_document(path: Path, example: str) -> Iterable[Any]:
 
 
 def _parse(text: str, where: str, example: str) -> Any:
-    """Parse JSON, or say where it is broken."""
+    """Parse JSON, or report the position of the error."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

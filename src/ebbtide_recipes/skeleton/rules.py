@@ -1,4 +1,4 @@
-"""Which values of ``RecipeConfig`` make no run, and what to do about each. No torch here."""
+"""Checks of ``RecipeConfig``, each with a hint. No torch here."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_texts(config: RecipeConfig) -> None:
 
 
 def check_numbers(config: RecipeConfig) -> None:
-    """Refuse numbers that make no run.
+    """Refuse numbers out of range.
 
     Raises:
         ConfigError: A number is too small, too large, or none.

@@ -1,4 +1,4 @@
-"""One run of a recipe: refuse what cannot work, claim the output folder, train, record, save."""
+"""One run of a recipe: check, claim the output folder, train, record, save."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     """Train, in this process: alone, or as one of torchrun's ranks.
 
     Args:
-        recipe: What is trained, and how.
+        recipe: The recipe.
         config: The recipe's config.
 
     Raises:
@@ -60,15 +60,15 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
 
 
 def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> RecordedTrainer | None:
-    """Prepare, train and save, and record it; what ``main`` does once inputs are checked and the log is open.
+    """Prepare, train, save and record: the part of ``main`` after the checks.
 
     Args:
-        recipe: What is trained, and how.
+        recipe: The recipe.
         config: As ``check`` returned it.
         folder: As ``claim`` returned it.
 
     Returns:
-        The trainer, done; ``None`` where the recipe had nothing to train.
+        The finished trainer; ``None`` if there was nothing to train.
     """
     prepared = False
     try:
@@ -84,16 +84,16 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
         raise
     finally:
         if not prepared and launch.is_main():
-            # A run that never began holds nothing to keep, and does not stand in the way of the next.
+            # A run that never began leaves nothing to keep, and must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
 
 
 def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
-    """Refuse what can be seen to fail before anything is loaded, fetched or written.
+    """Refuse settings that are bound to fail, before anything is loaded, fetched or written.
 
     Args:
-        recipe: What is trained, and how.
+        recipe: The recipe.
         config: The recipe's config.
 
     Returns:
@@ -131,7 +131,7 @@ def _check_precision(config: RecipeConfig) -> None:
 
 
 def _check_store(config: RecipeConfig) -> None:
-    """Refuse a place for offloaded bytes that is not there; also where it has no use, for it will have one later."""
+    """Refuse an invalid directory for offloaded bytes, even in modes that do not use it."""
     import torch
 
     from ebbtide.store.location import check_directory
@@ -156,7 +156,7 @@ def _check_store(config: RecipeConfig) -> None:
 
 
 def _check_output(config: RecipeConfig) -> None:
-    """Refuse an output folder that holds an earlier run, unless the run goes on with it."""
+    """Refuse an output folder that holds an earlier run, unless this run resumes or replaces it."""
     folder = Path(config.output_dir).expanduser()
     resuming = config.resume_from_checkpoint is not None
     if (folder / EVENTS_FILE).exists() and not config.overwrite_output_dir and not resuming:
@@ -169,7 +169,7 @@ def _check_output(config: RecipeConfig) -> None:
 
 
 def claim(config: RecipeConfig) -> Path:
-    """Make the output folder and a log in it; put the record of a run that is resumed aside."""
+    """Make the output folder and its log; rename the record of a resumed run."""
     folder = Path(config.output_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,7 @@ def claim(config: RecipeConfig) -> Path:
 
 
 def _put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the record of the run so far as ``run-1.jsonl``, ``run-2.jsonl``, ...; drop what an overwritten run left.
+    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; drop what an overwritten run left.
 
     Without this, ``latest`` would take a checkpoint of a run that was overwritten.
     """
@@ -268,7 +268,7 @@ def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractC
 
 
 def _offloading(config: RecipeConfig) -> OffloadCallback | None:
-    """Return what turns ebbtide on when training begins, as the flags say."""
+    """Return the callback that enables ebbtide when training begins, from the flags."""
     if config.mode != "ebbtide":
         return None
     from ebbtide.integrations.transformers import OffloadCallback
@@ -284,7 +284,7 @@ def _offloading(config: RecipeConfig) -> OffloadCallback | None:
 
 
 def offload_options(config: RecipeConfig) -> dict[str, Any]:
-    """Return the arguments of ``enable_activation_offloading`` that flags of the same names give.
+    """Return the arguments of ``enable_activation_offloading`` from the flags of the same names.
 
     Raises:
         ConfigError: A size or a path of a block cannot be used, or the filter is not there.

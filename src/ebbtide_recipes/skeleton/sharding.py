@@ -1,9 +1,9 @@
 """FSDP's settings, from flags and from the JSON files that users of transformers and ms-swift have.
 
 [Note: one meaning]
-A file says in its own words what flags say too: how weights are sharded, whether activations are offloaded, whether
-blocks are checkpointed. ``resolved`` folds that into the flags, so that everything behind it knows one config. A flag
-that was set to something else than its default overrides the file.
+A file sets in its own words what flags set too: how weights are sharded, whether activations are offloaded, whether
+blocks are checkpointed. ``resolved`` translates it into the flags, so that the rest of the code knows one config. A
+flag with another value than its default overrides the file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _GUIDE = "docs/guides/sft.md lists the settings"
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What a file or ``--fsdp`` says; ``None`` where it says nothing.
+    """The settings of a file or ``--fsdp``; ``None`` where it has none.
 
     Attributes:
         strategy: What is sharded.
@@ -79,7 +79,7 @@ def resolved(config: RecipeConfig) -> RecipeConfig:
     """Return the config with what its FSDP file says in its flags; itself if it names no file.
 
     Raises:
-        ConfigError: The file says something that cannot be had; ``deepspeed`` without FSDP.
+        ConfigError: The file has an unsupported setting; ``deepspeed`` without FSDP.
         DataError: The file cannot be read.
     """
     settings = read(config)

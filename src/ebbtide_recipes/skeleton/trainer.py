@@ -1,4 +1,4 @@
-"""What the trainers of all recipes do beside training: mark phases, record steps, seal checkpoints, resume exactly."""
+"""The base of all recipes' trainers: marks phases, records steps, seals checkpoints, resumes exactly."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class RecordedTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add what the recorder knows, so that trackers see it too."""
+        """Add the recorder's figures, so that trackers show them too."""
         if self.recorder is not None and "loss" in logs:
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
@@ -102,7 +102,7 @@ class RecordedTrainer(Trainer):
         """Save as transformers does, then seal what was saved; a failed save leaves the older checkpoints alone.
 
         Raises:
-            DiskFullError: There was no room.
+            DiskFullError: The disk is full.
         """
         if self.config is None:
             super()._save_checkpoint(model, trial)
@@ -155,7 +155,7 @@ class RecordedTrainer(Trainer):
         return 0
 
     def save_more(self, folder: Path) -> None:
-        """Write, on every rank, what else a checkpoint needs for an exact resume; its seal comes after."""
+        """Write, on every rank, further state for an exact resume; the seal comes after."""
 
     def load_more(self, folder: Path) -> None:
         """Read what ``save_more`` wrote; optimizer and schedule are already loaded."""
@@ -166,7 +166,7 @@ class RecordedTrainer(Trainer):
             self.load_more(Path(checkpoint))
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        """Run an epoch, unless the checkpoint it goes on from had done all steps: transformers would do one more."""
+        """Run an epoch, unless the checkpoint had finished all steps: transformers would run one more."""
         if self.state.global_step >= self.state.max_steps:
             LOGGER.info("all %d steps are already done: nothing is left to train", self.state.max_steps)
             self.control.should_training_stop = True
@@ -308,7 +308,7 @@ def save(trainer: RecordedTrainer, folder: Path) -> None:
     """Write the trained weights (of adapters: those alone) and the tokenizer; sharded weights are gathered first.
 
     Raises:
-        DiskFullError: There was no room.
+        DiskFullError: The disk is full.
     """
     if trainer.is_fsdp_enabled:
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
