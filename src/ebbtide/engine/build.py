@@ -271,7 +271,7 @@ class Builder:
         if ticket.changed:
             return None
         if isinstance(ticket, Ticket):
-            moved = not self._checks_weights and not self._weights.serve(ticket.entry.recipe)
+            moved = not self._checks_weights and not self._weights.can_recompute(ticket.entry.recipe)
             return None if moved or ticket.entry.part_only else ticket
         if not ticket.weight:
             return ticket

@@ -96,7 +96,9 @@ class BlockRun(RunRecord):
                     known = self._known_value(tensor, layout) if self._narrow else None
                     entry = known or self._admit(tensor, layout, storage, at, outer)
                     engine.index.remember(storage, entry, same_bytes=known is None)
-                elif engine.weights.move and id(entry) not in self._seen and not self.weights.serve(entry.recipe):
+                elif (
+                    engine.weights.move and id(entry) not in self._seen and not self.weights.can_recompute(entry.recipe)
+                ):
                     self._store(entry, tensor)
                 alias = outer is None and entry.kept is storage
                 if outer is not None:

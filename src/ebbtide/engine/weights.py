@@ -60,7 +60,7 @@ class Weights:
         """Whether a weight has its bytes when the block's backward recomputes."""
         return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
 
-    def serve(self, recipe: Expr | None) -> bool:
+    def can_recompute(self, recipe: Expr | None) -> bool:
         """Whether all weights that a recipe reads have their bytes in this block's backward."""
         return all(self.usable(watched.tensor) for watched in weights_read(recipe))
 
