@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ContextDecorator
 from os import PathLike
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -303,7 +305,8 @@ class offload_saved_tensors(ContextDecorator):
     ) -> None:
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
-        self._entered: list[tuple[Engine, offloading]] = []  # a context may be entered anew inside itself
+        # By thread: one function with this decorator may run in several. It may be entered anew inside itself.
+        self._entered: defaultdict[int, list[tuple[Engine, offloading]]] = defaultdict(list)
         self._latest: Engine | None = None
 
     def stats(self) -> Stats:
@@ -316,7 +319,7 @@ class offload_saved_tensors(ContextDecorator):
         engine = idle.pop() if idle else _open_engine(self._policy, self._options)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
-        self._entered.append((engine, hooks))
+        self._entered[get_ident()].append((engine, hooks))
         if engine.tier.capturing():
             logger.warning("nothing is offloaded inside %s", GRAPH_CAPTURE)
         else:
@@ -325,7 +328,7 @@ class offload_saved_tensors(ContextDecorator):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        engine, hooks = self._entered.pop()
+        engine, hooks = self._entered[get_ident()].pop()
         try:
             hooks.close()
         finally:

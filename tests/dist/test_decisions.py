@@ -53,10 +53,29 @@ class Layer(nn.Module):
         return self.two(self.one(self.attention(x)))
 
 
+class Exchange(torch.autograd.Function):
+    """A sum over the ranks, as experts or a split sequence have it written by hand: no module tells of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.mean().reshape(1)
+        dist.all_reduce(total)
+        return x + total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Exchanging(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Exchange.apply(x))
+
+
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module] = Layer) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -79,10 +98,10 @@ class OfTheLength:
 
 
 def _job(wrapper: str, lengths: tuple[int, int], enable: Enable) -> Job:
-    model: nn.Module = Model()
+    model: nn.Module = Model(Exchanging if wrapper == "exchanging" else Layer)
     whole = randomise(model)
     mesh = init_device_mesh("cpu", (2,))
-    if wrapper == "ddp":
+    if wrapper in ("ddp", "exchanging"):
         model = DistributedDataParallel(model)
     else:
         for layer in model.layers:
@@ -127,6 +146,7 @@ def results() -> dict[str, CaseResult]:
     cases: dict[str, Case] = {
         "units in blocks": (border, ("fsdp2", LENGTHS)),
         "no collectives in blocks": (border, ("ddp", LENGTHS)),
+        "exchanging": (border, ("exchanging", LENGTHS)),
         "short": (border, ("fsdp2", (4, 6))),
         "minimal": (uneven, ("fsdp2", LENGTHS)),
     }
@@ -143,6 +163,14 @@ def test_without_collectives_in_blocks_each_rank_decides_for_itself(results: dic
     values = results["no collectives in blocks"].values()
     check(values, blocks=LAYERS)
     assert [found["minimal"].checkpointed for found in values] == [0, LAYERS]
+
+
+def test_collectives_that_no_module_tells_of_are_not_repeated_by_one_rank_alone(
+    results: dict[str, CaseResult],
+) -> None:
+    values = results["exchanging"].values()
+    check(values, blocks=LAYERS)
+    assert [found["minimal"].checkpointed for found in values] == [0, 0]
 
 
 def test_where_no_rank_wishes_it_nothing_is_run_again(results: dict[str, CaseResult]) -> None:

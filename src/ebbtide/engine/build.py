@@ -271,7 +271,8 @@ class Builder:
         if ticket.changed:
             return None
         if isinstance(ticket, Ticket):
-            return None if ticket.entry.part_only else ticket
+            moved = not self._checks_weights and not self._weights.can_recompute(ticket.entry.recipe)
+            return None if moved or ticket.entry.part_only else ticket
         if not ticket.weight:
             return ticket
         return self.watched(ticket.tensor, ticket.version) if self._weights.usable(ticket.tensor) else None

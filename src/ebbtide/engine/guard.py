@@ -141,7 +141,8 @@ class WeightGuard:
                 return
             nbytes = 0
             for weight in weights:
-                if type(weight) is torch.nn.Parameter or type(weight) is torch.Tensor:
+                plain = type(weight) is torch.nn.Parameter or type(weight) is torch.Tensor
+                if plain and weight.layout == torch.strided:  # others have no storage, and watch() lists none of them
                     nbytes += self._copy(weight.untyped_storage(), weight)
             if nbytes and not self._logged:
                 self._logged = True

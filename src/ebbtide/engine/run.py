@@ -96,6 +96,10 @@ class BlockRun(RunRecord):
                     known = self._known_value(tensor, layout) if self._narrow else None
                     entry = known or self._admit(tensor, layout, storage, at, outer)
                     engine.index.remember(storage, entry, same_bytes=known is None)
+                elif (
+                    engine.weights.move and id(entry) not in self._seen and not self.weights.can_recompute(entry.recipe)
+                ):
+                    self._store(entry, tensor)
                 alias = outer is None and entry.kept is storage
                 if outer is not None:
                     probe = outer.probe
@@ -347,6 +351,19 @@ class BlockRun(RunRecord):
             return
         entry.action, entry.checksum = Action.KEEP, None
         engine.keep(entry, tensor.untyped_storage())
+
+    def _store(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Offload or keep an output of an earlier block that is recomputed from weights which this backward lacks."""
+        entry.recipe = entry.fingerprint = entry.numerics = None
+        self.pass_.add_site(entry.site, -entry.nbytes, Action.RECOMPUTE, -1)
+        if self.engine.may_move(tensor):
+            entry.action = Action.OFFLOAD
+            self.engine.park(self, entry, tensor)
+        else:
+            entry.action = Action.KEEP
+            self.engine.keep(entry, tensor.untyped_storage())
+        self.tally.add_narrowed(entry.nbytes, entry.action)
+        self.pass_.add_site(entry.site, entry.nbytes, entry.action)
 
     def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> Expr:
         """Offload a tensor in the type that it was cast up from; return how to cast it up again.

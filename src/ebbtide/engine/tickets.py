@@ -240,6 +240,21 @@ class Expr:
 Operand = Expr | Ticket | LightTicket | Watched
 
 
+def weights_read(recipe: Expr | None) -> Iterator[Watched]:
+    """Yield the weights that a recipe, and those whose results it needs, read."""
+    pending: list[Operand | None] = [recipe]
+    seen: set[int] = set()
+    while pending:
+        operand = pending.pop()
+        if isinstance(operand, Watched):
+            yield operand
+        if isinstance(operand, Ticket):
+            operand = operand.entry.recipe
+        if isinstance(operand, Expr) and id(operand) not in seen:
+            seen.add(id(operand))
+            pending += operand.operands
+
+
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the version counter of ``tensor`` and the memory of ``empty``. See [Note: version probe]."""
     probe = tensor.detach()

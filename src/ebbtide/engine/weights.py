@@ -11,6 +11,7 @@ from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Running, computes_as_configured
 from ebbtide.engine.storages import storage_key, storage_keys
+from ebbtide.engine.tickets import Expr, weights_read
 
 
 class Weights:
@@ -58,6 +59,10 @@ class Weights:
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward recomputes."""
         return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
+
+    def can_recompute(self, recipe: Expr | None) -> bool:
+        """Whether all weights that a recipe reads have their bytes in this block's backward."""
+        return all(self.usable(watched.tensor) for watched in weights_read(recipe))
 
     def read_now(self, node: Any) -> bool:
         """Whether an operator ran in this pass: what its operands were is what ``version`` knows of them."""

@@ -5,7 +5,9 @@ A block that is re-run whole in backward repeats the collectives inside it (tens
 block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
 offloading is enabled, or, if the model is wrapped later, in its first forward after that; and where a block has
 collectives inside they decide together whether its kind is re-run: what a rank saw of its own batch is a wish, and one
-that wishes it is enough. Only ranks that hold the same part are asked, which the model tells: the meshes of its
+that wishes it is enough. Collectives that no module tells of (experts that exchange tokens, attention over a split
+sequence, written by hand) show while a block runs: the groups count what they do. No vote is called for those; such a
+block is never re-run. Only ranks that hold the same part are asked, which the model tells: the meshes of its
 parameters, the groups of its wrappers; stages of a pipeline differ, and may.
 """
 
@@ -147,3 +149,14 @@ def has_collectives(block: nn.Module) -> bool:
         return True  # weights that are split, by tensor parallelism or by units below the block that are resharded
     below = (m for m in block.modules() if m is not block)
     return any(is_fsdp2(m) or is_fsdp1(m) or isinstance(m, nn.SyncBatchNorm) for m in below)
+
+
+def collectives_begun() -> int:
+    """Return how many collectives the groups of this process have begun; groups that do not count add none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    begun = 0
+    for group in dist.distributed_c10d._world.pg_map:
+        with contextlib.suppress(RuntimeError):  # not every backend counts
+            begun += group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
+    return begun

@@ -219,7 +219,7 @@ def under_fsdp1(module: nn.Module) -> nn.Module:
 def _behind(module: nn.Module) -> nn.Module:
     """Return the module behind an FSDP1 wrapper and behind ``torch.compile(module)``."""
     module = under_fsdp1(module)
-    inner = module._modules.get("_orig_mod")
+    inner = module._modules["_orig_mod"] if is_compiled_wrapper(module) else None
     return module if inner is None else inner
 
 

@@ -36,7 +36,7 @@ from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
 from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, stacks_in
-from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
+from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -190,7 +190,7 @@ def _outside_of(model: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str
     pending = [("", model)]
     while pending:
         path, module = pending.pop()
-        if id(module) in inside or is_compiled(module) or is_compiled_wrapper(module):
+        if id(module) in inside or is_compiled(module) or is_compiled_wrapper(module) or is_scripted(module):
             continue
         yield path, module
         pending += [(f"{path}.{k}" if path else k, c) for k, c in reversed(list(module.named_children()))]

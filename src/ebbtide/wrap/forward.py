@@ -100,6 +100,11 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Whether ``module`` is TorchScript (``torch.jit.script``, ``torch.jit.trace``): it takes no module hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def is_compiled_inside(module: nn.Module) -> bool:
     """Whether a call of ``module`` runs compiled code, with or without a stand-in."""
     return module._compiled_call_impl is not None or is_compiled_wrapper(module)
@@ -115,8 +120,9 @@ def replays_graphs() -> bool:
 
 
 def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside a block, with their paths, that are in no compiled part of it."""
-    compiled = [m for m in block.modules() if m is not block and (is_compiled(m) or is_compiled_wrapper(m))]
+    """Return the modules inside a block, with their paths, that are in no compiled or scripted part of it."""
+    below = [m for m in block.modules() if m is not block or is_scripted(m)]
+    compiled = [m for m in below if is_compiled(m) or is_compiled_wrapper(m) or is_scripted(m)]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
     return [(name, module) for name, module in block.named_modules() if id(module) not in left_out]
 
@@ -152,6 +158,8 @@ def running_transform() -> str | None:
         return "forward-mode differentiation"
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:  # pyright: ignore
         return "tracing (torch.export, make_fx)"
+    if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        return "tracing (torch.jit.trace)"
     return None
 
 

@@ -3,9 +3,10 @@
 [Note: what may be run again]
 A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
 something that it may change, such as a key-value cache, or that changes in place tensors of its own (batch norm's
-running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, or that can reach a random
-generator, is treated tensor by tensor instead. What changes is seen while blocks of the kind run: the first one always
-runs tensor by tensor. What is not seen is found by comparison: see [Note: checked checkpoints].
+running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, that can reach a random
+generator or holds an iterator, or that communicates with other ranks, is treated tensor by tensor instead. What changes
+is seen while blocks of the kind run: the first one always runs tensor by tensor. What is not seen is found by
+comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, collectives_begun, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.state import State, generators_of
 
@@ -53,7 +54,7 @@ class Reruns:
         self._plan, self._votes = plan, votes
         self._names = plan if isinstance(plan, NamesBlocks) else None
         self._refused: dict[str, str] = {}  # kind → why not, as it was told
-        self._looked: set[str] = set()  # blocks that were searched for random generators
+        self._looked: set[str] = set()  # blocks that were searched for generators and iterators
 
     def decide(
         self,
@@ -118,10 +119,12 @@ class Reruns:
         first = block.name not in self._looked
         self._looked.add(block.name)
         if first and generators_of(module):
-            self._refuse(kind, "have a random generator of their own, which a second forward would advance again")
+            self._refuse(
+                kind, "have a generator or an iterator of their own, which a second forward would advance again"
+            )
         # Some kernels move no version of what they change: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
-        before_contents = _contents(args, kwargs)
+        before_contents, begun = _contents(args, kwargs), collectives_begun()
         try:
             yield state
         finally:
@@ -131,6 +134,8 @@ class Reruns:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
             if _contents(args, kwargs) != before_contents:
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
+            if collectives_begun() != begun and not has_collectives(module):
+                self._refuse(kind, "communicate with other ranks, which might not run a second forward")
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:

@@ -4,21 +4,23 @@
 A forward may read whatever its modules can reach: parameters that ``functional_call`` swaps, the adapter that is
 switched on, a tuple that is set before each call, a memory of the step before, a counter. So all mutable containers
 that can be reached from the modules' attributes are remembered: dictionaries (attributes, parameters, buffers and
-sub-modules are entries of such), lists, sets, and the attributes of other objects. Content is compared by identity, and
-nothing is copied but references.
+sub-modules are entries of such), lists, sets, classes derived from these (``Counter``), numpy's arrays, and the
+attributes and slots of other objects. Content is compared by identity, and nothing is copied but references, and
+arrays.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import random
 import sys
 import types
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from types import MappingProxyType
+from types import MappingProxyType, MemberDescriptorType
 from typing import Any
 
 import torch
@@ -28,11 +30,12 @@ MOST = 4000
 """Containers remembered for one block. One that reaches more (the whole program, by a reference to its trainer) is
 followed no further; what a second run computes is compared all the same."""
 
+MOST_ARRAY_BYTES = 1024**2
+"""Larger arrays of numpy are not remembered: each forward of the block would copy them."""
+
 _LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
 _FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
 """Packages whose objects are not a block's own, but those of the machinery around it."""
-
-_Containers = dict[Any, Any] | list[Any] | set[Any] | deque[Any]
 
 
 class State:
@@ -43,7 +46,7 @@ class State:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held: list[tuple[_Containers, Any]] = []
+        self._held: list[tuple[Any, Any]] = []  # each container, and what it holds
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
@@ -57,29 +60,43 @@ class State:
                 continue
             seen.add(id(value))
             alive.append(value)
-            match _role(type(value)):
+            kind = type(value)
+            match _role(kind):
                 case Role.TENSOR:
                     self.tensors.append(value)
                 case Role.GENERATOR:
                     self.generators.append(value)
                 case Role.TUPLE:
-                    pending += [inner for inner in value if _role(type(inner)) is not Role.PLAIN]
+                    pending += _followed(value)
                 case Role.DICT:
-                    self._held.append((value, dict(value)))
-                    if value:
-                        pending += [inner for inner in value.values() if _role(type(inner)) is not Role.PLAIN]
+                    pending += _followed(self._hold(value).values())
+                    if kind is not dict and _has_attributes(kind):
+                        pending.append(vars(value))
                 case Role.CONTAINER:
-                    self._held.append((value, value.copy()))
-                    pending += [inner for inner in value if _role(type(inner)) is not Role.PLAIN]
+                    pending += _followed(self._hold(value))
+                    if _has_attributes(kind):
+                        pending.append(vars(value))
+                case Role.ARRAY:
+                    if value.flags.writeable and value.nbytes <= MOST_ARRAY_BYTES:
+                        self._hold(_Array(value))
                 case Role.OBJECT:
-                    pending.append(vars(value))
+                    if _has_attributes(kind):
+                        pending.append(vars(value))
+                    if slots := _slots_of(kind):
+                        pending += _followed(self._hold(_Slots(value, slots)).values())
                 case Role.PLAIN:  # a class may answer for its instances' attributes by a dictionary of another type
                     continue
+
+    def _hold(self, container: Any) -> Any:
+        """Remember what a container holds, and return that."""
+        held = _copied(container)
+        self._held.append((container, held))
+        return held
 
     def now(self) -> State:
         """Return the present contents of the same containers."""
         state = State(())
-        state._held = [(container, container.copy()) for container, _ in self._held]
+        state._held = [(container, _copied(container)) for container, _ in self._held]
         return state
 
     def put_back(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
@@ -90,19 +107,77 @@ class State:
             tensors: Restore tensors too. FSDP replaces those of its modules itself.
         """
         for container, then in self._held:
-            if not then and not container:
+            if isinstance(container, _Array):
+                container.put_back(then)
+            elif isinstance(container, _Slots):
+                container.put_back(_exchanged(then, instead), tensors)
+            elif not then and not len(container):
                 continue  # most are: each module has a dozen dictionaries of hooks
-            if isinstance(container, dict):
+            elif isinstance(container, dict):
                 _put_dict(container, _exchanged(then, instead) if instead else then, tensors)
             elif isinstance(container, set):
                 if container != then:
-                    container.clear()
-                    container.update(then)
+                    set.clear(container)
+                    set.update(container, then)
             elif tensors or not any(isinstance(value, torch.Tensor) for value in then):
                 values = [instead.get(id(value), value) for value in then]
                 if [id(value) for value in container] != [id(value) for value in values]:
-                    container.clear()
-                    container.extend(values)
+                    base: Any = deque if isinstance(container, deque) else list
+                    base.clear(container)
+                    base.extend(container, values)
+
+
+class _Array:
+    """An array of numpy, as a container of its bytes."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def copy(self) -> Any:
+        return self._array.copy()
+
+    def put_back(self, then: Any) -> None:
+        if self._array.tobytes() != then.tobytes():
+            self._array[...] = then
+
+
+class _Slots:
+    """The slots of an object, as a container."""
+
+    def __init__(self, value: Any, slots: tuple[MemberDescriptorType, ...]) -> None:
+        self._value, self._slots = value, slots
+
+    def copy(self) -> dict[MemberDescriptorType, Any]:
+        held: dict[MemberDescriptorType, Any] = {}
+        for slot in self._slots:
+            with contextlib.suppress(AttributeError):  # an empty one
+                held[slot] = slot.__get__(self._value)
+        return held
+
+    def put_back(self, then: Mapping[MemberDescriptorType, Any], tensors: bool) -> None:
+        for slot, now in self.copy().items():
+            if slot not in then:
+                slot.__delete__(self._value)
+            elif tensors or not isinstance(now, torch.Tensor):
+                slot.__set__(self._value, then[slot])
+        for slot in then.keys() - self.copy().keys():
+            slot.__set__(self._value, then[slot])
+
+
+def _copied(container: Any) -> Any:
+    """Return what a container holds, by its own methods and not by those of a class derived from it."""
+    if type(container) is dict:
+        return container.copy()
+    if isinstance(container, OrderedDict):
+        return dict(container)  # in its own order
+    base: Any = next((base for base in (dict, list, set) if isinstance(container, base)), None)
+    if base is not None:
+        return base.copy(container)
+    return list(container) if isinstance(container, deque) else container.copy()
+
+
+def _followed(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if _role(type(value)) is not Role.PLAIN]
 
 
 def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, Any]:
@@ -110,16 +185,17 @@ def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, An
 
 
 def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) -> None:
+    base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
     if not tensors:
-        then = {k: container.get(k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
-        then |= {k: v for k, v in container.items() if k not in then and isinstance(v, torch.Tensor)}
-    if container.keys() != then.keys():
-        container.clear()  # the order of keys is that of parameters and sub-modules
-        container.update(then)
+        then = {k: base.get(container, k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
+        then |= {k: v for k, v in base.items(container) if k not in then and isinstance(v, torch.Tensor)}
+    if base.keys(container) != then.keys():
+        base.clear(container)  # the order of keys is that of parameters and sub-modules
+        base.update(container, then)
         return
     for key, value in then.items():
-        if container[key] is not value:
-            container[key] = value
+        if base.__getitem__(container, key) is not value:
+            base.__setitem__(container, key, value)
 
 
 class Role(Enum):
@@ -131,7 +207,8 @@ class Role(Enum):
     TUPLE = "tuple"
     DICT = "dict"
     CONTAINER = "container"
-    OBJECT = "object"  # its attributes are followed
+    ARRAY = "array"
+    OBJECT = "object"  # its attributes and slots are followed
 
 
 _PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size))
@@ -148,14 +225,30 @@ def _role(kind: type) -> Role:
         return Role.GENERATOR
     if issubclass(kind, tuple):
         return Role.TUPLE
-    if kind in (dict, OrderedDict, defaultdict):
-        return Role.DICT
-    if kind in (list, set, deque):
-        return Role.CONTAINER
     if issubclass(kind, nn.Module):
         return Role.OBJECT
-    foreign = issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN
-    return Role.OBJECT if not foreign and any("__dict__" in vars(base) for base in inspect.getmro(kind)) else Role.PLAIN
+    if issubclass(kind, _LEFT_ALONE) or kind.__module__.partition(".")[0] in _FOREIGN:
+        return Role.PLAIN
+    if issubclass(kind, dict):
+        return Role.DICT
+    if issubclass(kind, (list, set, deque)):
+        return Role.CONTAINER
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and issubclass(kind, numpy.ndarray):
+        return Role.ARRAY
+    return Role.OBJECT if _has_attributes(kind) or _slots_of(kind) else Role.PLAIN
+
+
+@functools.lru_cache(4096)
+def _has_attributes(kind: type) -> bool:
+    return any("__dict__" in vars(base) for base in inspect.getmro(kind))
+
+
+@functools.lru_cache(4096)
+def _slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
+    """Return the slots that classes in Python give their instances; C's own members cannot be written."""
+    own = (vars(base).values() for base in inspect.getmro(kind) if "__slots__" in vars(base))
+    return tuple(member for members in own for member in members if isinstance(member, MemberDescriptorType))
 
 
 def _is_generator(value: Any) -> bool:
@@ -170,9 +263,13 @@ def _draws(kind: type) -> bool:
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return the random generators that the forwards of a block can reach: attributes, closures, globals they name."""
+    """Return what the forwards of a block can advance and nobody puts back.
+
+    Random generators in attributes, closures and globals that they name; iterators among the modules' own attributes.
+    """
     modules = list(module.modules())
     found = State(modules).generators
+    found += [value for m in modules for value in vars(m).values() if isinstance(value, Iterator)]
     for kind in {type(m) for m in modules if not type(m).__module__.startswith("torch.")}:
         for function in vars(kind).values():
             function = getattr(function, "__wrapped__", function)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 import ebbtide
-from tests.helpers.engines import POLICIES, assert_nothing_left, forward_pass, in_thread, leaf, open_engine
+from tests.helpers.engines import (
+    POLICIES,
+    assert_nothing_left,
+    forward_pass,
+    hooks_are_closed,
+    in_thread,
+    leaf,
+    open_engine,
+)
 from tests.helpers.oracle import same_bits
 from tests.helpers.parts import WIDTH, Model, differing, gated_model, training_step
 
@@ -73,6 +81,28 @@ def test_one_model_serves_two_threads(policy: str) -> None:
 
         at_once(lambda: train(0), lambda: train(1))
         assert_nothing_left(handle._engine)
+
+
+def test_one_decorated_function_in_two_threads_closes_the_hooks_of_each() -> None:
+    inside, left = threading.Barrier(2), threading.Event()
+
+    @ebbtide.offload_saved_tensors(target="disk", min_bytes=0)
+    def forward(x: Tensor, first: bool) -> Tensor:
+        y = x.exp().sin()
+        inside.wait(30)
+        assert first or left.wait(30)
+        return y.sum()
+
+    def train(first: bool) -> None:
+        x = leaf(8, 8)
+        loss = forward(x, first)
+        assert hooks_are_closed()
+        if first:
+            left.set()
+        loss.backward()
+        assert x.grad is not None and same_bits(x.grad, (x.exp().cos() * x.exp()).detach())
+
+    at_once(lambda: train(True), lambda: train(False))
 
 
 @POLICY

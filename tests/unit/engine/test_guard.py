@@ -93,6 +93,18 @@ def test_what_nobody_watches_any_more_is_not_copied() -> None:
     assert own._copy(weight.untyped_storage(), weight) == 0
 
 
+def test_a_sparse_parameter_beside_a_watched_one_is_left_to_the_optimizer() -> None:
+    weight, sparse = parameter(4, 4), nn.Parameter(torch.eye(4).to_sparse())
+    optimizer = torch.optim.SGD([weight, sparse], lr=1.0)
+    weight.grad, sparse.grad = torch.ones(4, 4), torch.eye(4).to_sparse()
+    watcher = guard()
+    watched = watcher.watch(weight, weight._version, compared=Compared.SAMPLE)
+    before = weight.detach().clone()
+    optimizer.step()
+    assert watched.copied and torch.equal(watched.tensor, before)
+    assert torch.equal(sparse.detach().to_dense(), torch.zeros(4, 4))
+
+
 def test_a_guard_may_die_while_an_optimizer_steps_and_leaves_nothing() -> None:
     """Torch iterates over its hooks then: none may be taken away."""
     own, alive = [guard()], guard()

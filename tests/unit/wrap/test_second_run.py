@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -153,6 +156,73 @@ def test_a_memory_of_the_step_before() -> None:
     check_checkpointed(lambda: blocks(Remembers), squares)
 
 
+class Slotted:
+    __slots__ = ("count", "never")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+class Keyed(dict[str, int]):
+    def __setitem__(self, key: str, value: int) -> None:
+        super().__setitem__(key.lower(), value)
+
+
+class Listed(list[int]):
+    name = ""
+
+
+def _count_slot(slotted: Slotted) -> int:
+    slotted.count += 1
+    return slotted.count
+
+
+def _count_row(array: np.ndarray) -> int:
+    array[1] += 1
+    return int(array[1])
+
+
+def _count_key(counts: dict[str, int]) -> int:
+    counts["calls"] = counts.get("calls", 0) + 1
+    return counts["calls"]
+
+
+def _count_entry(entries: Listed) -> int:
+    entries.append(1)
+    entries.name += "."
+    return len(entries) + len(entries.name)
+
+
+COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
+    "a slotted object": (Slotted, _count_slot),
+    "an array": (lambda: np.zeros(3), _count_row),
+    "a Counter": (collections.Counter, _count_key),
+    "a dictionary of a class": (Keyed, _count_key),
+    "a list of a class": (Listed, _count_entry),
+    "an iterator": (itertools.count, next),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_what_counts_the_calls_of_a_block_counts_them_once(kind: str) -> None:
+    make, count = COUNTERS[kind]
+
+    class Counts(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counter = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * (1 + 0.1 * count(self.counter)))
+
+    def step(model: Any, number: int) -> Tensor:
+        return squares(model, number) + sum(count(block.counter) for block in model.blocks)
+
+    check(lambda: blocks(Counts), step, policies=("minimal", "auto"))
+    runs = 0 if kind == "an iterator" else 3
+    assert train(lambda: blocks(Counts), step, 3, policy="minimal")[1].checkpointed_blocks == runs
+
+
 def test_an_object_that_counts() -> None:
     class Counter:
         def __init__(self) -> None:
@@ -222,19 +292,13 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
 
 
 def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wrong() -> None:
-    class Hidden:
-        __slots__ = ("generator",)
-
-        def __init__(self) -> None:
-            self.generator = random.Random(3)
-
     class Draws(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.hidden = Hidden()
+            self.draw = random.Random(3).random
 
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(hard(x * self.hidden.generator.random()))
+            return super().forward(hard(x * self.draw()))
 
     check_refused(lambda: blocks(Draws), squares, RestoreError, policies=("minimal",))
     check(lambda: blocks(Draws), squares, policies=("offload", "keep"))
