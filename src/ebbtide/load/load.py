@@ -23,7 +23,7 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import NameMap, check_plan, given_by, make_plan
+from ebbtide.load.names import NameMap, check_plan, make_plan, values_of
 from ebbtide.load.optimizers import Rebinding
 from ebbtide.load.prepare import check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
@@ -139,13 +139,13 @@ class Loading:
         check_model(self.model, loaded=loaded)
         self._rebinding = Rebinding(self.model, optimizer)
         if loaded:
-            self._weights = given_by(self.model)
+            self._weights = values_of(self.model)
             self._put_back = empty(self.model)
         set_dtype(self.model, dtype)
         self._four = FourBit(self.model, dtype)
         present, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if isinstance(self._weights, nn.Module):
-            self.checkpoint = checkpoint_of(given_by(self._weights), "the given model")
+            self.checkpoint = checkpoint_of(values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
         elif self._weights is not None and present:

@@ -57,7 +57,7 @@ def wanted_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def given_by(model: nn.Module) -> dict[str, torch.Tensor]:
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the values of a model in memory: parameters and all buffers, also those that are not saved."""
     owners = owners_of(model).items()
     unsaved = {UNSAVED + n: tensor_of(o) for n, o in owners if o[2] and o[1] in o[0]._non_persistent_buffers_set}
