@@ -44,7 +44,7 @@ _custom_rules: dict[str, Rule] = {}
 _idle_engines: dict[Hashable, list[Engine]] = {}
 """Idle engines of ``offload_saved_tensors``, by settings: pinned memory is expensive to register."""
 
-STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2"}
+STRATEGY_NAMES = {"single": "single-device", "ddp": "DDP", "fsdp": "FSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 class Handle:

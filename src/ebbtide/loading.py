@@ -46,7 +46,8 @@ def load_sharded(
         model = ebbtide.load_sharded(model, "weights", shard=None)  # shard=: a function that calls fully_shard
 
     Args:
-        model: On meta: built under ``with torch.device("meta"):``.
+        model: On meta: built under ``with torch.device("meta"):``. Or loaded, without ``weights``: its own values are
+            sharded and the whole copy is dropped; it may be loaded on one rank and on meta on the others.
         weights: A checkpoint's folder, index, file or files; a state dict or a model in memory, on one rank or more,
             ``None`` on the others; ``None`` everywhere: the model's own initial values.
         shard: Wraps the model on meta (``fully_shard``, ``parallelize_module``, FSDP1, or several) and returns it, or

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/guides/trainers.md").read_text(encoding="utf-8")
 VERSIONS = (ROOT / "docs/reference/versions.md").read_text(encoding="utf-8")
-HOSTS = {"Lightning `Trainer`": "lightning", "Lightning Fabric": "lightning"}
+HOSTS = {"Lightning `Trainer`": "lightning", "Lightning Fabric": "lightning", "DeepSpeed": "deepspeed"}
 """Rows that do not begin with the name of their package."""
 PINNED = {"a loop of your own": "torch", "transformers `Trainer`": "transformers", "TRL: SFT": "trl"}
 PINNED |= {"TRL: packing, LoRA; DPO, KTO, Reward, GRPO, RLOO": "trl", "PEFT": "peft"}

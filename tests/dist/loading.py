@@ -196,6 +196,8 @@ def compare(setup: Setup, folder: str) -> dict[str, Any]:
     meta = _model_on_meta(setup, folder, torch.bfloat16)
     quantised = {"quantization_config": _four_bit(setup)} if setup.four and not setup.column else {}
     plain = type(real).from_pretrained(folder, dtype=dtype, **quantised)
+    if setup.seeing == "itself" and torch.distributed.get_rank() == 0 or setup.seeing == "themselves":
+        meta = copy.deepcopy(plain)
     if setup.adapters == "before":
         meta = _adapted(meta)
     if setup.adapters:
@@ -243,6 +245,8 @@ def _weights(setup: Setup, folder: str, plain: nn.Module) -> Any:
             return folder if first else folder + "-not-here"
         case "state dict":
             return plain.state_dict() if first else None
+        case "itself" | "themselves":
+            return None
         case _:
             return plain if first else None
 

@@ -29,8 +29,8 @@ POLICIES = ("keep", "inputs", "offload", "minimal", "recompute", "auto")
 MOVING = ("offload", "minimal", "auto")
 
 Record = dict[str, Tensor | None]
-Enable = Callable[..., None]
-"""``enable(model, **options)``: turn offloading on here, in a run that has it."""
+Enable = Callable[..., Any]
+"""``enable(model, **options)``: turn offloading on here, in a run that has it, and return the handle."""
 
 
 @dataclass(kw_only=True)
@@ -138,10 +138,12 @@ def _train(make: Make, policy: str | None, steps: int) -> tuple[Record, Findings
     with contextlib.ExitStack() as stack:
         watched: list[tuple[ebbtide.Handle, list[Tensor]]] = []
 
-        def enable(model: nn.Module, **options: Any) -> None:
-            if policy is not None:
-                handle = stack.enter_context(_enable(model, policy, options))
-                watched.append((handle, _watch(handle)))
+        def enable(model: nn.Module, **options: Any) -> ebbtide.Handle | None:
+            if policy is None:
+                return None
+            handle = stack.enter_context(_enable(model, policy, options))
+            watched.append((handle, _watch(handle)))
+            return handle
 
         job = make(enable)
         record: Record = {}

@@ -23,9 +23,9 @@ from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.initialise import Initialiser
-from ebbtide.load.names import NameMap, check_plan, make_plan, wanted_of
+from ebbtide.load.names import NameMap, check_plan, make_plan, values_of
 from ebbtide.load.optimizers import Rebinding
-from ebbtide.load.prepare import check_model, set_dtype
+from ebbtide.load.prepare import check_model, empty, is_loaded, set_dtype
 from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, targets_of
@@ -80,6 +80,7 @@ class Loading:
         self.checkpoint: Checkpoint | None = None
         self.plan = NameMap()
         self._done_bytes = self._total_bytes = 0
+        self._put_back: Callable[[], None] = lambda: None  # gives a loaded model its parameters again
 
     def run(
         self,
@@ -95,14 +96,11 @@ class Loading:
             EbbtideError: As ``ebbtide.load_sharded``; the same on all ranks.
         """
         started = time.monotonic()
-        sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
-        self._choose(sights)
-        catalogs = (
-            self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._servers else []
-        )
-        self.ranks.run_on_all_ranks(
-            "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
-        )
+        try:
+            self._agree(dtype, optimizer)
+        except BaseException:
+            self._put_back()
+            raise
         BUS.emit("load", edge="begin", source=self.path, rank=self.ranks.me, bytes=None, seconds=None)
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
@@ -124,15 +122,30 @@ class Loading:
         )
         return sharded
 
+    def _agree(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> None:
+        """Settle with the other ranks where weights come from, and what they are for; the model is not changed yet."""
+        sights = self.ranks.run_on_all_ranks("look for the weights", lambda: self._look(dtype, optimizer))
+        self._choose(sights)
+        catalogs = (
+            self.ranks.run_on_all_ranks("learn what the checkpoint holds", self._catalog) if self._servers else []
+        )
+        self.ranks.run_on_all_ranks(
+            "fit the weights to the model", lambda: self._fit(catalogs, seed=int(sights[0]["seed"]))
+        )
+
     def _look(self, dtype: torch.dtype | None, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         """Check the arguments and see what is there for this rank."""
-        check_model(self.model)
+        loaded = self._weights is None and self.options.source != "initialise" and is_loaded(self.model)
+        check_model(self.model, loaded=loaded)
         self._rebinding = Rebinding(self.model, optimizer)
+        if loaded:
+            self._weights = values_of(self.model)
+            self._put_back = empty(self.model)
         set_dtype(self.model, dtype)
         self._four = FourBit(self.model, dtype)
         present, name = self._weights is not None and self.options.source != "initialise", "the given values"
         if isinstance(self._weights, nn.Module):
-            self.checkpoint = checkpoint_of(_values_of(self._weights), "the given model")
+            self.checkpoint = checkpoint_of(values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
         elif self._weights is not None and present:
@@ -271,11 +284,6 @@ class Loading:
             BUS.emit(
                 "load", edge="progress", source=self.path, rank=self.ranks.me, bytes=self._done_bytes, seconds=None
             )
-
-
-def _values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a model's parameters and persistent buffers by name; nothing is copied."""
-    return {name: tensor.detach() for name, tensor in wanted_of(model).items()}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -23,6 +23,9 @@ from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Source, SourceLayout
 from ebbtide.load.targets import owners_of, tensor_of
 
+UNSAVED = "(buffer) "
+"""Before the name of a non-persistent buffer among the values of a given model: no checkpoint has one."""
+
 SHOWN = 8
 """Names of one kind that an error lists with their particulars; of the rest the names alone, so that none is hidden."""
 
@@ -52,6 +55,13 @@ def wanted_of(model: nn.Module) -> dict[str, torch.Tensor]:
         if not (is_buffer and attribute in module._non_persistent_buffers_set):
             found[name] = tensor_of(owner)
     return found
+
+
+def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the values of a model in memory: parameters and all buffers, also those that are not saved."""
+    owners = owners_of(model).items()
+    unsaved = {UNSAVED + n: tensor_of(o) for n, o in owners if o[2] and o[1] in o[0]._non_persistent_buffers_set}
+    return {name: tensor.detach() for name, tensor in (wanted_of(model) | unsaved).items()}
 
 
 def adapters_of(model: nn.Module) -> set[str]:
@@ -96,6 +106,8 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     direct = {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in wanted and base_name(k) != k}
     direct |= {k: SourceLayout.of(k, e.shape, e.dtype) for k, e in entries.items() if k in adapters}
     entries = {k: e for k, e in entries.items() if k not in direct}
+    computed = _computed_of(model, entries)
+    entries = {k: e for k, e in entries.items() if not k.startswith(UNSAVED)}
     if host is not None:
         found, unexpected = converted(host, {b: wanted[n[0]] for b, n in by_base.items()}, entries)
     else:
@@ -104,11 +116,25 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
     plan = NameMap(unexpected=_not_ignored(host, unexpected, wanted))
     by_base |= {name: [name] for name in adapters & direct.keys()}
     found |= {base_name(k) if k not in adapters else k: v for k, v in direct.items()}
+    by_base |= {name: [name] for name in computed}
+    found |= {name: source for name, (_, source) in computed.items()}
     for name in four:
         if isinstance(source := found.get(base := base_name(name)), SourceLayout):
             found[base] = four.oriented(name, source)
-    _assign(plan, wanted, by_base, found)
+    _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)
     return plan
+
+
+def _computed_of(
+    model: nn.Module, entries: Mapping[str, CheckpointEntry]
+) -> dict[str, tuple[torch.Tensor, SourceLayout]]:
+    """Return the model's buffers on meta that a given model has and no checkpoint would; real ones keep theirs."""
+    tensors = {UNSAVED + name: tensor_of(owner) for name, owner in owners_of(model).items()}
+    return {
+        key.removeprefix(UNSAVED): (tensors[key], SourceLayout.of(key, entry.shape, entry.dtype))
+        for key, entry in entries.items()
+        if key in tensors and tensors[key].is_meta
+    }
 
 
 def _assign(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,42 @@ from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.targets import owners_of, tensor_of
 
 
-def check_model(model: object) -> None:
+def is_loaded(model: object) -> bool:
+    """Whether a model has all its parameters, whole and in their own dtype: their values can be its weights."""
+    parameters = list(model.parameters()) if isinstance(model, nn.Module) else []
+    return bool(parameters) and all(
+        type(p) is nn.Parameter and not (p.is_meta or hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id"))
+        for p in parameters
+    )
+
+
+def empty(model: nn.Module) -> Callable[[], None]:
+    """Put a loaded model's parameters on meta, to be filled again; buffers stay. What is tied stays tied.
+
+    Returns:
+        Puts them back.
+    """
+    before = {name: (owner, tensor_of(owner)) for name, owner in owners_of(model).items() if not owner[2]}
+    on_meta: dict[int, nn.Parameter] = {}
+    for (module, attribute, _), tensor in before.values():
+        if id(tensor) not in on_meta:
+            on_meta[id(tensor)] = nn.Parameter(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
+            vars(on_meta[id(tensor)]).update(vars(tensor))
+        module._parameters[attribute] = on_meta[id(tensor)]
+
+    def put_back() -> None:
+        for (module, attribute, _), tensor in before.values():
+            module._parameters[attribute] = tensor  # pyright: ignore[reportArgumentType]
+
+    return put_back
+
+
+def check_model(model: object, *, loaded: bool = False) -> None:
     """Refuse what cannot be loaded into.
+
+    Args:
+        model: The model.
+        loaded: Its own values are the weights.
 
     Raises:
         ConfigError: It is no module, its parameters have values already, or they are quantised.
@@ -32,11 +67,12 @@ def check_model(model: object) -> None:
                 expected="parameters in their own dtype, or in 4 bits",
                 hint="quantise the base to 4 bits, or load it with its own library, then shard it",
             )
-    if parameters and not any(parameter.is_meta for _, parameter in parameters):
+    if parameters and not loaded and not any(parameter.is_meta for _, parameter in parameters):
         raise ConfigError(
             "the model already has its parameters",
-            expected="a model on meta",
-            hint="build it under 'with torch.device(\"meta\"):' from its configuration",
+            expected="a model on meta, or a loaded one that is neither sharded nor quantised, without weights",
+            hint="build it under 'with torch.device(\"meta\"):' from its configuration; to shard a loaded model, leave "
+            "the weights out",
         )
     if any(type(m).__name__ == "DistributedDataParallel" for m in model.modules()):
         raise ConfigError(

@@ -5,10 +5,9 @@ A block that is re-run whole in backward repeats the collectives inside it (tens
 block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
 offloading is enabled, or, if the model is wrapped later, in its first forward after that; and where a block has
 collectives inside they decide together whether its kind is re-run: what a rank saw of its own batch is a wish, and one
-that wishes it is enough. Collectives that no module tells of (experts that exchange tokens, attention over a split
-sequence, written by hand) show while a block runs: the groups count what they do. No vote is called for those; such a
-block is never re-run. Only ranks that hold the same part are asked, which the model tells: the meshes of its
-parameters, the groups of its wrappers; stages of a pipeline differ, and may.
+that wishes it is enough. Only ranks that hold the same part are asked, which the model tells: the meshes of its
+parameters, the groups of its wrappers; stages of a pipeline differ, and may. Collectives that the model does not tell
+are seen when a block runs: see [Note: collectives seen].
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import nn
 from ebbtide.base.errors import ConfigError
 from ebbtide.engine import Block, Engine
 from ebbtide.wrap.meeting import Meeting, spelled
-from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, unit_meshes
+from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
 ONCE, AGAIN, NEVER = "once", "again", "never"
 """What ranks wish for a kind of blocks; the later one of two prevails."""
@@ -48,6 +47,8 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
     found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be whole
     groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in found)
+    divided = {id(g): g for p in model.parameters() if (g := getattr(p, "ds_process_group", None)) is not None}
+    groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in divided.values())
     return sorted(g for g in groups if len(g) > 1)
 
 
@@ -116,23 +117,24 @@ class Votes:
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._groups = groups
-        self._decided: dict[str, str | None] = {}  # None: each rank for itself
+        self._decided: dict[tuple[str, tuple[tuple[int, ...], ...]], str | None] = {}  # None: each rank for itself
 
-    def decide(self, kind: str, block: nn.Module, wish: str) -> bool:
+    def decide(self, kind: str, block: nn.Module, wish: str, seen: Sequence[tuple[int, ...]] = ()) -> bool:
         """Return whether blocks of a kind are re-run.
 
         Args:
             kind: The kind; this rank has seen one of its blocks.
             block: One of them.
             wish: ``AGAIN``, ``ONCE``, or ``NEVER`` where they must not be.
+            seen: Groups that blocks like this one were seen to call collectives with.
 
         Raises:
             ConfigError: A rank did not come to this in time.
         """
-        if kind not in self._decided:
-            groups = self._groups if has_collectives(block) else []
-            self._decided[kind] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
-        return (self._decided[kind] or wish) == AGAIN
+        groups = tuple(sorted({*seen, *map(tuple, self._groups if has_collectives(block) else ())}))
+        if (kind, groups) not in self._decided:
+            self._decided[kind, groups] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
+        return (self._decided[kind, groups] or wish) == AGAIN
 
     @staticmethod
     def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
@@ -145,18 +147,7 @@ class Votes:
 
 def has_collectives(block: nn.Module) -> bool:
     """Whether a second run of the block is known to need the other ranks."""
-    if any(hasattr(p, "device_mesh") for p in block.parameters()):
+    if any(hasattr(p, "device_mesh") or is_partitioned(p) for p in block.parameters()):
         return True  # weights that are split, by tensor parallelism or by units below the block that are resharded
     below = (m for m in block.modules() if m is not block)
     return any(is_fsdp2(m) or is_fsdp1(m) or isinstance(m, nn.SyncBatchNorm) for m in below)
-
-
-def collectives_begun() -> int:
-    """Return how many collectives the groups of this process have begun; groups that do not count add none."""
-    if not dist.is_available() or not dist.is_initialized():
-        return 0
-    begun = 0
-    for group in dist.distributed_c10d._world.pg_map:
-        with contextlib.suppress(RuntimeError):  # not every backend counts
-            begun += group._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
-    return begun

@@ -26,7 +26,7 @@ from torch import nn
 from ebbtide.base.errors import BlocksError, ConflictError, nearest
 from ebbtide.engine import Block
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
-from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2
+from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2, is_partitioned
 
 LARGE_CHILD = 0.1
 """Where nothing repeats, modules that hold at least this share of the model's parameters are blocks."""
@@ -227,15 +227,20 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the weights of ``module`` and its submodules, down to the next FSDP units.
 
     These have bytes in the forward and in the backward of ``module``. A unit nested below it is resharded again while
-    the backward of ``module`` recomputes, so its weights do not count.
+    the backward of ``module`` recomputes, so its weights do not count; nor do those of ZeRO-3.
     """
     pending = [module]
     while pending:
         inner = pending.pop()
-        yield from inner.parameters(recurse=False)
+        yield from (p for p in inner.parameters(recurse=False) if not is_partitioned(p))
         yield from inner.buffers(recurse=False)
         yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of what was let go
         pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
+
+
+def gathered_for(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the weights that have bytes while ``module`` itself runs, and no longer. See [Note: ZeRO-3]."""
+    yield from (p for p in module.parameters(recurse=False) if is_partitioned(p))
 
 
 def _flattened(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -4,16 +4,15 @@
 A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
 something that it may change, such as a key-value cache, or that changes in place tensors of its own (batch norm's
 running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, that can reach a random
-generator or holds an iterator, or that communicates with other ranks, is treated tensor by tensor instead. What changes
-is seen while blocks of the kind run: the first one always runs tensor by tensor. What is not seen is found by
-comparison: see [Note: checked checkpoints].
+generator or holds an iterator, is treated tensor by tensor instead. What changes is seen while blocks of the kind run:
+the first one always runs tensor by tensor. What is not seen is found by comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -28,8 +27,9 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, collectives_begun, has_collectives
+from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
+from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.state import State, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -51,7 +51,7 @@ class Reruns:
     """
 
     def __init__(self, plan: Plan, votes: Votes) -> None:
-        self._plan, self._votes = plan, votes
+        self._plan, self._votes, self._collectives = plan, votes, Collectives()
         self._names = plan if isinstance(plan, NamesBlocks) else None
         self._refused: dict[str, str] = {}  # kind → why not, as it was told
         self._looked: set[str] = set()  # blocks that were searched for generators and iterators
@@ -78,14 +78,17 @@ class Reruns:
         """
         if self._names is not None:
             return self._names.checkpoints(block.name) and self.able(block, module, args, kwargs)
+        if not self._collectives.known(block, module):
+            return False
         action = self._plan.block_action(
             block.kind, block.index, input_bytes=seen.input_bytes, must_keep_bytes=seen.must_keep
         )
         again = action is Action.CHECKPOINT
         allowed = again and self._allowed(block.kind, args, kwargs)
-        if seen.input_bytes and self._possible(block):
+        groups = self._collectives.groups(block, module)
+        if (seen.input_bytes or groups) and self._possible(block):
             wish = AGAIN if allowed else NEVER if again else ONCE
-            again = self._votes.decide(block.kind, module, wish)
+            again = self._votes.decide(block.kind, module, wish, groups)
         if again:
             return allowed or self._allowed(block.kind, args, kwargs)
         return tried and self.able(block, module, args, kwargs)
@@ -100,7 +103,8 @@ class Reruns:
             kwargs: What it is called with, by name.
         """
         watched = block.name in self._looked and block.name != ENTIRE_MODEL
-        return watched and not has_collectives(module) and self._allowed(block.kind, args, kwargs)
+        alone = not has_collectives(module) and not self._collectives.groups(block, module)
+        return watched and alone and self._allowed(block.kind, args, kwargs)
 
     @contextmanager
     def watched(
@@ -124,9 +128,11 @@ class Reruns:
             )
         # Some kernels move no version of what they change: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
-        before_contents, begun = _contents(args, kwargs), collectives_begun()
+        before_contents = _contents(args, kwargs)
+        looked = self._collectives.look(block, module) if first else nullcontext()
         try:
-            yield state
+            with looked:
+                yield state
         finally:
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
@@ -134,8 +140,6 @@ class Reruns:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
             if _contents(args, kwargs) != before_contents:
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
-            if collectives_begun() != begun and not has_collectives(module):
-                self._refuse(kind, "communicate with other ranks, which might not run a second forward")
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:

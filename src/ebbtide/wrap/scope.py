@@ -16,7 +16,7 @@ from ebbtide.engine import Block
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed
-from ebbtide.wrap.blocks import weights_of
+from ebbtide.wrap.blocks import gathered_for, weights_of
 from ebbtide.wrap.forward import eager_parts, while_tracing
 from ebbtide.wrap.others import Inside
 
@@ -79,7 +79,7 @@ class Scope:
             self.others.look(run)
             run.enter(name, module)
             if run.engine.weights.move:
-                run.weights.see(weights_of(module))
+                run.weights.see((*weights_of(module), *gathered_for(module)))
 
     def left(self, name: str, leaf: bool, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():

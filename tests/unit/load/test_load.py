@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,51 @@ def test_a_buffer_that_is_there_is_kept(path: Path) -> None:
     model = meta(rotary="silent")
     model.rotary.inv_freq = torch.full((4,), 5.0)
     assert ebbtide.load_sharded(model, path).rotary.inv_freq.eq(5).all()
+
+
+def test_a_loaded_model_gives_its_values_and_its_optimizer_follows() -> None:
+    model = Model(tied=True, rotary="silent")
+    model.head.weight.requires_grad_(False)
+    model.rotary.inv_freq.fill_(5)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    whole = weakref.ref(model.embed.weight)
+    optimizer = torch.optim.SGD(model.parameters())
+    on_meta: list[bool] = []
+    loaded = ebbtide.load_sharded(
+        model, shard=lambda m: on_meta.extend(p.is_meta for p in m.parameters()), optimizer=optimizer
+    )
+    assert loaded is model and on_meta and all(on_meta)
+    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
+    assert model.head.weight is model.embed.weight and not model.head.weight.requires_grad
+    assert loaded.rotary.inv_freq.eq(5).all()
+    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [True] * 3
+    assert whole() is None  # the whole copy is gone
+
+
+def test_a_loaded_model_that_cannot_be_sharded_so_keeps_its_values() -> None:
+    model = Model()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ConfigError, match="dtype is"):
+        ebbtide.load_sharded(model, dtype=torch.int8)
+    assert {k: torch.equal(v, before[k]) for k, v in model.state_dict().items()} == dict.fromkeys(before, True)
+    with pytest.raises(ConfigError, match="the model already has its parameters"):
+        ebbtide.load_sharded(model, source="initialise")
+
+
+def test_buffers_of_a_given_model_are_those_that_it_has_now() -> None:
+    """Also those that no checkpoint saves, which nothing on meta could compute."""
+    given = Model(rotary="silent")
+    given.rotary.inv_freq.fill_(5)
+    loaded = ebbtide.load_sharded(meta(rotary="silent"), given)
+    assert loaded.rotary.inv_freq.eq(5).all() and torch.equal(loaded.norm.running_var, given.norm.running_var)
+    resets = Model(rotary="resets")
+    resets.rotary.inv_freq.fill_(5)  # not what it would be made of again
+    assert ebbtide.load_sharded(meta(rotary="resets"), resets).rotary.inv_freq.eq(5).all()
+    there = meta(rotary="silent")
+    there.rotary.inv_freq = torch.full((4,), 7.0)
+    assert ebbtide.load_sharded(there, given).rotary.inv_freq.eq(7).all()
+    with pytest.raises(DataError, match="no initializer found for rotary.inv_freq"):
+        ebbtide.load_sharded(meta(rotary="silent"), given.state_dict())
 
 
 def test_all_that_does_not_fit_is_told_at_once(values: dict[str, torch.Tensor]) -> None:

@@ -11,6 +11,8 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError, StrategyError
 from ebbtide.wrap import check_strategy, weights_move
+from ebbtide.wrap.agreement import groups_of, has_collectives
+from ebbtide.wrap.blocks import gathered_for, weights_of
 from tests.helpers.models import build
 
 
@@ -41,6 +43,25 @@ def test_a_pass_looks_for_wrappers_only_where_their_code_is_loaded(monkeypatch: 
     wrapper = types.SimpleNamespace(FSDPModule=nn.Linear, FullyShardedDataParallel=nn.Conv2d)
     monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", wrapper)
     assert weights_move(model) and walks == ["walk"]
+
+
+def test_weights_that_zero_3_divides_are_known_by_their_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins; the package's own are in ``tests/integrations/hosts/test_deepspeed.py``."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    engine = types.SimpleNamespace(DeepSpeedEngine=nn.Conv2d)
+    monkeypatch.setitem(sys.modules, "deepspeed.runtime.engine", engine)
+    assert not weights_move(model) and not has_collectives(model) and check_strategy(model, "auto") == "single"
+    for p in model.parameters():
+        p.ds_id, p.ds_persist = 0, True  # small: it stays whole
+    assert not weights_move(model) and not has_collectives(model)
+    assert len(list(weights_of(model))) == 2 and list(gathered_for(model[0])) == []
+    model[0].weight.ds_persist = False
+    assert weights_move(model) and has_collectives(model) and check_strategy(model, "auto") == "deepspeed"
+    assert list(weights_of(model)) == [model[0].bias]
+    assert [p is model[0].weight for p in gathered_for(model[0])] == [True] and list(gathered_for(model)) == []
+    assert groups_of(model) == []  # no process group
+    with pytest.raises(StrategyError, match="wrapped as 'deepspeed'.*\nhint: "):
+        check_strategy(model, "fsdp2")
 
 
 @pytest.mark.parametrize(

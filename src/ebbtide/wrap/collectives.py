@@ -1,0 +1,77 @@
+"""Which other ranks a block's forward needs, told by the counters of process groups.
+
+[Note: collectives seen]
+Megatron's tensor parallelism, experts spread over ranks and all-to-all sequence parallelism call collectives in a
+block's forward, and neither wrapper nor parameter tells. But every process group counts its collectives: a forward
+that moved the count has used the group. All ranks of a group call the same collectives in the same order, so all of
+them see the same, in the same block. Blocks whose modules are of the same classes are taken to use the same groups; the
+first of them is never checkpointed.
+
+Not counted: point-to-point messages of NCCL, and kernels that read other ranks' memory without a process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Hashable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ebbtide.engine import Block
+
+Ranks = tuple[int, ...]
+
+
+class Collectives:
+    """The groups of ranks that blocks were seen to call collectives with. See [Note: collectives seen]."""
+
+    def __init__(self) -> None:
+        self._structures: dict[str, Hashable] = {}  # block → the classes of its modules
+        self._seen: dict[Hashable, set[Ranks]] = {}  # structure → groups
+
+    def known(self, block: Block, module: nn.Module) -> bool:
+        """Whether a block of this structure was looked at, or there is no other rank."""
+        return self._structure(block, module) in self._seen or not _groups()
+
+    def groups(self, block: Block, module: nn.Module) -> list[Ranks]:
+        """Return the groups that blocks of this structure were seen to use."""
+        return sorted(self._seen.get(self._structure(block, module), ()))
+
+    @contextlib.contextmanager
+    def look(self, block: Block, module: nn.Module) -> Generator[None]:
+        """See which groups a block's forward uses."""
+        before = _counts()
+        try:
+            yield
+        finally:
+            if before:
+                seen = self._seen.setdefault(self._structure(block, module), set())
+                seen.update(_ranks(group) for group, count in _counts().items() if count != before.get(group, count))
+
+    def _structure(self, block: Block, module: nn.Module) -> Hashable:
+        if block.name not in self._structures:
+            self._structures[block.name] = tuple(type(m) for m in module.modules())
+        return self._structures[block.name]
+
+
+def _groups() -> list[Any]:
+    """Return the process groups that this rank shares with others."""
+    if not dist.is_available() or not dist.is_initialized():
+        return []
+    return [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+
+
+def _ranks(group: Any) -> Ranks:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def _counts() -> dict[Any, list[int]]:
+    """Return how many collectives each process group has started, by backend; checked with torch 2.13."""
+    counts: dict[Any, list[int]] = {}
+    for group in _groups():
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            backends = [group._get_backend(device) for device in group._device_types]
+            counts[group] = [backend._get_sequence_number_for_group() for backend in backends]
+    return counts
