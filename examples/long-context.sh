@@ -2,6 +2,9 @@
 # Sequences of 32k tokens: both flags together ask for the memory of checkpointing, by ebbtide.
 set -euo pipefail
 
+# Lengths vary, and offloading changes the order of sizes: fewer gaps between blocks of device memory.
+export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True
+
 ebbtide sft \
     --model Qwen/Qwen3-8B \
     --dataset 'Yukang/LongAlpaca-12k#2000' \

@@ -103,7 +103,7 @@ class Handle:
             self._closed = True
             self._attachment.remove()
             self._unlist()
-            log_saved(self.stats(), self._engine.options.min_bytes)
+            log_saved(self.stats(), self._engine.options.min_bytes, called=self._attachment.calls.called)
             if not self._engine.live_entries:
                 self._engine.tier.close()
 

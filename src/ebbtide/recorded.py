@@ -55,14 +55,27 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
     return remove
 
 
-def log_saved(stats: Stats, min_bytes: int) -> None:
-    """Log how much memory a handle saved, and warn if it saved none."""
-    if not (stats.packs or stats.total_copy_out_bytes or stats.total_recomputes or stats.coverage_percent):
+def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
+    """Log what a handle has saved; warn if that is nothing although there may have been something to save.
+
+    Args:
+        stats: Of the handle.
+        min_bytes: Smaller storages stayed.
+        called: A forward came through the handle.
+    """
+    moved = stats.total_copy_out_bytes or stats.total_recomputes  # by any pass; the rest of the figures is the latest's
+    if not (stats.packs or moved or stats.coverage_percent):
+        if called:
+            logger.info(
+                "nothing to offload: no forward that ended saved tensors for a backward pass (a frozen model and "
+                "evaluation save none)"
+            )
+            return
         logger.warning(
-            "nothing was offloaded: no forward with gradients came through the handle (a frozen model has none; of a "
-            "model that is compiled after offloading was enabled compile the blocks instead)"
+            "nothing was offloaded: no forward came through the handle; hint: enable offloading on the model that is "
+            "trained, and of a model that is compiled after that compile the blocks instead"
         )
-    elif not stats.unique_bytes and stats.small_bytes:
+    elif not stats.unique_bytes and stats.small_bytes and not moved:
         logger.warning(
             "nothing was offloaded: all %d storages that blocks save are below min_bytes=%s and stay on the device; "
             "hint: a larger batch or model has larger ones, and min_bytes=0 treats every storage",

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from ebbtide.base.errors import (
     TargetError,
 )
 from ebbtide.engine import Expr, NodeView
+from ebbtide.wrap import find_blocks
 from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import build
 from tests.helpers.oracle import differences
@@ -241,6 +243,57 @@ def test_a_handle_through_which_nothing_came_says_so(caplog: pytest.LogCaptureFi
     with enable(tiny.model, min_bytes=0):
         tiny.step()
     assert "nothing was offloaded" not in caplog.text
+
+
+def evaluated(tiny: Any) -> None:
+    with torch.no_grad():
+        tiny.loss(tiny.model)
+
+
+def frozen(tiny: Any) -> None:
+    tiny.model.requires_grad_(False)
+    inputs = {name: x.detach() if isinstance(x, Tensor) else x for name, x in tiny.inputs.items()}
+    tiny.model(**inputs)
+
+
+def failed_at_once(tiny: Any) -> None:
+    def fail(*inputs: object) -> None:
+        raise OSError("before anything was saved")
+
+    next(m for m in tiny.model.modules() if not list(m.children())).register_forward_pre_hook(fail)
+    with pytest.raises(OSError, match="before anything"):
+        tiny.step()
+
+
+def blocks_alone(tiny: Any) -> None:
+    block = next(module for module, _ in find_blocks(tiny.model, None))
+    block.register_forward_pre_hook(lambda module, inputs: calls.append(inputs))
+    calls: list[Any] = []
+    with torch.no_grad():
+        tiny.loss(tiny.model)
+    block(*calls[0])
+
+
+@pytest.mark.parametrize("use", [evaluated, frozen, failed_at_once, blocks_alone], ids=lambda use: use.__name__)
+def test_a_handle_with_nothing_to_offload_is_no_reason_for_a_warning(
+    use: Callable[[Any], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny = build("block")
+    with caplog.at_level(logging.INFO, "ebbtide"), enable(tiny.model, policy="keep"):
+        use(tiny)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert "nothing to offload: " in caplog.text
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_storages_below_min_bytes_are_named_only_where_no_pass_moved_any(
+    earlier: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)])
+    with enable(model, policy="offload", min_bytes=1024):
+        for rows in (256, 4) if earlier else (4,):
+            model(torch.ones(rows, 8)).sum().backward()
+    assert ("below min_bytes=1.0 KiB" in caplog.text) is not earlier
 
 
 def test_a_last_pass_that_failed_is_no_reason_to_say_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,9 +28,11 @@ class SerialCalls:
         self._owner: dict[str, int] = {}
         self._refused: set[int] = set()  # threads whose whole forward runs without a turn
         self._warned = False
+        self.called = False  # also without gradients, and by a disabled handle
 
     def call(self, offloaded: Callable[[], Any], plain: Callable[[], Any]) -> Any:
         """Call ``offloaded`` if this thread has the turn or can take it for the call, else ``plain``."""
+        self.called = True
         me = threading.get_ident()
         if self._owner.get("thread") == me:
             return offloaded()

@@ -14,6 +14,7 @@ import json
 import logging
 import re
 import shutil
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,6 +176,38 @@ def resumable(output: Path) -> str:
     if last is None:
         return "no checkpoint was written before"
     return f"resume from {last.folder} (--resume_from_checkpoint latest)"
+
+
+def check_shared(folder: Path) -> None:
+    """Refuse an output folder that ranks of other machines do not see, where checkpoints are written or resumed.
+
+    Each rank writes its part of a checkpoint; ranks that see different folders would resume at different steps.
+
+    Raises:
+        DataError: A rank does not see what rank 0 has written.
+    """
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    # A name that no machine has looked up before: network file systems remember what was not there.
+    names = [f".seen-{uuid.uuid4().hex}"]
+    if dist.get_rank() == 0:
+        (folder / names[0]).touch()
+    dist.broadcast_object_list(names, src=0)
+    mark = folder / names[0]
+    seen: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(seen, mark.exists())
+    if dist.get_rank() == 0:
+        mark.unlink()
+    blind = [str(rank) for rank, sees in enumerate(seen) if not sees]
+    if blind:
+        raise DataError(
+            f"output_dir {str(folder)!r} on rank {', '.join(blind)} is not the folder of rank 0",
+            expected="a folder that all nodes share, because every rank writes its part of a checkpoint there",
+            hint="--output_dir on a file system that all nodes mount, or a run without --save_steps and "
+            "--resume_from_checkpoint",
+        )
 
 
 def _named(folder: Path) -> Sealed:

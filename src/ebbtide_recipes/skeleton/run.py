@@ -219,6 +219,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     from ebbtide_recipes.skeleton.steps import StepRecorder
     from ebbtide_recipes.skeleton.trainer import save
 
+    if config.save_steps is not None or config.resume_from_checkpoint is not None:
+        checkpoints.check_shared(folder)
     found = checkpoints.find(config, world_size=trainer.args.world_size)
     offload = _offloading(config)
     try:
