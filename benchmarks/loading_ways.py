@@ -205,13 +205,15 @@ def _measured(way: str, path: str, dtype: torch.dtype, run: Path | None) -> dict
     base, base_private, disk = _status("VmRSS"), _status("RssAnon"), _disk_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     with _PrivatePeak() as private:
-        started = time.perf_counter()
+        started, processor = time.perf_counter(), time.process_time()
         model = WAYS[way](path, dtype)
         locals_ = _touched(model)
+        processor = time.process_time() - processor
         torch.distributed.barrier()
         seconds = time.perf_counter() - started
     return {
         "seconds": seconds,
+        "processor_seconds": processor,
         "base_bytes": base,
         "peak_bytes": _status("VmHWM") - base,
         "private_peak_bytes": private.nbytes - base_private,
