@@ -1,11 +1,11 @@
 """Brings a checkpoint into the page cache while the model is being sharded.
 
 [Note: reading ahead]
-Matching names, wrapping the model and making memory take as long as reading a few GiB, and the disk would wait. Where
-all ranks are on one machine, together they need the whole checkpoint, so each rank may read a part of it before it knows
-its slices: of every tensor the part that dim-0 sharding would give it. Bytes go into one small buffer whose contents are
-not used; only the page cache matters. Nothing depends on it: it ends before the slices are read, and an error is left to
-the reader, which meets it again and raises it with the name of the tensor.
+Wrapping the model, making memory and computing buffers take as long as reading some hundred MiB, and the disk would
+wait. Where all ranks are on one machine, together they need the whole checkpoint, so each rank may read a part of it
+before it knows its slices: of every tensor the part that dim-0 sharding would give it. Bytes go into one small buffer
+whose contents are not used; only the page cache matters. Nothing depends on it: it ends before the slices are read, and
+an error is left to the reader, which meets it again and raises it with the name of the tensor.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import torch
 
 from ebbtide.store.extents import round_up
 
-
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later; Python's ``mmap`` does not name it."""
 
@@ -37,8 +36,12 @@ def view_memory(address: int, nbytes: int) -> memoryview:
 def populate_memory(address: int, nbytes: int) -> None:
     """Have the system map in memory that is about to be written, at once instead of page by page.
 
-    A trap for each page of 4 KiB costs more than clearing it. Contents stay as they are. A system that cannot do it (Linux
+    A trap for each page costs as much as clearing it. Contents stay as they are. A system that cannot do it (Linux
     before 5.14) refuses, and the pages come one by one.
+
+    Args:
+        address: Of memory that stays mapped during the call.
+        nbytes: Its bytes.
     """
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     _madvise()(begin, address + nbytes - begin, _MADV_POPULATE_WRITE)
