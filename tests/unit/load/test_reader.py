@@ -54,13 +54,18 @@ def test_boxes_are_what_the_file_holds(
     assert all(torch.equal(into, box.of(whole)) for box, into in found)
 
 
-def test_values_are_converted_on_the_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16], ids=str)
+def test_values_are_converted_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, direct: bool
+) -> None:
+    read_directly(monkeypatch, direct)
     whole = torch.randn(100, 30, dtype=torch.bfloat16)
     entries = written(tmp_path / "x.safetensors", x=whole)
-    into = torch.empty(100, 30, dtype=torch.float32)
+    into = torch.empty(100, 30, dtype=dtype)
     with SliceReader(entries) as reader:
         reader.read([Piece(key="x", box=Box.full(whole.shape), into=into)])
-    assert torch.equal(into, whole.float())
+    assert torch.equal(into, whole.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["same", "converted"])
