@@ -3,8 +3,10 @@
 A decoder with random weights is written in several safetensors files and loaded by every way on gloo ranks in processes
 of their own, in turn. Memory is the peak that the system keeps of each process (reset before loading), above what the
 process had before and its shard; bytes are those that the system fetched from the disk for all ranks, with the files
-dropped from the page cache before; time ends when every byte of every shard was touched, so that a mapping that has not
-been read yet counts too. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
+dropped from the page cache before; time ends when every page of every shard was read, so that a mapping that has not
+been read yet counts too; a second time ends when every page was also written, as the first optimizer step does, because
+a private mapping copies its pages then. Processor seconds are those of all ranks; on a shared machine they vary less
+than time. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
 shards differ fails the suite.
 
     python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32] [--small]
@@ -37,6 +39,7 @@ from benchmarks.results_folder import hardware, result_folder, summary, write_re
 
 WAIT_SECONDS = 300
 SPARE_BYTES = 2 << 30
+OURS = ("ebbtide, slices", "ebbtide, broadcast")
 SHOWN = ("ebbtide, slices", PLAIN, "accelerate, from rank 0")
 """The ways whose memory over time is drawn."""
 
@@ -184,6 +187,8 @@ def _row(runs: list[list[dict[str, Any]]], plainly: list[dict[str, Any]], total_
         "private_above_shard_bytes": summary([float(x) for x in private]),
         "read_share": summary([sum(r["disk_bytes"] for r in ranks) / total_bytes for ranks in runs]),
         "seconds": summary([max(r["seconds"] for r in ranks) for ranks in runs]),
+        "written_seconds": summary([max(r["written_seconds"] for r in ranks) for ranks in runs]),
+        "processor_seconds": summary([sum(r["processor_seconds"] for r in ranks) for ranks in runs]),
         "shard_bytes": max(r["shard_bytes"] for r in runs[0]),
         "base_bytes": max(r["base_bytes"] for r in runs[0]),
         "runs": [
@@ -201,24 +206,30 @@ def report(result: dict[str, Any]) -> str:
         f"{result['files']} files that the page cache lacks, a process for each rank and load, in turn.",
         "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
         "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
-        "the checkpoint's size. Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
+        "the checkpoint's size. *Of the fastest* is the time over that of the fastest way that is not ours. *Written*",
+        "is the time until every page of the shards was also written, *processor* that of all ranks' processors. Made",
+        "by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
     ]
     for case, rows in result["cases"].items():
         rounds = max(len(row.get("runs", [])) for row in rows.values())
+        peers = [row["seconds"]["median"] for way, row in rows.items() if "runs" in row and way not in OURS]
+        fastest = min(peers, default=0.0)
         lines += [
             "",
             f"## {case}: {rounds} {'round' if rounds == 1 else 'rounds'}",
             "",
-            "| way | memory | private | read | seconds | shards |",
-            "| --- " * 6 + "|",
+            "| way | memory | private | read | seconds | of the fastest | written | processor | shards |",
+            "| --- " * 9 + "|",
         ]
         for way, row in rows.items():
             error = row.get("error", "").replace("|", "/")
             if "runs" not in row:
-                lines.append(f"| {way} | | | | | {error} |")
+                lines.append(f"| {way} | | | | | | | | {error} |")
                 continue
             cells = [_spread(row[k], MIB, 0) for k in ("above_shard_bytes", "private_above_shard_bytes")]
             cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1)]
+            cells.append(f"{row['seconds']['median'] / fastest:.2f}" if fastest else "")
+            cells += [_spread(row[k], 1, 1) for k in ("written_seconds", "processor_seconds")]
             cells.append("; ".join(words for words in (_verdict(row), error) if words))
             lines.append(f"| {way} | {' | '.join(cells)} |")
     if result["drawn"]:

@@ -18,6 +18,7 @@ from ebbtide.base.checks import check_fields
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
+from ebbtide.load.ahead import ReadAhead
 from ebbtide.load.checkpoint import Checkpoint, checkpoint_of, is_present, open_checkpoint
 from ebbtide.load.filling import Filling, SliceSource, Values, first_values
 from ebbtide.load.fourbit import FourBit
@@ -105,8 +106,12 @@ class Loading:
         found: list[tuple[nn.Module, dict[str, Target]]] = []
 
         def act() -> dict[str, Any]:
-            sharded = (shard(self.model) if shard else None) or self.model
-            found.append((sharded, self._read(sharded, device)))
+            with self._reading_ahead():
+                sharded = (shard(self.model) if shard else None) or self.model
+                targets = targets_of(sharded, device)
+                first_values(targets, self.plan, self._initialiser)
+            self._read(targets)
+            found.append((sharded, targets))
             return {}
 
         self.ranks.run_on_all_ranks("read its weights", lambda: self._serving(act))
@@ -186,6 +191,7 @@ class Loading:
                 hint="source='auto' sends those ranks their weights",
             )
         hosts = [s["host"] for s in sights]
+        self._one_machine = len(set(hosts)) == 1
         self._servers = servers_of(sees, hosts, one_a_host=source == "broadcast") if kinds else {}
         self.path = "initialise" if not kinds else "broadcast" if self._servers else "slices"
         reason = {
@@ -244,9 +250,15 @@ class Loading:
             raise failure
         return result
 
-    def _read(self, sharded: nn.Module, device: torch.device | None) -> dict[str, Target]:
-        """Make memory for this rank's part and fill it."""
-        targets = targets_of(sharded, device)
+    def _reading_ahead(self) -> contextlib.AbstractContextManager[object]:
+        """Let this machine's ranks read the checkpoint into the page cache, if together they need all of it."""
+        if self.checkpoint is None or not self.checkpoint.files or self.path != "slices" or not self._one_machine:
+            return contextlib.nullcontext()
+        keys = dict.fromkeys(key for source in self.plan.sources.values() for key in source.keys)
+        return ReadAhead([self.checkpoint.entries[key] for key in keys], self.ranks.me, self.ranks.count)
+
+    def _read(self, targets: dict[str, Target]) -> None:
+        """Fill this rank's memory from the checkpoint."""
         if self.checkpoint is not None and self.path != "initialise":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes
@@ -256,8 +268,6 @@ class Loading:
                 pinned = any(target.local.device.type != "cpu" for target in targets.values())
                 with self._source(filling.shared_keys(), pinned=pinned) as source:
                     filling.fill(source, self._done)
-        first_values(targets, self.plan, self._initialiser)
-        return targets
 
     def _client(self) -> Client:
         return Client(self._servers[self.ranks.me], self.checkpoint.entries if self.checkpoint else {})
@@ -269,7 +279,9 @@ class Loading:
         if checkpoint.values:
             yield Values(checkpoint.values)
             return
-        with SliceReader(checkpoint.entries, shared=lambda key: key in shared, pinned=pinned) as reader:
+        with SliceReader(
+            checkpoint.entries, shared=lambda key: key in shared, ahead=self._one_machine, pinned=pinned
+        ) as reader:
             yield reader
 
     def _done(self, nbytes: int) -> None:

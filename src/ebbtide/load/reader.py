@@ -1,11 +1,17 @@
-"""Reads boxes of tensors out of files, several at a time, through a small staging buffer each.
+"""Reads boxes of tensors out of files, several at a time, into the local shards or through a small staging buffer each.
 
 [Note: one read of what is needed]
 A box of a tensor lies in its file as runs of bytes. A box is halved until a piece spans at most a staging buffer and
-holds few bytes that are not wanted; then its span is read at once and copied from there into the local shard, with the
-dtype converted on the way: no tensor is ever there twice, in no dtype. Files that the page cache does not hold are read
-with direct I/O, which leaves no copy of the checkpoint in memory; where several ranks of a machine want the same bytes
-they come through the page cache, so that the disk is asked once.
+holds few bytes that are not wanted; then its span is read at once. A span that is byte for byte what the shard holds is
+read straight into it: one copy, from the page cache. Any other goes through the staging buffer, which stays in the
+processor's cache, and is copied from there with the dtype converted: no tensor is ever there twice, in no dtype.
+
+[Note: through the page cache]
+Files are read through the page cache while the checkpoint fits into half of the free memory: the kernel reads ahead
+while threads copy, several ranks of a machine ask the disk once, and the next load finds the files in memory. These
+pages belong to no process, and the kernel drops them when memory is needed. Larger checkpoints are read with direct I/O
+where the page cache holds less than half of a file and no other rank wants the same bytes. Files are not mapped: a
+mapped file that shrinks kills the process instead of raising, and its pages count as the process's memory.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -26,6 +32,8 @@ from ebbtide.base.errors import DataError
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
+from ebbtide.store.pages import give_pages
+from ebbtide.store.share import free_memory_bytes
 
 ALIGN_BYTES = 4096
 CHUNK_BYTES = 2 << 20
@@ -35,6 +43,8 @@ RUN_BYTES = 64 << 10
 SLACK = 1.25
 CACHED_SHARE = 0.5
 """Part of a file in the page cache from which on it is read through it."""
+FREE_SHARE = 0.5
+"""Part of the free memory that a checkpoint may take in the page cache."""
 
 
 class CheckpointFile:
@@ -42,47 +52,49 @@ class CheckpointFile:
 
     Args:
         path: The file.
-        shared: Other ranks of this machine read the same bytes of it.
+        direct: Read with direct I/O what the page cache lacks.
+        ahead: The kernel may read ahead: this machine needs the bytes between the slices, too.
 
     Raises:
         OSError: It cannot be opened.
     """
 
-    def __init__(self, path: str, *, shared: bool = False) -> None:
+    def __init__(self, path: str, *, direct: bool = False, ahead: bool = True) -> None:
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self.size_bytes = os.fstat(self.fd).st_size
         self.direct = False
         o_direct: int = getattr(os, "O_DIRECT", 0)
-        if o_direct and not shared and _cached_share(self.fd, self.size_bytes) < CACHED_SHARE:
+        if o_direct and direct and cached_share(self.fd) < CACHED_SHARE:
             with contextlib.suppress(OSError):
-                direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | o_direct)
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | o_direct)
                 os.close(self.fd)
-                self.fd, self.direct = direct, True
-        if not self.direct:
-            # What is asked for is what is needed: reading ahead would fetch the slices of other ranks.
+                self.fd, self.direct = fd, True
+        if not self.direct and not ahead:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def read(self, address: int, offset_bytes: int, nbytes: int) -> int:
-        """Read a span into staging memory at an address; return how far from there the span begins.
+        """Read a span into memory at an address; return how far from there the span begins.
+
+        With direct I/O the address has to be that of a page, and up to two pages more than the span are written.
 
         Raises:
             OSError: The system's own, or ``EIO`` where the file ends before the span.
         """
-        begin = offset_bytes // ALIGN_BYTES * ALIGN_BYTES if self.direct else offset_bytes
-        end = offset_bytes + nbytes
-        length = -(-(end - begin) // ALIGN_BYTES) * ALIGN_BYTES if self.direct else nbytes
+        direct, end = self.direct, offset_bytes + nbytes  # another thread may leave direct I/O meanwhile
+        begin = offset_bytes // ALIGN_BYTES * ALIGN_BYTES if direct else offset_bytes
+        length = -(-(end - begin) // ALIGN_BYTES) * ALIGN_BYTES if direct else nbytes
         view = view_memory(address, length)
         done = 0
         while begin + done < end:
             try:
                 count = os.preadv(self.fd, [view[done:length]], begin + done)
             except OSError as error:
-                if error.errno == errno.EINVAL and self.direct:
+                if error.errno == errno.EINVAL and direct:
                     self._leave_direct()
+                    direct = False
                     continue
                 raise
-            if self.direct and begin + done + count < end:
+            if direct and begin + done + count < end:
                 count -= count % ALIGN_BYTES  # what is left must begin aligned
             if count <= 0:
                 raise OSError(errno.EIO, "the file ends inside the tensor")
@@ -110,6 +122,7 @@ class SliceReader:
         entries: Where tensors lie.
         readers: Threads; each has a staging buffer of ``CHUNK_BYTES``.
         shared: Tensors of which other ranks of this machine read the same bytes.
+        ahead: This machine's ranks need the whole checkpoint, so that the kernel may read ahead.
         pinned: Staging memory that an accelerator copies from at its full rate.
     """
 
@@ -119,9 +132,11 @@ class SliceReader:
         *,
         readers: int = READERS,
         shared: Callable[[str], bool] = lambda key: False,
+        ahead: bool = True,
         pinned: bool = False,
     ) -> None:
-        self._entries, self._shared, self._pinned = entries, shared, pinned
+        self._entries, self._shared, self._ahead, self._pinned = entries, shared, ahead, pinned
+        self._direct = not fits_page_cache(entries.values())
         self._files: dict[tuple[str, bool], CheckpointFile] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -181,9 +196,14 @@ class SliceReader:
         try:
             file = self._file(entry.file, self._shared(piece.key))
             strides = _strides(entry.shape)
-            span = _span(piece.box, strides) * entry.dtype.itemsize
+            span, place = _span(piece.box, strides) * entry.dtype.itemsize, place_of(piece.box, entry)
+            if piece.into.device.type == "cpu" and piece.into.is_contiguous():
+                give_pages(piece.into.data_ptr(), piece.into.nbytes)
+                if not file.direct and piece.into.dtype == entry.dtype and piece.into.nbytes == span:
+                    file.read(piece.into.data_ptr(), place, span)
+                    return span, span
             staging = self._staging(span)
-            at = file.read(staging.data_ptr(), place_of(piece.box, entry), span)
+            at = file.read(staging.data_ptr(), place, span)
         except OSError as error:
             raise DataError(
                 f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
@@ -199,7 +219,8 @@ class SliceReader:
     def _file(self, path: str, shared: bool) -> CheckpointFile:
         with self._lock:
             if (path, shared) not in self._files:
-                self._files[path, shared] = CheckpointFile(path, shared=shared)
+                direct = self._direct and not shared
+                self._files[path, shared] = CheckpointFile(path, direct=direct, ahead=self._ahead)
             return self._files[path, shared]
 
     def _staging(self, span_bytes: int) -> torch.Tensor:
@@ -279,8 +300,14 @@ def _run(box: Box, entry: CheckpointEntry) -> int:
     return run
 
 
-def _cached_share(fd: int, size_bytes: int) -> float:
+def fits_page_cache(entries: Collection[CheckpointEntry]) -> bool:
+    """Whether tensors may stay in the page cache. See [Note: through the page cache]."""
+    return sum(entry.nbytes for entry in entries) <= free_memory_bytes() * FREE_SHARE
+
+
+def cached_share(fd: int) -> float:
     """Return which part of a file is in the page cache; all of it where that is unknown."""
+    size_bytes = os.fstat(fd).st_size
     if size_bytes == 0:
         return 1.0
     pages = -(-size_bytes // mmap.PAGESIZE)

@@ -180,20 +180,20 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dealt = type(placement)(0, **more)._split_tensor(indices[dim], count, with_padding=False, contiguous=True)
         indices[dim] = dealt[0][position]
-    runs = [list(_runs(x.tolist())) for x in indices]
+    runs = [list(_runs(x)) for x in indices]
     return [
         (Box(start=tuple(g for g, _, _ in one), size=tuple(n for _, _, n in one)), tuple(at for _, at, _ in one))
         for one in itertools.product(*runs)
     ]
 
 
-def _runs(indices: list[int]) -> Iterator[tuple[int, int, int]]:
+def _runs(indices: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield the first index, its position and the length of each run of indices that follow each other."""
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
     begin = 0
-    for at in range(1, len(indices) + 1):
-        if at == len(indices) or indices[at] != indices[at - 1] + 1:
-            yield indices[begin], begin, at - begin
-            begin = at
+    for end in [*breaks.tolist(), indices.numel()] if indices.numel() else []:
+        yield int(indices[begin]), begin, end - begin
+        begin = end
 
 
 def boxes_of_range(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Box, int]]:

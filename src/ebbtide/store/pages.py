@@ -1,4 +1,4 @@
-"""Backs fresh memory with pages before it is pinned, by several threads.
+"""Backs memory with pages before it is used: pinned memory by several threads.
 
 Registering memory faults its pages in on one thread and under a lock of the driver: tenths of a second a GiB, in the
 middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part before, without the interpreter's lock;
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import mmap
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -59,11 +60,26 @@ def near_processors(root: Path = _PROCESSORS) -> set[int]:
     return allowed & {int(number) for number in found if number.isdecimal()} or allowed
 
 
+def give_pages(address: int, nbytes: int) -> int:
+    """Have the system back memory that is about to be written with pages, at once instead of one by one.
+
+    A trap for each page costs as much as clearing it. Contents stay as they are.
+
+    Args:
+        address: Of memory that stays mapped during the call.
+        nbytes: Its bytes.
+
+    Returns:
+        0, or the number of the system's error; then the pages come one by one. ``EINVAL``: Linux before 5.14.
+    """
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + nbytes - begin)
+    return 0 if _libc().madvise(ctypes.c_void_p(begin), length, _POPULATE_WRITE) == 0 else ctypes.get_errno()
+
+
 def _back(address: int, nbytes: int, memory: object) -> int:
-    """Back a piece with pages; returns 0, or the number of the system's error."""
-    if _libc().madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE) == 0:
-        return 0
-    problem = ctypes.get_errno()
+    """Back a piece of fresh memory with pages; returns 0, or the number of the system's error."""
+    problem = give_pages(address, nbytes)
     if problem == errno.EINVAL:  # an older kernel
         ctypes.memset(address, 0, nbytes)
         return 0

@@ -13,9 +13,10 @@ from benchmarks.suites.loading import Bench, measure, report
 SHARD = 100 * MIB
 
 
-def _rank(above: int, disk: int, digest: str) -> dict[str, Any]:
+def _rank(above: int, disk: int, digest: str, seconds: float) -> dict[str, Any]:
     return {
-        "seconds": 2.0, "base_bytes": 300 * MIB, "peak_bytes": SHARD + above, "private_peak_bytes": SHARD,
+        "seconds": seconds, "written_seconds": seconds + 1, "processor_seconds": 1.5,
+        "base_bytes": 300 * MIB, "peak_bytes": SHARD + above, "private_peak_bytes": SHARD,
         "shard_bytes": SHARD, "disk_bytes": disk, "digests": {"weight": digest}, "buffers": {"inv_freq": "same"},
     }  # fmt: skip
 
@@ -30,7 +31,9 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if way == "DCP, from rank 0" or (way == PLAIN and number == 1):
             return {"error": "no room | at all"}
         above = (12 if way.startswith("ebb") else 500) * MIB
-        return {"ranks": [_rank(above, 100 * MIB, "other" if way == "DCP, load" else "same") for _ in range(world)]}
+        digest, seconds = "other" if way == "DCP, load" else "same", 2.5 if way.startswith("transformers") else 2.0
+        seconds += way in ("DCP, load", PLAIN, "accelerate, from rank 0")
+        return {"ranks": [_rank(above, 100 * MIB, digest, seconds) for _ in range(world)]}
 
     monkeypatch.setattr(Bench, "_load", load)
     return done
@@ -61,9 +64,11 @@ def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, load
     assert ours["equal"] and ours["buffers_equal"] and not rows["DCP, load"]["equal"]
     told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
     text = report({**told, "cases": {"2 ranks": rows}})
-    assert "| ebbtide, slices | 12 (12 to 12) | 0 (0 to 0) | 1.00 (1.00 to 1.00) | 2.0 (2.0 to 2.0) | equal |" in text
-    assert "| DCP, from rank 0 | | | | | 1 of 1 did not run: no room / at all |" in text
+    row = "| ebbtide, slices | 12 (12 to 12) | 0 (0 to 0) | 1.00 (1.00 to 1.00) | 2.0 (2.0 to 2.0) | 0.80 "
+    assert row + "| 3.0 (3.0 to 3.0) | 3.0 (3.0 to 3.0) | equal |" in text
+    assert "| 2.5 (2.5 to 2.5) | 1.00 | 3.5 (3.5 to 3.5) |" in text
+    assert "| DCP, from rank 0 | | | | | | | | 1 of 1 did not run: no room / at all |" in text
     assert "cut otherwise" in text
     assert "## 2 ranks: 1 round\n" in text
     text = report({**told, "cases": {"2 ranks": measure(_bench(tmp_path), "bfloat16", 2, 2)}})
-    assert "| 2.0 (2.0 to 2.0) | equal; 1 of 2 did not run: no room / at all |" in text
+    assert "| 3.0 (3.0 to 3.0) | equal; 1 of 2 did not run: no room / at all |" in text

@@ -16,6 +16,7 @@ from torch import nn
 import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
+from ebbtide.load import load as load_module
 
 
 class Rotary(nn.Module):
@@ -241,6 +242,54 @@ def test_a_function_that_wraps_may_fail(path: Path) -> None:
     with pytest.raises(ValueError, match="no mesh"):
         ebbtide.load_sharded(model, path, shard=shard)
     assert all(p.is_meta for p in model.parameters())
+
+
+def test_files_are_read_ahead_while_the_model_is_wrapped_and_not_while_it_is_read(
+    path: Path, values: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+
+    class Ahead(load_module.ReadAhead):
+        def __enter__(self) -> load_module.ReadAhead:
+            heard.append(f"begin {sum(e.nbytes for e in self._entries)} of {self._parts}")
+            return super().__enter__()
+
+        def __exit__(self, *exception: object) -> None:
+            heard.append("end")
+            super().__exit__(*exception)
+
+    def shard(model: nn.Module) -> None:
+        heard.append("shard")
+
+    monkeypatch.setattr(load_module, "ReadAhead", Ahead)
+    total = sum(v.numel() * v.element_size() for v in values.values())
+    ebbtide.load_sharded(meta(rotary="resets"), path, shard=shard, progress=lambda done, total: heard.append("read"))
+    assert heard[:4] == [f"begin {total} of 1", "shard", "end", "read"]
+    assert set(heard[4:]) <= {"read"}
+    heard.clear()
+    ebbtide.load_sharded(meta(), values, shard=shard)
+    ebbtide.load_sharded(meta(rotary="resets"), source="initialise", init=lambda module: None, shard=shard)
+    assert heard == ["shard"] * 2, "values in memory and first values have no files"
+
+
+def test_ranks_on_several_machines_read_only_their_slices(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    real = load_module.Loading._choose
+
+    def choose(self: load_module.Loading, sights: Any) -> None:
+        real(self, [sights[0], {**sights[0], "host": "another"}])
+
+    class Reader(load_module.SliceReader):
+        def __init__(self, *args: Any, ahead: bool, **kwargs: Any) -> None:
+            asked.append(ahead)
+            super().__init__(*args, ahead=ahead, **kwargs)
+
+    monkeypatch.setattr(load_module, "SliceReader", Reader)
+    ebbtide.load_sharded(meta(), path)
+    monkeypatch.setattr(load_module.Loading, "_choose", choose)
+    monkeypatch.delattr(load_module, "ReadAhead")  # would be an error if it was used
+    ebbtide.load_sharded(meta(), path)
+    assert asked == [True, False]
 
 
 def test_progress_and_events_tell_the_way(path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -26,12 +26,18 @@ def written(path: Path, **tensors: torch.Tensor) -> dict[str, CheckpointEntry]:
     return read_header(path)
 
 
+def read_directly(monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
+    """Have files read with direct I/O, or through the page cache."""
+    monkeypatch.setattr(reader_module, "fits_page_cache", lambda entries: not direct)
+    monkeypatch.setattr(reader_module, "cached_share", lambda fd: 0.0)
+
+
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_boxes_are_what_the_file_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, direct: bool
 ) -> None:
-    monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size: 0.0 if direct else 1.0)
+    read_directly(monkeypatch, direct)
     whole = torch.randint(0, 200, (301, 37, 5)).to(dtype)
     entries = written(tmp_path / "x.safetensors", odd=torch.ones(3, dtype=torch.uint8), x=whole)
     found: list[tuple[Box, torch.Tensor]] = []
@@ -48,13 +54,85 @@ def test_boxes_are_what_the_file_holds(
     assert all(torch.equal(into, box.of(whole)) for box, into in found)
 
 
-def test_values_are_converted_on_the_way(tmp_path: Path) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "cached"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int16], ids=str)
+def test_values_are_converted_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, direct: bool
+) -> None:
+    read_directly(monkeypatch, direct)
     whole = torch.randn(100, 30, dtype=torch.bfloat16)
     entries = written(tmp_path / "x.safetensors", x=whole)
-    into = torch.empty(100, 30, dtype=torch.float32)
+    into = torch.empty(100, 30, dtype=dtype)
     with SliceReader(entries) as reader:
         reader.read([Piece(key="x", box=Box.full(whole.shape), into=into)])
-    assert torch.equal(into, whole.float())
+    assert torch.equal(into, whole.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["same", "converted"])
+def test_bytes_that_stay_as_they_are_are_copied_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    whole = torch.randn(64, 4096, dtype=torch.bfloat16)
+    entries = written(tmp_path / "x.safetensors", x=whole)
+    into, box = torch.empty(16, 4096, dtype=dtype), Box(start=(8, 0), size=(16, 4096))
+    real, addresses = os.preadv, list[int]()
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        addresses.append(torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr())
+        return real(fd, buffers, offset)
+
+    read_directly(monkeypatch, False)
+    monkeypatch.setattr(os, "preadv", counted)
+    with SliceReader(entries) as reader:
+        reader.read([Piece(key="x", box=box, into=into)])
+        assert reader.read_bytes == 16 * 4096 * 2
+    assert torch.equal(into, box.of(whole).to(dtype))
+    assert len(addresses) == 1
+    assert (addresses == [into.data_ptr()]) == (dtype is torch.bfloat16)
+
+
+def test_columns_of_the_same_dtype_are_not_read_as_if_they_were_rows(tmp_path: Path) -> None:
+    whole = torch.arange(64 * 64, dtype=torch.int64).view(64, 64)
+    entries = written(tmp_path / "x.safetensors", x=whole)
+    columns, turned = torch.empty(64, 16, dtype=torch.int64), torch.empty(64, 64, dtype=torch.int64)
+    with SliceReader(entries) as reader:
+        reader.read([Piece(key="x", box=Box(start=(0, 8), size=(64, 16)), into=columns)])
+        reader.read([Piece(key="x", box=Box.full(whole.shape), into=turned.t())])
+    assert torch.equal(columns, whole[:, 8:24])
+    assert torch.equal(turned, whole.t())
+
+
+def test_the_page_cache_takes_what_fits_into_half_of_the_free_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = written(tmp_path / "x.safetensors", x=torch.ones(1000), y=torch.ones(1000))
+    found: list[tuple[bool, bool]] = []
+    real = reader_module.CheckpointFile
+    monkeypatch.setattr(
+        reader_module,
+        "CheckpointFile",
+        lambda path, *, direct, ahead: (found.append((direct, ahead)), real(path, direct=direct, ahead=ahead))[1],
+    )
+    pieces = [Piece(key=key, box=Box.full((1000,)), into=torch.empty(1000)) for key in ("x", "y")]
+    for free, ahead in ((16_000, True), (15_999, True), (15_999, False)):
+        monkeypatch.setattr(reader_module, "free_memory_bytes", lambda free=free: free)
+        with SliceReader(entries, shared=lambda key: key == "y", ahead=ahead) as reader:
+            for piece in pieces:
+                reader.read([piece])
+        assert all((piece.into == 1).all() for piece in pieces)
+    assert found == [*[(False, True)] * 2, (True, True), (False, True), (True, False), (False, False)]
+
+
+def test_without_reading_ahead_the_kernel_fetches_what_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x").write_bytes(bytes(100))
+    advised: list[int] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: advised.append(advice))
+    CheckpointFile(str(tmp_path / "x"), ahead=True).close()
+    assert advised == []
+    CheckpointFile(str(tmp_path / "x"), ahead=False).close()
+    assert advised == [os.POSIX_FADV_RANDOM]
 
 
 def test_a_half_of_the_rows_costs_half_of_the_bytes() -> None:
@@ -101,10 +179,10 @@ def test_exact_spans_are_runs_that_tile_the_box(data: st.DataObject) -> None:
 def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size: 0.0)
+    monkeypatch.setattr(reader_module, "cached_share", lambda fd: 0.0)
     path = tmp_path / "x"
     path.write_bytes(bytes(range(256)) * 64)
-    file = CheckpointFile(str(path))
+    file = CheckpointFile(str(path), direct=True)
     real = os.preadv
 
     def refusing(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -125,7 +203,7 @@ def test_a_file_system_that_refuses_direct_reads_is_read_through_the_cache(
 def test_a_file_that_shrinks_meanwhile_is_an_error_and_no_thread_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
-    monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size: 0.0 if direct else 1.0)
+    read_directly(monkeypatch, direct)
     entries = written(tmp_path / "x.safetensors", x=torch.ones(100_000), y=torch.ones(100_000))
     os.truncate(tmp_path / "x.safetensors", 601_000)
     into = torch.zeros(100_000)
@@ -139,8 +217,8 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     entries = written(tmp_path / "x.safetensors", x=whole)
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, b, at: real(fd, [b[0][:9001]], at))
-    for share in (0.0, 1.0):
-        monkeypatch.setattr(reader_module, "_cached_share", lambda fd, size, share=share: share)
+    for direct in (True, False):
+        read_directly(monkeypatch, direct)
         into = torch.zeros(50_000)
         with SliceReader(entries) as reader:
             reader.read([Piece(key="x", box=Box.full((50_000,)), into=into)])

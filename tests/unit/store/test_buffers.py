@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
+import os
+import resource
 
 import torch
 
 from ebbtide.store.buffers import Buffer, BufferPool
+from ebbtide.store.pages import give_pages
 
 
 def test_memory_of_a_dead_tensor_is_used_again() -> None:
@@ -54,3 +59,19 @@ def test_trim_empties_and_can_close() -> None:
     pool.trim(limit_bytes=0)
     del kept
     assert pool.spare_bytes == 0
+
+
+def test_memory_is_mapped_in_at_once_and_keeps_its_contents() -> None:
+    memory = Buffer(4 << 20, 0).tensor()
+    memory[5000:5003] = 7
+    give_pages(memory.data_ptr() + 4097, (4 << 20) - 4097)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    ctypes.memset(memory.data_ptr() + (1 << 20), 1, 3 << 20)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert int(memory.sum()) == 21 + (3 << 20)
+    if tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        assert faults < 200, "of 768 pages"
+
+
+def test_memory_of_another_is_not_touched() -> None:
+    assert give_pages(mmap.PAGESIZE, 100)  # nothing is mapped there: the system refuses

@@ -1,0 +1,95 @@
+"""Bringing a checkpoint into the page cache ahead of the reader: every byte by one rank, and nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ebbtide.load import ahead as ahead_module
+from ebbtide.load.ahead import ReadAhead
+from ebbtide.load.header import CheckpointEntry, read_header
+from ebbtide.load.reader import CHUNK_BYTES
+
+
+@pytest.fixture
+def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CheckpointEntry]:
+    monkeypatch.setattr(ahead_module, "cached_share", lambda fd: 0.0)
+    save_file({"a": torch.ones(CHUNK_BYTES // 4 * 3 + 5), "b": torch.ones(7)}, tmp_path / "1.safetensors")
+    save_file({"c": torch.ones(1001, dtype=torch.uint8)}, tmp_path / "2.safetensors")
+    return [e for n in (1, 2) for e in read_header(tmp_path / f"{n}.safetensors").values()]
+
+
+def finished(ahead: ReadAhead) -> None:
+    with ahead:
+        while any(t.name == "ebbtide-load-ahead" for t in threading.enumerate()):
+            next(t for t in threading.enumerate() if t.name == "ebbtide-load-ahead").join()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_ranks_together_read_every_byte_once(
+    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    real, spans = os.preadv, list[tuple[str, int, int]]()
+
+    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        spans.append((os.readlink(f"/proc/self/fd/{fd}"), offset, offset + len(buffers[0])))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", noted)
+    read = 0
+    for part in range(parts):
+        ahead = ReadAhead(entries, part, parts)
+        finished(ahead)
+        read += ahead.read_bytes
+    assert read == sum(e.nbytes for e in entries)
+    assert all(end - begin <= CHUNK_BYTES for _, begin, end in spans)
+    for file in {e.file for e in entries}:
+        found = sorted((begin, end) for path, begin, end in spans if path == os.path.realpath(file) and end > begin)
+        first = min(e.offset_bytes for e in entries if e.file == file)
+        assert [begin for begin, _ in found] == [first, *(end for _, end in found[:-1])]
+        assert found[-1][1] == os.path.getsize(file)
+
+
+def test_it_ends_with_its_context(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, real = threading.Event(), os.preadv
+    ahead = ReadAhead(entries, 0, 1)
+
+    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+        begun.set()
+        ahead._stop.wait(10)  # the context ends during the first read
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    with pytest.raises(KeyError), ahead:
+        assert begun.wait(10)
+        raise KeyError
+    assert ahead.read_bytes == CHUNK_BYTES
+    assert not [t for t in threading.enumerate() if t.name == "ebbtide-load-ahead"]
+
+
+def test_cached_files_are_skipped(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead_module, "cached_share", lambda fd: 1.0)
+    ahead = ReadAhead(entries, 0, 1)
+    finished(ahead)
+    assert ahead.read_bytes == 0
+
+
+def test_a_checkpoint_that_does_not_fit_is_left_to_the_reader(
+    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead_module, "fits_page_cache", lambda entries: False)
+    ahead = ReadAhead(entries, 0, 1)
+    finished(ahead)
+    assert ahead.read_bytes == 0
+
+
+def test_a_file_that_is_gone_is_left_to_the_reader(entries: list[CheckpointEntry]) -> None:
+    os.unlink(entries[0].file)
+    ahead = ReadAhead(entries, 0, 1)
+    finished(ahead)
+    assert ahead.read_bytes == 1001
