@@ -2,7 +2,8 @@
 
 [Note: copies]
 A copied or unpickled model carries no offloading: a copied replacement would still call the first model and compute
-with its weights. So it copies and pickles as the ``forward`` that it replaces.
+with its weights. So it pickles as the ``forward`` that it replaces; and the state of the module, which ``copy.copy``
+takes as it is, and the replicas of ``DataParallel`` leave it out. Both are asked of the instance before its class.
 
 [Note: wrappers that forward]
 A wrapper may pass attributes set on it to the module inside: Lightning Fabric's does so for each that the module has
@@ -62,6 +63,9 @@ class StandIn:
         self._module, self._name, self._call, self._behind = module, name, call, behind
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
+        for method, without in _COPIED_BY.items():
+            if method not in module.__dict__:
+                module.__dict__[method] = functools.partial(without, module)
         module.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -81,12 +85,27 @@ class StandIn:
 
     def remove(self) -> None:
         """Restore the original, unless somebody has replaced the stand-in since."""
-        if self._module.__dict__.get(self._name) is not self:
+        held = self._module.__dict__
+        if held.get(self._name) is not self:
             return
         if self._own is None:
-            del self._module.__dict__[self._name]
+            del held[self._name]
         else:
-            self._module.__dict__[self._name] = self._own
+            held[self._name] = self._own
+        if not any(isinstance(value, StandIn) for value in held.values()):
+            for method in _COPIED_BY:
+                held.pop(method, None)
+
+    @staticmethod
+    def left_out(held: dict[str, Any]) -> dict[str, Any]:
+        """Return the attributes of a module as they are without stand-ins. See [Note: copies]."""
+        kept = {name: value for name, value in held.items() if name not in _COPIED_BY}
+        for name, value in held.items():
+            if isinstance(value, StandIn):
+                del kept[name]
+                if value._own is not None:
+                    kept[name] = value._own
+        return kept
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -177,3 +196,23 @@ def while_tracing(on_trace: Callable[..., None] | None) -> Callable[..., None]:
 
 def _as_it_is(value: Any) -> Any:
     return value
+
+
+def _state_without(module: nn.Module) -> Any:
+    """Return what ``copy`` and ``pickle`` take of a module, without stand-ins."""
+    state = type(module).__getstate__(module)
+    return StandIn.left_out(state) if isinstance(state, dict) else state
+
+
+def _replica_without(module: nn.Module) -> nn.Module:
+    """Return the replica that ``DataParallel`` makes of a module, without stand-ins."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    replica.__dict__ = StandIn.left_out(replica.__dict__)
+    return replica
+
+
+_COPIED_BY: dict[str, Callable[[nn.Module], Any]] = {
+    "__getstate__": _state_without,
+    "_replicate_for_data_parallel": _replica_without,
+}
+"""Methods by which a module is copied, and what a module with a stand-in has in their place."""

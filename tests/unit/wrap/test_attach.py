@@ -189,6 +189,28 @@ def test_a_copy_carries_no_offloading_and_its_own_weights(copied: Callable[[nn.M
     assert not any(isinstance(v, StandIn) for m in twin.model.modules() for v in vars(m).values())
 
 
+def by_copy(module: nn.Module) -> nn.Module:
+    return copy.copy(module)
+
+
+def by_replica(module: nn.Module) -> nn.Module:
+    return module._replicate_for_data_parallel()
+
+
+@pytest.mark.parametrize("copied", [by_copy, by_replica])
+def test_a_shallow_copy_of_a_block_computes_with_what_it_is_given(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    x = torch.randn(2, 4)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, blocks=["0", "1"]):
+        block = model[0]
+        twin = copied(block)
+        twin._modules = {"0": nn.Linear(4, 4), "1": nn.Tanh()}
+        assert torch.equal(twin(x), twin._modules["1"](twin._modules["0"](x)))  # type: ignore[misc]
+        assert not any(isinstance(value, StandIn) for value in vars(twin).values())
+        assert isinstance(vars(block)["forward"], StandIn)
+    assert not {"__getstate__", "_replicate_for_data_parallel", "forward"} & vars(block).keys()
+
+
 # Switching
 
 
