@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ContextDecorator
 from os import PathLike
 from threading import get_ident
@@ -190,9 +190,8 @@ def enable_activation_offloading(
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
     engine = _open_engine(
-        chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, model=model,
-        weights_move=weights_move(model),
-    )  # fmt: skip
+        chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=weights_move(model)
+    )
     try:
         attachment = Attachment(model, pairs, engine, Watch(model, engine, chosen=blocks is not None))
     except BaseException:
@@ -373,24 +372,15 @@ def _open_engine(
     policy: Policy | Plan,
     options: Options,
     *,
-    model: nn.Module | None = None,
     weights_move: bool = False,
     **filters: Any,
 ) -> Engine:
     tier = open_tier(
         "auto" if isinstance(policy, Keep) else options.target, disk_path=options.disk_path,
         host_budget_bytes=options.host_budget_bytes, synchronous=options.synchronous)  # fmt: skip
-
-    def weights() -> Iterator[torch.Tensor]:
-        if model is not None:
-            yield from model.parameters()
-            yield from model.buffers()
-
     measured = measured_plan(policy, tier, options.window_bytes)
     plan = measured or (plan_for(policy) if isinstance(policy, Policy) else policy)
-    engine = Engine(
-        plan, tier, options, BUS, model_weights=weights, weights_move=weights_move, rules=_rules(), **filters
-    )
+    engine = Engine(plan, tier, options, BUS, weights_move=weights_move, rules=_rules(), **filters)
     if measured is not None:
         try:
             measured.watch(engine)

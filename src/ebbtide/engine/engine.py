@@ -50,7 +50,7 @@ class Engine:
         bus: Told of blocks, stalls and passes.
         tensor_filter: False for a tensor that is never moved (it may be recomputed).
         keep_filter: False for a tensor that is neither moved nor recomputed.
-        model_weights: All parameters and buffers of the model, asked for at the start of each pass.
+        model_weights: All parameters and buffers of the model, asked for at the start of each pass that is not told.
         weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
         rules: Node name → how its output is made again; default: the built-in ones.
         tensor_types: Types of tensors that have a storage of their own; any other is a wrapper, or stays.
@@ -97,11 +97,14 @@ class Engine:
 
     # Passes and blocks
 
-    def begin_pass(self, lasting: Callable[[], Iterable[torch.Tensor]] = tuple) -> None:
+    def begin_pass(
+        self, lasting: Callable[[], Iterable[torch.Tensor]] = tuple, weights: Iterable[torch.Tensor] | None = None
+    ) -> None:
         """A forward of the model begins: a new graph.
 
         Args:
             lasting: See ``ModelWeights.begin_pass``.
+            weights: See ``ModelWeights.begin_pass``.
         """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
@@ -111,7 +114,7 @@ class Engine:
                 self.end_pass()
             self._pass = Pass()
             self._stalls.begin_pass(measured=self.timer is not None and self.timer.wanted)
-            self.weights.begin_pass(lasting)
+            self.weights.begin_pass(lasting, weights)
 
     def end_pass(self) -> None:
         """The forward is over: count, and tell."""

@@ -40,14 +40,15 @@ class ModelWeights:
         """Whether a weight that was changed in place since it was saved is an error."""
         return not self.move
 
-    def begin_pass(self, lasting: Ask) -> None:
+    def begin_pass(self, lasting: Ask, weights: Iterable[torch.Tensor] | None = None) -> None:
         """A forward begins.
 
         Args:
             lasting: Returns, where weights move, those that have their bytes through the whole forward and backward.
                 Asked when the first block begins: the root unit may be unsharded only then.
+            weights: All parameters and buffers of the model, from who knows them; None: ask.
         """
-        weights = list(self._ask())
+        weights = list(self._ask() if weights is None else weights)
         self._keys = storage_keys(weights)
         self._versions, self._steps_before = {}, self._steps()
         self.note_versions(weights)

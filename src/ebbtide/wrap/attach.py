@@ -90,7 +90,6 @@ class Attachment:
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # do weights move: in which version of the tree, the answer
-        engine.weights._ask = self._tree.weights
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # when ranks were last looked for
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
@@ -178,7 +177,8 @@ class Attachment:
             moves = weights_move(self._model)
             self._moves = self._tree.version, moves
         self.engine.weights.move = moves
-        self.engine.begin_pass(functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple)
+        lasting = functools.partial(weights_of, under_fsdp1(self._model)) if moves else tuple
+        self.engine.begin_pass(lasting, self._tree.weights())
         self.engine.bus.emit("pass_begin")
 
     @serially
