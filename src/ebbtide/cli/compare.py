@@ -22,6 +22,7 @@ from ebbtide.cli.recipe import RECIPES, check, read
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
     DEFAULT_STEPS,
+    SCRIPT_STEPS,
     CompareResult,
     Rounds,
     announce,
@@ -179,7 +180,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError(f"--out is {own.out!r}", expected="a folder", hint="leave --out out for its default")
     rounds, out = count("--rounds", own.rounds), Path(own.out)
     if is_script:
-        steps = None if own.steps == "all" else count("--steps", own.steps or str(DEFAULT_STEPS))
+        steps = None if own.steps == "all" else count("--steps", own.steps or str(SCRIPT_STEPS))
         return compare_script(command, modes=modes, rounds=rounds, steps=steps, out=out).exit_code
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
@@ -207,7 +208,7 @@ def _parser(recipe: str) -> Parser:
     parser.add_argument("--rounds", metavar="N", default="3", help="how often each mode is run (default: %(default)s)")
     folder = "folder for the result (default: %(default)s)"
     parser.add_argument("--out", metavar="DIR", default="runs/compare", help=folder)
-    steps = f"of a script: end each run after so many steps of its optimizer, or all (default: {DEFAULT_STEPS})"
+    steps = f"of a script: end each run after so many steps of its optimizer, or all (default: {SCRIPT_STEPS})"
     parser.add_argument("--steps", metavar="N", help=steps)
     return parser
 

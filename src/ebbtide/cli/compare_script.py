@@ -12,8 +12,8 @@ from ebbtide.base.errors import DataError, TrainingError
 from ebbtide.cli.children import Ended
 from ebbtide.cli.rounds import (
     DEFAULT_MODES,
-    DEFAULT_STEPS,
     DOES,
+    SCRIPT_STEPS,
     CompareResult,
     Rounds,
     announce,
@@ -36,7 +36,7 @@ def compare_script(
     *,
     modes: Sequence[str] = DEFAULT_MODES,
     rounds: int = 3,
-    steps: int | None = DEFAULT_STEPS,
+    steps: int | None = SCRIPT_STEPS,
     out: Path,
     sample_seconds: float = 0.005,
     console: Any = None,

@@ -47,6 +47,9 @@ DEFAULT_STEPS = 7
 """Steps of each child when nothing else sets their number: three warm up, three are timed, one measures activation
 memory."""
 
+SCRIPT_STEPS = 12
+"""Steps of each run of a script: its first plan, and those that follow a measured one, leave some to be timed."""
+
 Stopped = Literal["", "interrupted", "terminated"]
 
 Start = Callable[[str, Path], tuple[list[str], dict[str, str]]]
