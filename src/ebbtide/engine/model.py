@@ -57,9 +57,11 @@ class ModelWeights:
 
     def note_versions(self, weights: Iterable[torch.Tensor]) -> None:
         """Remember the versions of weights that are met in this pass for the first time."""
+        known = self._versions
         for weight in weights:
-            if id(weight) not in self._versions and not is_lazy(weight) and not weight.is_inference():
-                self._versions[id(weight)] = weight, weight._version
+            lazy = type(weight) is not torch.nn.Parameter and is_lazy(weight)
+            if not lazy and id(weight) not in known and not weight.is_inference():
+                known[id(weight)] = weight, weight._version
 
     def version(self, weight: torch.Tensor) -> int | None:
         """Return the version that a weight has had since the pass began; None if it changed, or is not known.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -29,7 +30,13 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the keys of the storages that have bytes now."""
     keys: set[int] = set()
-    for tensor in plain_tensors(tensors):
+    others: list[torch.Tensor] = []
+    for tensor in tensors:  # at each forward, of each weight: no more calls than needed
+        if type(tensor) is not nn.Parameter:
+            others.append(tensor)
+        elif tensor.layout is torch.strided and (storage := tensor.untyped_storage()).nbytes():
+            keys.add(storage._cdata)
+    for tensor in plain_tensors(others):
         if is_lazy(tensor):  # has no memory yet
             continue
         if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
