@@ -144,7 +144,13 @@ MUTANTS = (
         "if not self._torn:",
         tests=ARENA,
     ),
-    without("a prefetch asks what is free", "host.py", "self._headroom.take(slot.nbytes, slot.where)", tests=HEADROOM),
+    without(
+        "a prefetch asks what is free",
+        "host.py",
+        "granted = self._headroom.take([slot.nbytes for slot in group], where)",
+        "granted = len(group)",
+        tests=HEADROOM,
+    ),
     without(
         "a cache that was given back refuses a prefetch",
         "headroom.py",

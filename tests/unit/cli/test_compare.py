@@ -2,6 +2,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,7 +155,8 @@ def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
 def test_what_holds_the_peak_is_said_from_the_runs_own_record(done):
     (line,) = [line for line in done[1].splitlines() if line.startswith("ebbtide: ")]
     assert "losses bitwise equal (against plain); what is left of the peak: " in line
-    assert "weights 8.0 MiB" in line and "activations 3" in line  # 32 MiB or a little less
+    held = re.search(r"activations ([0-9.]+) MiB", line)
+    assert "weights 8.0 MiB" in line and held is not None and 28 < float(held[1]) < 34, line  # 32 MiB, by its pages
 
 
 def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):

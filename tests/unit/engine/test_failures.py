@@ -272,8 +272,8 @@ def test_verify_sees_one_wrong_byte(policy: str, tier: str, monkeypatch: Any) ->
 
 def test_a_note_tells_where_a_tensor_was_saved(data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any) -> None:
     x, w, _ = data
-    with open_engine("offload") as engine:
-        monkeypatch.setattr(type(engine.tier), "park", around(Bomb(RuntimeError), type(engine.tier).park))
+    with open_engine("offload", window_bytes=1) as engine:  # each copy begins at once
+        monkeypatch.setattr(type(engine.tier), "park_all", around(Bomb(RuntimeError), type(engine.tier).park_all))
         with pytest.raises(RuntimeError, match="planted") as raised:
             step(engine, x, w)
         assert "while saving a [6, 8] tensor in (block) of block 'b'" in "".join(raised.value.__notes__)
