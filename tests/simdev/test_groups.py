@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ebbtide.base.errors import CapError
 from ebbtide.store.accelerator import AcceleratorDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot
-from tests.simdev.device import configured, violations
+from tests.simdev.device import configured, held, violations
 from tests.simdev.test_ordering import DELAYS, DEVICE, MIB, SIZES, Trial, is_pattern, pattern
 
 ROUNDS = 8
@@ -70,4 +71,26 @@ def test_a_device_with_room_for_some_brings_in_the_first() -> None:
     checks = [is_pattern(slot.take(), number) for number, slot in enumerate(found)]
     assert all(map(bool, checks)) and violations() == []
     del slots, found, slot
+    tier.close()
+
+
+def test_a_place_that_the_host_filled_is_used_again_after_its_copy_in() -> None:
+    tier = HostTier(AcceleratorDevice(), budget_bytes=2 * MIB)
+    tier.park(pattern(2 * MIB, 1)).free()  # streams and host memory are there
+    torch.accelerator.synchronize()
+    filled = tier.fill(torch.full((2 * MIB,), 9, dtype=torch.uint8, device="cpu"), DEVICE)
+    source = pattern(2 * MIB, 3)
+    torch.accelerator.synchronize()
+    _, into = tier.copies._side_streams(DEVICE)
+    with held(into):
+        assert tier.prefetch([filled]) == 0
+        ahead = filled.ahead
+        assert ahead is not None
+        filled.ahead = None  # or its compute stream would wait, and what is parked next after it
+        filled.free()
+        slot = tier.park(source)
+        time.sleep(0.05)  # a copy-out that does not wait would be done
+    torch.accelerator.synchronize()
+    assert is_pattern(ahead.target, 9)
+    slot.free()
     tier.close()
