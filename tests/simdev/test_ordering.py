@@ -31,6 +31,7 @@ DELAYS = {"copy_delay_us": 1500, "kernel_delay_us": 100, "jitter_us": 500}
 @pytest.fixture
 def tier() -> Iterator[HostTier]:
     tier = HostTier(AcceleratorDevice())
+    values()  # waits for the device: not while a test holds one of its streams
     yield tier
     tier.close()
 
