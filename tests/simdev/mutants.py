@@ -117,6 +117,7 @@ MUTANTS = (
         "guards.py",
         "        self._event = None\n        self._stream = stream",
         "        self._stream = stream",
+        tests=("tests/unit/store/test_guards.py",),
     ),
     without("unclaimed guard passes on", "guards.py", "yield from guard.leaves()"),
     without("places inherit guards", "arena.py", "guard = Guard(self._cooling.over(spans))", "guard = Guard()"),
