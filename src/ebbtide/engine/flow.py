@@ -78,6 +78,7 @@ class _Waiting(NamedTuple):
     entry: weakref.ref[Entry]
     nbytes: int
     pass_: Pass
+    stream: StreamHandle | None = None  # on which it was saved
     stayed: bool = False  # its pass, which is over, counted it as kept
 
 
@@ -98,7 +99,6 @@ class CopyOut:
         self._held_live = LiveBytes()
         self._gathered: list[_Waiting] = []
         self._gathered_bytes = 0
-        self._stream: StreamHandle | None = None  # on which they were made
         self._expected_bytes = sys.maxsize  # what a pass offers; unknown before the first has ended
 
     @property
@@ -108,12 +108,13 @@ class CopyOut:
 
     def add(self, entry: Entry, pass_: Pass) -> None:
         """Begin the copy of an entry whose source is there, or hold it back; wait while the window is exceeded."""
-        waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_)
+        stream = None if self._tier.can_cancel or entry.source is None else self._tier.stream_of(entry.source)
+        waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_, stream)
         late = pass_.offered_bytes >= self._expected_bytes - self.window.held_bytes
         pass_.offered_bytes += entry.nbytes
         if self._tier.can_cancel:
             self.in_flight_bytes += waiting.nbytes
-            self._begin([waiting], None, new=waiting)
+            self._begin([waiting], waiting)
         elif not late:
             self._gather(waiting, new=waiting)
         else:
@@ -143,7 +144,7 @@ class CopyOut:
         """
         gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
         if gathered:
-            self._begin(gathered, self._stream, new)
+            self._begin(gathered, new)
 
     def retire(self, *, settle: bool = False, new: _Waiting | None = None) -> None:
         """Drop the sources of finished copies; make compute wait while more than the window is in flight.
@@ -209,21 +210,16 @@ class CopyOut:
             self._held_live.remove(entry)
 
     def _gather(self, waiting: _Waiting, *, new: _Waiting) -> None:
-        entry = waiting.entry()
-        if entry is None or entry.source is None:
-            return
-        stream = self._tier.stream_of(entry.source)
-        if stream != self._stream:
+        if self._gathered and self._gathered[-1].stream != waiting.stream:
             self.begin(new)
         self._gathered.append(waiting)
-        self._stream = stream
         self._gathered_bytes += waiting.nbytes
         self.in_flight_bytes += waiting.nbytes
         if self._gathered_bytes >= self.window.gathered_bytes:
             self.begin(new)
 
-    def _begin(self, group: Sequence[_Waiting], stream: StreamHandle | None, new: _Waiting | None) -> None:
-        """Ask the store to take entries, which count as in flight."""
+    def _begin(self, group: Sequence[_Waiting], new: _Waiting | None) -> None:
+        """Ask the store to take entries that were saved on one stream and count as in flight."""
         ready: list[tuple[_Waiting, Entry, torch.Tensor]] = []
         for waiting in group:
             entry = waiting.entry()
@@ -236,7 +232,7 @@ class CopyOut:
         if not ready:
             return
         try:
-            work = functools.partial(self._tier.park_all, [source for _, _, source in ready], compute=stream)
+            work = functools.partial(self._tier.park_all, [source for _, _, source in ready], compute=group[0].stream)
             slots = marked("copy_out", work)
         except BaseException as error:
             self.in_flight_bytes -= sum(waiting.nbytes for waiting, _, _ in ready)

@@ -320,19 +320,22 @@ def test_what_is_gathered_begins_when_the_window_is_full() -> None:
     assert out.in_flight_bytes == 40
 
 
+class Streams(Tier):
+    """A store whose caller computes on a stream that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.asked = "a", []  # type: ignore[var-annotated]
+
+    def stream_of(self, tensor: Tensor) -> Any:
+        return self.now
+
+    def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
+        self.asked.append((len(sources), compute))
+        return super().park_all(sources)
+
+
 def test_copies_of_several_streams_begin_apart_each_after_its_own() -> None:
-    class Streams(Tier):
-        def __init__(self) -> None:
-            super().__init__()
-            self.now, self.asked = "a", []  # type: ignore[var-annotated]
-
-        def stream_of(self, tensor: Tensor) -> Any:
-            return self.now
-
-        def park_all(self, sources: list[Tensor], *, compute: object = None) -> list[Any]:
-            self.asked.append((len(sources), compute))
-            return super().park_all(sources)
-
     tier = Streams()
     out, entries = copy_out(1000, tier), [Entry() for _ in range(3)]
     gather(out, *entries[:2])
@@ -340,6 +343,19 @@ def test_copies_of_several_streams_begin_apart_each_after_its_own() -> None:
     gather(out, entries[2])
     out.begin()
     assert tier.asked == [(2, "a"), (1, "b")]
+
+
+def test_what_was_held_back_is_copied_after_the_stream_that_made_it() -> None:
+    tier = Streams()
+    out = copy_out(20, tier)
+    one_pass(out, 4)
+    tier.asked.clear()
+    first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
+    out.end_pass(gather(out, *first))
+    assert begun(first) == [True, True, False, False]
+    tier.now = "b"
+    gather(out, *second)
+    assert [compute for _, compute in tier.asked] == ["a", "a", "b", "b", "a", "a"]
 
 
 def test_turn_around_forgets_what_is_gathered() -> None:
