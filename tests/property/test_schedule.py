@@ -147,12 +147,17 @@ class Account:
             nonlocal ahead_bytes, in_free
             if ahead_bytes and ahead_bytes > job.window_bytes - job.window_bytes // 4:
                 return
-            group: list[int] = []
-            while coming and (not ahead_bytes or ahead_bytes + kernels[coming[0]][0] <= job.window_bytes):
-                group.append(coming.pop(0))
-                ahead_bytes += kernels[group[-1]][0]
-            if group:
-                total = sum(kernels[kernel][0] for kernel in group)
+            while coming:
+                group: list[int] = []
+                total = 0
+                while coming and (not ahead_bytes or ahead_bytes + kernels[coming[0]][0] <= job.window_bytes):
+                    group.append(coming.pop(0))
+                    ahead_bytes += kernels[group[-1]][0]
+                    total += kernels[group[-1]][0]
+                    if total >= job.window_bytes // 4:
+                        break
+                if not group:
+                    break
                 in_free = max(in_free, self.now, *(self.copied[kernel] for kernel in group)) + total / job.in_rate
                 ahead.update((kernel, in_free) for kernel in group)
 

@@ -18,7 +18,8 @@ as bytes in the window, so memory is the same with and without a trace that fits
 What is asked of a stream costs the host microseconds, and a block saves dozens of tensors. So where copies are asked of
 streams, sources are *gathered*, and their copies begin together: when they are a quarter of the window, when the
 window is full, or when their block's forward ends, whichever comes first. On the way in the window is filled again
-when a quarter of it is free. What is gathered counts as in flight.
+when a quarter of it is free, by a quarter at a time: a reader waits for its group. What is gathered counts as in
+flight.
 """
 
 from __future__ import annotations
@@ -263,6 +264,10 @@ def drop_source(entry: Entry) -> None:
     entry.source = None
 
 
+_Coming = tuple[weakref.ref[Entry], Entry, int, Slot]
+"""What is to be brought in: an entry, the number of its block's run, its slot."""
+
+
 class CopyIn:
     """Brings entries in ahead of their readers, in one backward.
 
@@ -281,13 +286,15 @@ class CopyIn:
 
     def advance(self) -> None:
         """Begin as many copies as the window allows, once a group of them fits. See [Note: groups of copies]."""
-        if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - (
-            0 if self._tier.can_cancel else self.window.gathered_bytes
-        ):
+        group_bytes = 0 if self._tier.can_cancel else self.window.gathered_bytes
+        if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - group_bytes:
             return
-        group = self._coming()
-        if not group:
-            return
+        while group := self._coming(group_bytes):
+            if not self._bring(group):
+                return
+
+    def _bring(self, group: Sequence[_Coming]) -> bool:
+        """Begin the copies of a group; returns whether the device had room for all."""
         try:
             refused = marked("copy_in", functools.partial(self._tier.prefetch, [slot for _, _, _, slot in group]))
         except torch.OutOfMemoryError:
@@ -304,10 +311,11 @@ class CopyIn:
             self.window.shrink(self.ahead_bytes)
             later = [(reference, number) for reference, _, number, _ in group[len(begun) :]]
             self._later.extendleft(reversed(later))
+        return not refused
 
-    def _coming(self) -> list[tuple[weakref.ref[Entry], Entry, int, Slot]]:
-        """Return what comes next and fits into the window."""
-        group: list[tuple[weakref.ref[Entry], Entry, int, Slot]] = []
+    def _coming(self, group_bytes: int) -> list[_Coming]:
+        """Return what comes next and fits into the window; of a group at most, if copies are grouped."""
+        group: list[_Coming] = []
         ahead_bytes = self.ahead_bytes
         while (upcoming := self._later.popleft() if self._later else next(self._upcoming, None)) is not None:
             reference, number = upcoming
@@ -321,6 +329,8 @@ class CopyIn:
                 break
             group.append((reference, entry, number, entry.slot))
             ahead_bytes += entry.nbytes
+            if ahead_bytes - self.ahead_bytes >= group_bytes:
+                break
         return group
 
     def has_read(self, entry: Entry) -> None:

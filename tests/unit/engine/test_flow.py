@@ -67,6 +67,7 @@ class Tier:
         self.slots: list[Slot] = []
         self.parked: list[bool] = []
         self.groups: list[int] = []
+        self.brought: list[int] = []
 
     def expect(self, nbytes: int) -> None:
         pass
@@ -97,6 +98,7 @@ class Tier:
         return found
 
     def prefetch(self, slots: list[Slot]) -> int:
+        self.brought.append(len(slots))
         for begun, slot in enumerate(slots):
             try:
                 slot.prefetch()
@@ -413,6 +415,14 @@ def test_copy_in_waits_until_a_quarter_of_the_window_is_free_where_copies_are_gr
             assert bool(entries[1].slot.asked) is expected
             if not can_cancel:
                 flow.has_read(entries[-3])
+
+
+def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_reads_can_be_cancelled() -> None:
+    for can_cancel, brought in ((False, [3, 3, 3, 1]), (True, [1] * 10)):
+        tier, entries = Tier(can_cancel=can_cancel), [away(10) for _ in range(12)]
+        flow = CopyIn(Run(entries), Window(100), tier)  # type: ignore[arg-type]
+        flow.advance()
+        assert tier.brought == brought and flow.ahead_bytes == 100
 
 
 def test_the_window_follows_the_model_unless_it_is_given() -> None:
