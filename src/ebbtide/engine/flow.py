@@ -290,10 +290,10 @@ class CopyIn:
         if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - group_bytes:
             return
         while group := self._coming(group_bytes):
-            if not self._bring(group):
+            if not self._begin_group(group):
                 return
 
-    def _bring(self, group: Sequence[_Coming]) -> bool:
+    def _begin_group(self, group: Sequence[_Coming]) -> bool:
         """Begin the copies of a group; returns whether the device had room for all."""
         try:
             refused = marked("copy_in", functools.partial(self._tier.prefetch, [slot for _, _, _, slot in group]))
