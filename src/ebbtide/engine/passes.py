@@ -117,7 +117,7 @@ class RunRecord:
     ) -> None:
         self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
         self._orders = orders
-        self.previous, pass_.latest = pass_.latest, self
+        self.previous: RunRecord | None = pass_.latest
         self.number: int = 0 if self.previous is None else self.previous.number + 1
         self.tally = Tally()
         self.checkpointed = checkpointed
@@ -128,6 +128,7 @@ class RunRecord:
         self.task = -1  # the backward in which this block showed last
         self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet
         self.reads: list[weakref.ref[Any]] = []  # in the order in which a backward asked for them
+        pass_.latest = self  # last: an interrupt leaves no run there that is half made
 
     def close(self) -> None:
         """Forget what only the block's forward needed."""
