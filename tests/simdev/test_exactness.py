@@ -154,7 +154,7 @@ def test_a_recipe_is_not_used_before_the_device_has_said_that_it_is_right() -> N
                 assert _same(plain, _step(model, x))
             recomputed.append(handle.stats().recomputed_bytes)
             handle._engine.trust.settle()
-        assert handle._engine.trust._asked == {} and all(handle._engine.trust._verdicts.values())
+        assert handle._engine.trust._unanswered == {} and all(handle._engine.trust._verdicts.values())
     assert recomputed[0] < recomputed[1], recomputed
 
 
