@@ -96,9 +96,7 @@ class Trust:
         self._verdicts: dict[Key, bool] = {}
         self._met: set[Key] = set()
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
-        self._unanswered: dict[
-            Key, tuple[_Letter, Site]
-        ] = {}  # first comparisons that a device has not answered, in order
+        self._unanswered: dict[Key, tuple[_Letter, Site]] = {}  # first comparisons, in order, by a device
         self._unread_bytes = 0  # offloaded since the last backward because of that
         self._unread: list[tuple[torch.Tensor, _Failed]] = []  # of this backward
         self._coming: deque[tuple[_Letter, list[_Failed]]] = deque()  # of earlier ones, oldest first

@@ -76,7 +76,7 @@ class Window:
 
     @property
     def held_bytes(self) -> int:
-        """Most bytes held back for the turn-around."""
+        """Most bytes held back at the end of a pass."""
         return min(self.in_bytes, self.out_bytes)
 
     @property

@@ -70,8 +70,11 @@ def give_pages(address: int, nbytes: int) -> int:
         nbytes: Its bytes.
 
     Returns:
-        0, or the number of the system's error; then the pages come one by one. ``EINVAL``: Linux before 5.14.
+        0, or the number of the system's error; then the pages come one by one. ``EINVAL``: Linux before 5.14;
+        ``ENOSYS``: another system.
     """
+    if sys.platform != "linux":  # the number of the advice may mean another there
+        return errno.ENOSYS
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - begin)
     return 0 if _libc().madvise(ctypes.c_void_p(begin), length, _POPULATE_WRITE) == 0 else ctypes.get_errno()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
 import resource
 
+import pytest
 import torch
 
 from ebbtide.store.buffers import Buffer, BufferPool
@@ -75,3 +77,9 @@ def test_memory_is_mapped_in_at_once_and_keeps_its_contents() -> None:
 
 def test_memory_of_another_is_not_touched() -> None:
     assert give_pages(mmap.PAGESIZE, 100)  # nothing is mapped there: the system refuses
+
+
+def test_another_system_than_linux_is_asked_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr("ebbtide.store.pages._libc", lambda: None)
+    assert give_pages(mmap.PAGESIZE, 100) == errno.ENOSYS
