@@ -85,7 +85,8 @@ def test_what_a_rank_computes_is_bitwise_that_of_plain_training(results: dict[st
     checkpointed = getattr(CASES[name][1], "checkpointed", False)
     for by_policy in values:
         for policy, found in by_policy.items():
-            # What a checkpoint outside drops is no tensor of ours; what is cheap is recomputed otherwise.
-            assert found.checkpointed == 2 if checkpointed else policy == "minimal" or not found.checkpointed
+            # What a checkpoint outside drops is no tensor of ours; Auto's plan follows the times it measured.
+            expected = found.checkpointed == (2 if checkpointed else 0)
+            assert expected or (policy in ("minimal", "auto") and not checkpointed), (name, policy, found)
             if policy == "minimal" and not checkpointed:
                 assert found.recomputes + found.checkpointed > 0
