@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ebbtide.engine.flow import CopyOut
@@ -34,7 +34,16 @@ def quiet() -> Iterator[None]:
         yield
 
 
+TWO_SAVERS = Graph(
+    (*[("add", 0, 0, 0)] * 6, ("attention", 0, 0, 0), *[("add", 0, 0, 0)] * 2, ("|", 0, 0, 0), ("add", 0, 0, 0),
+     ("exp", 4, 0, 0)),
+    (0,),
+)  # fmt: skip
+"""Two blocks save one storage, and both fit into one group of copies in."""
+
+
 @settings(max_examples=30)
+@example(TWO_SAVERS, Schedule((("all", 0, 0, True),)), "offload", 1000.0, 1.0, 600, [0.0, 1.0], True)
 @given(
     graphs(), schedules(), st.sampled_from(["offload", "minimal", "auto", "inputs"]), RATES, RATES, WINDOWS, PAUSES,
     st.booleans(),

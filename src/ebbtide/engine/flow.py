@@ -29,7 +29,7 @@ import logging
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -94,7 +94,7 @@ class CopyOut:
     def __init__(self, tier: Tier, window: Window) -> None:
         self.window = window
         self.in_flight_bytes = self.refused_bytes = 0
-        self._tier = tier
+        self._tier, self._can_cancel = tier, tier.can_cancel
         self._queue: deque[_Waiting] = deque()
         self._held: deque[_Waiting] = deque()
         self._held_live = LiveBytes()
@@ -109,11 +109,11 @@ class CopyOut:
 
     def add(self, entry: Entry, pass_: Pass) -> None:
         """Begin the copy of an entry whose source is there, or hold it back; wait while the window is exceeded."""
-        stream = None if self._tier.can_cancel or entry.source is None else self._tier.stream_of(entry.source)
+        stream = None if self._can_cancel or entry.source is None else self._tier.stream_of(entry.source)
         waiting = _Waiting(weakref.ref(entry), entry.nbytes, pass_, stream)
         late = pass_.offered_bytes >= self._expected_bytes - self.window.held_bytes
         pass_.offered_bytes += entry.nbytes
-        if self._tier.can_cancel:
+        if self._can_cancel:
             self.in_flight_bytes += waiting.nbytes
             self._begin([waiting], waiting)
         elif not late:
@@ -154,24 +154,23 @@ class CopyOut:
             settle: Wait for all of them.
             new: See ``begin``.
         """
-        self._drop_copied(wait=lambda: False)
-        if settle or self._is_full():
+        if self._queue:
+            self._drop_copied(sys.maxsize)
+        limit_bytes = -1 if settle else self.window.out_bytes
+        if self.in_flight_bytes + self.held_bytes > limit_bytes:
             self.begin(new)
-            self._drop_copied(wait=lambda: settle or self._is_full())
+            self._drop_copied(limit_bytes)
         if not self._queue and not self._gathered:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
-    def _is_full(self) -> bool:
-        return self.in_flight_bytes + self.held_bytes > self.window.out_bytes
-
-    def _drop_copied(self, wait: Callable[[], bool]) -> None:
-        """Drop the sources of finished copies, oldest first; ``wait``: whether compute shall wait for the next one."""
+    def _drop_copied(self, limit_bytes: int) -> None:
+        """Drop the sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
         while self._queue:
             entry = self._queue[0].entry()
             if entry is not None and entry.source is not None and entry.slot is not None:
                 try:
                     if not entry.slot.parked:
-                        if not wait():
+                        if self.in_flight_bytes + self.held_bytes <= limit_bytes:
                             break
                         entry.slot.wait_parked()
                 except BaseException as error:
@@ -278,7 +277,7 @@ class CopyIn:
     """
 
     def __init__(self, run: RunRecord, window: Window, tier: Tier) -> None:
-        self.window, self._tier = window, tier
+        self.window, self._tier, self._can_cancel = window, tier, tier.can_cancel
         self.ahead_bytes = 0
         self._requested: dict[weakref.ref[Entry], tuple[int, int]] = {}  # bytes, and the number of the block's run
         self._upcoming = _walk(run)
@@ -286,7 +285,7 @@ class CopyIn:
 
     def advance(self) -> None:
         """Begin as many copies as the window allows, once a group of them fits. See [Note: groups of copies]."""
-        group_bytes = 0 if self._tier.can_cancel else self.window.gathered_bytes
+        group_bytes = 0 if self._can_cancel else self.window.gathered_bytes
         if self.ahead_bytes and self.ahead_bytes > self.window.in_bytes - group_bytes:
             return
         while group := self._coming(group_bytes):
@@ -316,18 +315,20 @@ class CopyIn:
     def _coming(self, group_bytes: int) -> list[_Coming]:
         """Return what comes next and fits into the window; of a group at most, if copies are grouped."""
         group: list[_Coming] = []
+        grouped: set[weakref.ref[Entry]] = set()  # what two blocks saved is in the orders of both
         ahead_bytes = self.ahead_bytes
         while (upcoming := self._later.popleft() if self._later else next(self._upcoming, None)) is not None:
             reference, number = upcoming
             entry = reference()
             if entry is None or entry.slot is None or entry.source is not None or entry.restored is not None:
                 continue
-            if reference in self._requested or entry.live_storage is not None:
+            if reference in self._requested or reference in grouped or entry.live_storage is not None:
                 continue
             if ahead_bytes and ahead_bytes + entry.nbytes > self.window.in_bytes:
                 self._later.appendleft(upcoming)
                 break
             group.append((reference, entry, number, entry.slot))
+            grouped.add(reference)
             ahead_bytes += entry.nbytes
             if ahead_bytes - self.ahead_bytes >= group_bytes:
                 break
@@ -340,14 +341,15 @@ class CopyIn:
 
     def reach(self, run: RunRecord) -> None:
         """A block's backward begins: what blocks before the last one did not come for is in the way of what comes."""
-        self._put_back(lambda number: number > run.number + 1)
+        self._put_back(run.number + 2)
 
     def put_back(self) -> None:
         """Let go of all that was brought in and not read."""
-        self._put_back(lambda number: True)
+        self._put_back(0)
 
-    def _put_back(self, which: Callable[[int], bool]) -> None:
-        for reference in [r for r, (_, number) in self._requested.items() if which(number)]:
+    def _put_back(self, first: int) -> None:
+        """Let go of what was brought in for the runs of blocks numbered ``first`` and later."""
+        for reference in [r for r, (_, number) in self._requested.items() if number >= first]:
             entry = reference()
             if entry is not None and entry.slot is not None:
                 entry.slot.put_back()

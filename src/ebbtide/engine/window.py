@@ -28,6 +28,12 @@ class Window:
 
     Args:
         fixed_bytes: What the user asked for; None: follow the model.
+
+    Attributes:
+        out_bytes: Window of the copy-out; without a limit until the first block was seen whole.
+        in_bytes: Window of the copy-in.
+        held_bytes: Most bytes held back at the end of a pass.
+        gathered_bytes: Bytes whose copies begin together. See [Note: groups of copies].
     """
 
     def __init__(self, fixed_bytes: int | None) -> None:
@@ -35,10 +41,22 @@ class Window:
         self._block_bytes = 0
         self._room_bytes = sys.maxsize
         self._backwards = 0  # since the room was found too small, or was made larger
+        self._follow()
+
+    def _follow(self) -> None:
+        """Work out the window from what is known: it is read at every saved tensor and changes seldom."""
+        fixed = self._fixed_bytes
+        self.in_bytes = min(fixed or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
+        unseen = fixed is None and not self._block_bytes
+        self.out_bytes = sys.maxsize if unseen else fixed or max(2 * self._block_bytes, LEAST_WINDOW)
+        self.held_bytes = min(self.in_bytes, self.out_bytes)
+        self.gathered_bytes = min(self.held_bytes // 4, MOST_GATHERED_BYTES)
 
     def saw_block(self, offloaded_bytes: int) -> None:
         """A block offloaded this much."""
-        self._block_bytes = max(self._block_bytes, offloaded_bytes)
+        if offloaded_bytes > self._block_bytes:
+            self._block_bytes = offloaded_bytes
+            self._follow()
 
     def shrink(self, ahead_bytes: int) -> None:
         """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on.
@@ -49,6 +67,7 @@ class Window:
         smaller = (ahead_bytes or self.in_bytes) // 2
         first, self._room_bytes = self._room_bytes == sys.maxsize, min(self._room_bytes, smaller)
         self._backwards = 0
+        self._follow()
         if first:
             logger.warning(
                 "the device has no room for a window of %s on top of what backward needs: copies in run less far "
@@ -61,25 +80,4 @@ class Window:
         self._backwards += 1
         if self._backwards > BACKWARDS_WITH_ROOM and self._room_bytes != sys.maxsize:
             self._room_bytes, self._backwards = min(max(2 * self._room_bytes, _LEAST_ROOM), sys.maxsize - 1), 0
-
-    @property
-    def out_bytes(self) -> int:
-        """Window of the copy-out; without a limit until the first block was seen whole."""
-        if self._fixed_bytes is None and not self._block_bytes:
-            return sys.maxsize
-        return self._fixed_bytes or max(2 * self._block_bytes, LEAST_WINDOW)
-
-    @property
-    def in_bytes(self) -> int:
-        """Window of the copy-in."""
-        return min(self._fixed_bytes or max(self._block_bytes, LEAST_WINDOW), self._room_bytes)
-
-    @property
-    def held_bytes(self) -> int:
-        """Most bytes held back at the end of a pass."""
-        return min(self.in_bytes, self.out_bytes)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes whose copies begin together. See [Note: groups of copies]."""
-        return min(self.in_bytes // 4, self.out_bytes // 4, MOST_GATHERED_BYTES)
+            self._follow()

@@ -200,7 +200,8 @@ class HostTier:
         """
         for slot in slots:
             self._check(slot)
-        fresh = [] if self.synchronous else [s for s in slots if s.ahead is None or s.ahead.done is None]
+        # Each once: a second copy-in would drop the target of the first while that copy writes to it.
+        fresh = [] if self.synchronous else [s for s in dict.fromkeys(slots) if s.ahead is None or s.ahead.done is None]
         begun = 0
         for where, run in itertools.groupby(fresh, key=operator.attrgetter("where")):
             group = list(run)

@@ -425,6 +425,15 @@ def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_
         assert tier.brought == brought and flow.ahead_bytes == 100
 
 
+def test_what_two_blocks_saved_is_brought_in_once() -> None:
+    for can_cancel, brought in ((False, [2]), (True, [1, 1])):
+        tier, both, first = Tier(can_cancel=can_cancel), away(10), away(10)
+        flow = CopyIn(Run([both], Run([first, both])), Window(100), tier)  # type: ignore[arg-type]
+        flow.advance()
+        assert tier.brought == brought and flow.ahead_bytes == 20
+        assert both.slot.asked == first.slot.asked == ["prefetch"]
+
+
 def test_the_window_follows_the_model_unless_it_is_given() -> None:
     window = Window(None)
     assert window.out_bytes == sys.maxsize and window.in_bytes == LEAST_WINDOW

@@ -54,6 +54,17 @@ def test_bytes_come_back_and_times_are_exact() -> None:
     assert device.live_bytes == 0
 
 
+def test_a_slot_that_is_asked_for_twice_together_is_copied_once() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    slots = [tier.park(produce(device, 300)) for _ in range(2)]
+    assert tier.prefetch([slots[0], slots[1], slots[0]]) == 0
+    assert device.live_bytes == tier.counters.in_bytes == device.in_bytes == 600
+    for slot in slots:
+        slot.take()
+    assert device.violations == [] and tier.counters.in_bytes == 600
+
+
 def test_places_are_used_again_and_nothing_new_is_asked_for() -> None:
     device = FakeDevice(100, 100)
     tier = HostTier(device, budget_bytes=1024)
