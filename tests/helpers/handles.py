@@ -45,7 +45,7 @@ class Trainee:
         drain()
         assert_nothing_left(engine)
         assert all(map(same_bits, self.step(), self.expected))
-        assert hooks_are_closed() and not engine._backwards
+        assert hooks_are_closed() and not engine.restorer.backwards
         assert self.handle.stats().packs == self.packs
         assert self.handle.explain()
         engine._copy_out.retire()

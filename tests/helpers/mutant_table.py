@@ -52,8 +52,15 @@ MUTANTS = (
     Mutant(
         "weights: operators of earlier passes count as of this one",
         "ebbtide/engine/weights.py",
-        "return self._model.since <= node._sequence_nr()",
+        "return self.model.since <= node._sequence_nr()",
         "return True",
+        OPERANDS,
+    ),
+    Mutant(
+        "recipes: operators of earlier passes are recomputed",
+        "ebbtide/engine/build.py",
+        "if self._weights.model.since <= node._sequence_nr() else None",
+        "if True else None",
         OPERANDS,
     ),
     Mutant(
@@ -129,8 +136,8 @@ MUTANTS = (
     Mutant(
         "trust: what is recomputed is not compared",
         "ebbtide/engine/recompute.py",
-        "if entry.fingerprint is not None:",
-        "if False:",
+        "if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:",
+        "if same := False:",
         TRUST,
     ),
     Mutant(
@@ -225,10 +232,24 @@ MUTANTS = (
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(
+        "groups: what two blocks saved is in one group twice",
+        "ebbtide/engine/flow.py",
+        "if reference in self._requested or reference in grouped or",
+        "if reference in self._requested or",
+        ("tests/unit/engine/test_flow.py",),
+    ),
+    Mutant(
+        "groups: a slot that is named twice is copied in twice",
+        "ebbtide/store/host.py",
+        "for s in dict.fromkeys(slots) if",
+        "for s in slots if",
+        ("tests/unit/store/test_host.py",),
+    ),
+    Mutant(
         "room: a recompute does not discard prefetched bytes",
-        "ebbtide/engine/engine.py",
-        "functools.partial(self._with_room, flow_of(backward, run), work)",
-        "work",
+        "ebbtide/engine/restore.py",
+        'self._with_room("recompute", flow_of(backward, run), work)',
+        "work()",
         ("--simdev", "tests/simdev/test_costs.py"),
     ),
     Mutant(

@@ -122,7 +122,7 @@ def _sources(watched: Watched) -> tuple[int, int]:
     """Bytes of the storages that entries hold: kept, and being copied out."""
     held = {t.untyped_storage()._cdata for t in (*watched.leaves.values(), *watched.outputs)}
     held |= {s._cdata for r in watched.light if (s := r()) is not None}
-    kept_entries = [e for r in tuple(watched.engine._kept._bytes) if (e := r()) is not None]
+    kept_entries = [e for r in tuple(watched.engine.kept._bytes) if (e := r()) is not None]
     storages = [e.kept for e in kept_entries if e.kept is not None and e.kept._cdata not in held]
     by_action: dict[bool, dict[int, int]] = {True: {s._cdata: s.nbytes() for s in storages}, False: {}}
     for entry in [e for run in watched.runs for r in run.entries if (e := r()) is not None]:

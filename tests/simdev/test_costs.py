@@ -126,7 +126,9 @@ def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch
     with ebbtide.enable_activation_offloading(model, policy="auto", min_bytes=0, window="1MiB") as handle:
 
         def full(*given: Any) -> torch.Tensor:
-            ahead = sum(flow.ahead_bytes for b in handle._engine._backwards.values() for flow in b.flows.values())
+            ahead = sum(
+                flow.ahead_bytes for b in handle._engine.restorer.backwards.values() for flow in b.flows.values()
+            )
             if ahead:
                 refused.append(ahead)
                 raise torch.OutOfMemoryError("no room")

@@ -57,7 +57,9 @@ class NodeView:
 
     def constant(self, name: str) -> Any:
         """Return the saved attribute ``name`` that is not a tensor (``"dim"``, ``"alpha"``)."""
-        return _signed(getattr(self.node, "_saved_" + name))
+        value = getattr(self.node, "_saved_" + name)
+        kind = type(value)
+        return _signed(value) if kind is int or kind is tuple else value
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,7 +83,8 @@ class NodeView:
 
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
-        return self._builder.packed_operand(_packed(self.node, name))
+        saved = getattr(self.node, "_raw_saved_" + name, None)
+        return None if saved is None else self._builder.packed_operand(saved.data)
 
     def slots(self, name: str) -> tuple[list[Operand | None], list[bool]]:
         """Return the node's saved list of tensors ``name``.
@@ -120,7 +123,10 @@ class NodeView:
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
         found = self.slot(name) if name else None
-        return found if found is not None else self.input(index)
+        if found is None:
+            functions = self.node.next_functions
+            found = self._builder.value(*functions[index]) if index < len(functions) else None
+        return found
 
     def weight(self, tensor: torch.Tensor | None) -> Operand | None:
         """Return a weight of a recorded module as an operand."""
@@ -161,9 +167,10 @@ class Builder:
     def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
         """Remember the ticket of a value."""
         self._alive.append(node)
-        known = self.tickets.get((id(node), output_nr))
-        if known is None or known.changed:  # under no_grad: the node stays, the value does not
-            self.tickets[id(node), output_nr] = ticket
+        key = (id(node), output_nr)
+        known = self.tickets.setdefault(key, ticket)
+        if known is not ticket and known.changed:  # under no_grad: the node stays, the value does not
+            self.tickets[key] = ticket
 
     def note_view(self, base: torch.Tensor, ticket: Ticket) -> None:
         """Remember the ticket of a view of a value."""
@@ -190,50 +197,45 @@ class Builder:
         if key in self._known:
             return self._known[key]
         self._alive.append(node)
-        self._known[key] = None  # a value cannot be its own operand
+        self._known[key] = expr = None  # a value cannot be its own operand
         # What an operator of an earlier pass was given may have other values by now.
-        rule = self.rules.get(node.name()) if self._weights.read_now(node) else None
-        expr = self._apply(rule, NodeView(node, output_nr, self)) if rule is not None else None
-        if expr is not None and expr.depth > MAX_DEPTH:
-            expr = None
+        rule = self.rules.get(node.name()) if self._weights.model.since <= node._sequence_nr() else None
+        if rule is not None:
+            try:
+                expr = rule(NodeView(node, output_nr, self))
+            except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
+                raise
+            except Exception as error:  # a rule that cannot run must not cost the user the step
+                name, what = node.name(), f"{type(error).__name__}: {error}"
+                logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
+                self.rules.pop(name, None)
+            if expr is not None and expr.depth > MAX_DEPTH:
+                expr = None
         self._known[key] = expr
         return expr
-
-    def _apply(self, rule: Rule, view: NodeView) -> Expr | None:
-        try:
-            return rule(view)
-        except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
-            raise
-        except Exception as error:  # a rule that cannot run must not cost the user the step
-            name, what = view.node.name(), f"{type(error).__name__}: {error}"
-            logger.warning("the rule for %s failed and is left out: %s", name, what)  # a log keeps no traceback alive
-            self.rules.pop(name, None)
-            return None
 
     def value(self, node: Node | None, output_nr: int) -> Operand | None:
         """Return a value as an operand. See [Note: operand sources]."""
         if node is None:
             return None
-        ticket = self.tickets.get((id(node), output_nr))
-        if ticket is None:
-            ticket = self._by_view((id(node), output_nr))
+        key = (id(node), output_nr)
+        ticket = self.tickets.get(key)
+        if ticket is None and key in self._of_views:
+            ticket = self._by_view(key)
         if ticket is not None:
             return self._usable(ticket)
         variable = getattr(node, "variable", None)
         if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
             return self.weight(variable) if self._weights.include(variable) else None
-        if not self._inputs.include((id(node), output_nr)):
+        if key not in self._inputs.values:
             return self.recipe(node, output_nr)
-        input_tensor = self._inputs.value((id(node), output_nr))
+        input_tensor = self._inputs.value(key)
         ticket = None if input_tensor is None else self._saved_input(input_tensor)
         return None if ticket is None else self._usable(ticket)
 
     def _by_view(self, key: tuple[int, int]) -> Ticket | None:
         """Return the ticket of a value of which a view was saved, if that view's entry stands for all of it."""
-        found = self._of_views.get(key)
-        if found is None:
-            return None
-        ticket, layout = found
+        ticket, layout = self._of_views[key]
         if layout.first < ticket.entry.first or layout.last > ticket.entry.last:
             return None
         full_ticket = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)
@@ -241,7 +243,10 @@ class Builder:
 
     def packed_operand(self, packed: Any) -> Operand | None:
         """Return what a slot holds as an operand."""
-        if isinstance(packed, (Ticket, LightTicket)):
+        if isinstance(packed, Ticket):
+            sure = self._checks_weights and not packed.entry.part_only and packed.probe._version == packed.version
+            return packed if sure else self._usable(packed)
+        if isinstance(packed, LightTicket):
             return self._usable(packed)
         if isinstance(packed, torch.Tensor) and _is_number(packed):
             with torch._C._DisableTorchDispatch():  # a mode above would be handed the number itself, and fail
@@ -268,11 +273,13 @@ class Builder:
         return found
 
     def _usable(self, ticket: Ticket | LightTicket) -> Operand | None:
-        if ticket.changed:
-            return None
         if isinstance(ticket, Ticket):
+            if ticket.probe._version != ticket.version:
+                return None
             moved = not self._checks_weights and not self._weights.can_recompute(ticket.entry.recipe)
             return None if moved or ticket.entry.part_only else ticket
+        if ticket.version != UNCHECKED and ticket.tensor._version != ticket.version:
+            return None
         if not ticket.weight:
             return ticket
         return self.watched(ticket.tensor, ticket.version) if self._weights.usable(ticket.tensor) else None

@@ -5,33 +5,35 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
-from ebbtide.base.actions import Plan
-from ebbtide.base.errors import RestoreError, note_place
+from ebbtide.base.actions import Action, Plan
+from ebbtide.base.errors import note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import Backward, CopyIn, CopyOut, LiveBytes, Window, flow_of
+from ebbtide.engine.flow import CopyOut, LiveBytes
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
-from ebbtide.engine.layout import byte_view, checksum, content_bytes
-from ebbtide.engine.marks import marked
+from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.numerics import Numerics, current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
-from ebbtide.engine.recompute import evaluate_now, recompute, repeatable
+from ebbtide.engine.recompute import evaluate_now, repeatable
+from ebbtide.engine.restore import Restorer
 from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
+from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import Entry, Expr, Life, LightTicket, Ticket, operand_error
+from ebbtide.engine.tickets import Entry, Expr, LightTicket, Ticket
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
+from ebbtide.engine.window import Window
 from ebbtide.engine.wrappers import WrapperTicket
 from ebbtide.store.protocol import Tier
 
@@ -77,23 +79,23 @@ class Engine:
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
-        self.live_tickets: set[weakref.ref[Life]] = set()
-        self.live_entries: set[weakref.ref[Life]] = set()
+        self.live_tickets: set[weakref.ref[Any]] = set()
+        self.live_entries: set[weakref.ref[Any]] = set()
         self.orders: dict[tuple[str, int], tuple[int, ...]] = {}
         self.timer: StepTimer | None = None  # measures steps, where a plan is to be made of them
         self.last_tally = Tally()
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
-        self._kept = LiveBytes()
+        self.kept = LiveBytes()  # what graphs that are alive keep on the device because the plan said so
+        self.known_sites: dict[str, Known] = {}
         self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
         self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
-        self._backwards: dict[int, Backward] = {}
         self._stalls = StallBook(tier, bus)
-        self._recomputes, self._recompute_seconds = 0, 0.0
+        self.restorer = Restorer(self, self._window, self._copy_out, self._stalls, bus)
 
     # Passes and blocks
 
@@ -108,8 +110,7 @@ class Engine:
         """
         with self.lock:
             if torch._C._current_graph_task_id() == -1:
-                for task in list(self._backwards):  # left by a backward that raised
-                    self._end_backward(task)
+                self.restorer.end_all()  # left by backwards that raised
             if self._pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
             self._pass = Pass()
@@ -189,13 +190,9 @@ class Engine:
 
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
         """Keep an entry's storage on the device, and count its bytes while it lives."""
-        entry.keep(storage)
-        self._kept.add(entry)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that graphs which are alive keep on the device because the plan said so."""
-        return self._kept.total
+        entry.kept, entry.first, entry.action = storage, 0, Action.KEEP
+        entry.last = entry.nbytes = storage.nbytes()  # whole: a part would hold all of it too
+        self.kept.add(entry)
 
     def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Let an entry have its bytes on the device for now."""
@@ -203,7 +200,7 @@ class Engine:
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
         """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
-        run = functools.partial(evaluate_now, recipe, base, self._content)
+        run = functools.partial(evaluate_now, recipe, base, self.restorer.content)
         return self.trust.holds((block, numerics), entry, recipe, base, run)
 
     def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
@@ -211,13 +208,13 @@ class Engine:
         if not self.trusts(block, entry, recipe, base, current_numerics()):
             return None
         self._stalls.clear_reader()
-        return repeatable(recipe, base, functools.partial(self._operand, entry, None, None))
+        return repeatable(recipe, base, functools.partial(self.restorer.content, target=entry))
 
     def take_checksum(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Remember what the bytes of an entry are, for ``verify=True``."""
         entry.checksum = checksum(byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor))
 
-    # Reading
+    # Restorer
 
     def unpack(self, ticket: Ticket | LightTicket | WrapperTicket) -> torch.Tensor:
         """Return the saved tensor of a ticket: the unpack hook."""
@@ -233,136 +230,12 @@ class Engine:
                 return ticket.probe
             with self.lock:
                 if task != -1 and run.task != task:
-                    self._begin_block_backward(run, task)
-                return ticket.probe if ticket.alias else ticket.tensor(self._read(ticket.entry, run, task))
+                    self.restorer.begin_block(run, task)
+                return ticket.probe if ticket.alias else ticket.tensor(self.restorer.read(ticket.entry, run, task))
         except BaseException as error:
             where = f"{ticket.entry.site} of block {ticket.run.block.name!r} ({ticket.entry.action.value})"
             note_place(error, f"while restoring {where}")
             raise
-
-    def _read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
-        backward = self._backwards.get(task)
-        content = self._content(entry, backward, run)
-        if content is None:
-            began = time.perf_counter()
-            read = functools.partial(self._operand, entry, backward, run)
-            keep = functools.partial(self._keep, backward)
-            work = functools.partial(recompute, self.trust, entry, run.block.name, read, keep)
-            content = marked("recompute", functools.partial(self._with_room, flow_of(backward, run), work))
-            self._recomputes += 1
-            self._recompute_seconds += time.perf_counter() - began
-        if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
-            raise RestoreError(
-                f"the bytes of {entry.site} came back different ({entry.action.value})",
-                expected="what was saved",
-                hint="please report this with `ebbtide doctor --versions`; keep_filter can leave the tensor out",
-            )
-        return content
-
-    def _operand(
-        self, target: Entry, backward: Backward | None, run: RunRecord | None, entry: Entry
-    ) -> torch.Tensor | None:
-        """Return the bytes of an operand of what is recomputed if they need no recompute, else None."""
-        try:
-            return self._content(entry, backward, run)
-        except BaseException as error:
-            if entry is not target:
-                note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
-            raise
-
-    def _content(
-        self, entry: Entry, backward: Backward | None = None, run: RunRecord | None = None
-    ) -> torch.Tensor | None:
-        """Return an entry's bytes if they need no recompute, else None."""
-        if run is not None and run.unordered and backward is not None:
-            run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
-        if entry.kept is not None and entry.source is None:
-            entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
-        if entry.source is not None:
-            if entry.changed:
-                entry.tainted = True
-            else:
-                return entry.source
-        if entry.restored is not None:
-            if not entry.changed:
-                self.tier.follow(entry.restored, entry.restored_on)
-                return entry.restored
-            entry.restored = None  # a backward changed in place what it was given
-        storage = entry.live_storage
-        if storage is not None:
-            return byte_view(storage, entry.first, entry.last, entry.empty)
-        if entry.tainted:
-            raise operand_error(str(entry.site))
-        if entry.slot is None:
-            if entry.recipe is None:
-                raise operand_error(str(entry.site))
-            return None
-        flow = flow_of(backward, run)
-        if run is not None:
-            self._stalls.set_reader("backward", run.block.name, entry.nbytes)
-        content = marked("copy_in", functools.partial(self._with_room, flow, entry.slot.take))
-        self._keep(backward, entry, content)
-        if flow is not None:
-            flow.has_read(entry)
-        return content
-
-    def _with_room(self, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run ``work``; where the device has no room, once more without what was brought in ahead."""
-        try:
-            return work()
-        except torch.OutOfMemoryError:
-            if flow is None or not flow.ahead_bytes:
-                raise
-            self._window.shrink(flow.ahead_bytes)
-            flow.put_back()
-            return work()
-
-    # Backward
-
-    def _begin_block_backward(self, run: RunRecord, task: int) -> None:
-        run.task, run.unordered = task, run.order_key not in self.orders
-        backward = self._backwards.get(task)
-        if backward is None:
-            backward = self._backwards[task] = Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
-        if backward.run is not None and backward.run.reads:
-            backward.run.record_order()
-        backward.run = run
-        flow = backward.flows.get(id(run.pass_))
-        if flow is None:
-            self._copy_out.cancel(run.pass_)
-            self._window.recover()
-            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window, self.tier)
-        self._stalls.flush()
-        self._stalls.set_reader("backward", run.block.name)
-        logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
-        self.bus.emit("block_backward", index=run.block.index, name=run.block.name)
-        if self.timer is not None:
-            self.timer.backward_begins(run)
-        flow.reach(run)
-        flow.advance()
-
-    def _end_backward(self, task: int) -> None:
-        with self.lock:
-            backward = self._backwards.pop(task, None)
-            if backward is None:
-                return
-            for reference in backward.restored:
-                entry = reference()
-                if entry is not None:
-                    entry.restored = None
-            for flow in backward.flows.values():
-                flow.put_back()
-            self.tier.trim()
-            self._stalls.flush()
-            if self.timer is not None:
-                self.timer.backward_ends()
-            self.trust.end_backward()
-
-    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
-        if backward is not None:
-            entry.restored, entry.restored_on = content, self.tier.stream_of(content)
-            backward.restored.append(weakref.ref(entry))
 
     # Counting
 
@@ -386,8 +259,8 @@ class Engine:
             total_copy_in_bytes=counters.in_bytes,
             copy_out_bytes_per_second=counters.out_bytes_per_second,
             copy_in_bytes_per_second=counters.in_bytes_per_second,
-            total_recomputes=self._recomputes,
-            total_recompute_seconds=self._recompute_seconds,
+            total_recomputes=self.restorer.recomputes,
+            total_recompute_seconds=self.restorer.recompute_seconds,
             demoted_sites=tuple(sorted(map(str, self.trust.demoted))),
             live_tickets=len(self.live_tickets),
             store_bytes=self.tier.used_bytes,

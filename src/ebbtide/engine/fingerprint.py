@@ -26,6 +26,8 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_IS_WORD = frozenset(_WORDS.values())
+
 
 class Compared(Enum):
     """How what a block recomputes, or reads again, is compared with what it was."""
@@ -91,20 +93,24 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> torch.Tensor:
         flat: Take every n-th element in the order of the elements, as from contiguous memory; else a grid.
     """
     plain = tensor.detach()
-    if plain.is_complex():
+    if plain.dtype.is_complex:
         plain = torch.view_as_real(plain)
-    if plain.dtype is torch.uint8 and plain.numel() >= 8 * SAMPLED and plain.is_contiguous():
+    contiguous, count = plain.is_contiguous(), plain.numel()
+    if plain.dtype is torch.uint8 and count >= 8 * SAMPLED and contiguous:
         first = -int(plain.storage_offset()) % 8
-        plain = plain.view(-1)[first : first + (plain.numel() - first) // 8 * 8].view(torch.int64)
-    count = plain.numel()
+        plain = plain.view(-1)[first : first + (count - first) // 8 * 8].view(torch.int64)
+        count = plain.numel()
     if count > SAMPLED:
         if flat:
             step = count // SAMPLED | 1  # odd: no walk along one column of a matrix whose width is a power of two
-            plain = plain.view(-1) if plain.is_contiguous() else plain.reshape(-1)
-            plain = plain[::step]
+            taken = -(-count // step)
+            if contiguous:
+                plain = plain.as_strided((taken,), (step,), plain.storage_offset())
+            else:
+                plain = plain.reshape(-1)[::step]
         else:
             plain = plain[tuple(slice(None, None, step) for step in _grid(tuple(plain.shape)))]
-    return plain if plain.dtype in _WORDS.values() else plain.view(_WORDS[plain.itemsize])
+    return plain if plain.dtype in _IS_WORD else plain.view(_WORDS[plain.itemsize])
 
 
 def _grid(shape: tuple[int, ...]) -> list[int]:

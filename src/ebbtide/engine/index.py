@@ -54,19 +54,15 @@ class StorageIndex:
         """
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
-            known = self._known[id(storage)] = (self._reference(storage), [weakref.ref(entry)])
+            key, all_known = id(storage), self._known
+
+            def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
+                dead = all_known.get(key)
+                if dead is not None and dead[0] is reference:
+                    del all_known[key]
+
+            known = all_known[key] = weakref.ref(storage, forget), [weakref.ref(entry)]
         else:
             known[1][:] = [*(r for r in known[1] if r() is not None), weakref.ref(entry)]
         if same_bytes and entry.storage_ref is None:
             entry.storage_ref = known[0]
-
-    def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
-        """Return a weak reference to a storage that removes its key when the storage dies."""
-        key, all_known = id(storage), self._known
-
-        def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            known = all_known.get(key)
-            if known is not None and known[0] is reference:
-                del all_known[key]
-
-        return weakref.ref(storage, forget)

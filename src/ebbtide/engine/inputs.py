@@ -16,6 +16,9 @@ class Inputs:
 
     Args:
         tensors: All of them, those in lists and under names too.
+
+    Attributes:
+        values: Each by the id of the node that made it and the number of the node's output, with its version.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -23,7 +26,7 @@ class Inputs:
         self.device_type = tensors[0].device.type if tensors else "cpu"
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
         self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
-        self._values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
+        self.values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is an input's."""
@@ -31,12 +34,8 @@ class Inputs:
 
     def value(self, key: tuple[int, int]) -> torch.Tensor | None:
         """Return the input that is the value of ``(id(node), output_nr)``; None once it was changed in place."""
-        _, tensor, version = self._values.get(key, (None, None, 0))
+        _, tensor, version = self.values.get(key, (None, None, 0))
         return tensor if tensor is not None and tensor._version == version else None
-
-    def include(self, key: tuple[int, int]) -> bool:
-        """Whether the value of ``(id(node), output_nr)`` came into the block."""
-        return key in self._values
 
     def casts(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is an input in another type."""
@@ -44,11 +43,11 @@ class Inputs:
         if node is None or node.name() != "ToCopyBackward0":
             return False
         source, number = node.next_functions[0]
-        return source is not None and (id(source), number) in self._values
+        return source is not None and (id(source), number) in self.values
 
     def forget(self) -> None:
         """Let the tensors go."""
-        self._storages, self._values = {}, {}
+        self._storages, self.values = {}, {}
 
 
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:

@@ -25,7 +25,7 @@ class ModelWeights:
         self.move = move
         self._steps, self._steps_before = steps, 0
         self._ask, self._ask_lasting = ask, tuple
-        self._keys: set[int] = set()
+        self.keys: set[int] = set()  # of the storages of all parameters and buffers
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.since = 0  # number of the first autograd node that this thread makes in this pass
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
@@ -33,7 +33,7 @@ class ModelWeights:
     @property
     def known(self) -> bool:
         """Whether the model has weights that are known since the pass began."""
-        return bool(self._keys)
+        return bool(self.keys)
 
     @property
     def checked(self) -> bool:
@@ -49,7 +49,7 @@ class ModelWeights:
             weights: All parameters and buffers of the model, from who knows them; None: ask.
         """
         weights = list(self._ask() if weights is None else weights)
-        self._keys = storage_keys(weights)
+        self.keys = storage_keys(weights)
         self._versions, self._steps_before = {}, self._steps()
         self.note_versions(weights)
         self.since = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
@@ -80,11 +80,15 @@ class ModelWeights:
 
     def include(self, key: int) -> bool:
         """Whether the storage of a key is one of the model's parameters or buffers."""
-        return key in self._keys or (self.move and key in self._known()[1])
+        return key in self.keys or (self.move and self.lasts(key))
+
+    def lasts(self, key: int) -> bool:
+        """Whether, where weights move, the storage of a key has its bytes in every block's forward and backward."""
+        return key in self._known()[1]
 
     def last(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes in every block's backward."""
-        return not self.move or storage_key(weight.untyped_storage()) in self._known()[1]
+        return not self.move or self.lasts(storage_key(weight.untyped_storage()))
 
     def lasting(self) -> list[torch.Tensor]:
         """Return, where weights move, those that have their bytes in every block's forward and backward."""

@@ -30,12 +30,13 @@ def recompute(
     """
 
     def compare_and_keep(entry: Entry, content: torch.Tensor) -> None:
-        if entry.fingerprint is not None:
-            trust.require(entry.fingerprint.same(content), functools.partial(trust.differs, entry.site, block))
+        if entry.fingerprint is not None and (same := entry.fingerprint.same(content)) is not True:
+            trust.require(same, functools.partial(trust.differs, entry.site, block))
         keep(entry, content)
 
     def weight(watched: Watched) -> torch.Tensor:
-        trust.require(watched.same, functools.partial(_changed, watched.tensor.shape, target.site, block))
+        if (same := watched.same) is not True:
+            trust.require(same, functools.partial(_changed, watched.tensor.shape, target.site, block))
         return watched.tensor
 
     work = functools.partial(evaluate, target, read, compare_and_keep, weight)

@@ -6,7 +6,6 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -20,6 +19,7 @@ from ebbtide.engine.narrow import Narrow, narrower
 from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.services import Services
+from ebbtide.engine.sites import Sites
 from ebbtide.engine.tickets import Entry, Expr, LightTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.weights import Weights
@@ -28,13 +28,7 @@ from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 CAST = "ToCopyBackward0"
 """The node of a cast."""
 
-FUSED_ATTENTION = "ScaledDotProduct"
-"""Begins the node's name whichever kernel was taken: a site has the same name on every device."""
-
-
-def _needs_recipe(candidate: Candidate) -> bool:
-    """Return True, for a plan without this method (``Plan``): it learns what recomputing costs before it chooses."""
-    return True
+KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
 
 
 class BlockRun(RunRecord):
@@ -50,11 +44,11 @@ class BlockRun(RunRecord):
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
-        self._counts: dict[tuple[str, str], int] = {}
+        self._sites = Sites(block, engine.known_sites.setdefault(block.name, {}))
         self.place: Place = "(block)", block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
-        self._needs_recipe: Callable[[Candidate], bool] = getattr(engine.plan, "needs_recipe", _needs_recipe)
+        self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
@@ -83,7 +77,7 @@ class BlockRun(RunRecord):
         engine = self.engine
         layout = self._light(tensor, outer)
         if not isinstance(layout, Layout):
-            if self.recipes and isinstance(layout, LightTicket):
+            if self.recipes and isinstance(layout, LightTicket) and tensor.grad_fn is not None:
                 self._note(tensor, layout)
             return layout
         storage = tensor.untyped_storage()
@@ -100,19 +94,20 @@ class BlockRun(RunRecord):
                     engine.weights.move and id(entry) not in self._seen and not self.weights.can_recompute(entry.recipe)
                 ):
                     self._store(entry, tensor)
+                probe = tensor.detach() if outer is None else outer.probe
                 alias = outer is None and entry.kept is storage
-                if outer is not None:
-                    probe = outer.probe
-                else:
-                    probe = tensor.detach() if alias else version_probe(tensor, entry.empty)
+                if outer is None and not alias:
+                    probe.data = entry.empty  # [Note: version probe]
                 ticket = Ticket(entry, layout, self, probe, version, alias=alias)
-                if entry.action is not Action.KEEP:
+                if entry.action is not KEEP and id(entry) not in self._seen:
                     self._list(entry)
         except BaseException as error:
             module, block = self.place
             note_place(error, f"while saving a {list(tensor.shape)} tensor in {module} of block {block!r}")
             raise
-        self.tally.add_saved(layout.logical_bytes)
+        tally = self.tally
+        tally.packs += 1
+        tally.saved += layout.logical_bytes
         if self.recipes:
             self._note(tensor, ticket)
         return ticket
@@ -144,9 +139,8 @@ class BlockRun(RunRecord):
         self.weights.forget()
 
     def _list(self, entry: Entry) -> None:
-        if id(entry) not in self._seen:
-            self._seen.add(id(entry))
-            self.entries.append(weakref.ref(entry))
+        self._seen.add(id(entry))
+        self.entries.append(weakref.ref(entry))
 
     def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | Layout:
         """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else its layout."""
@@ -156,7 +150,8 @@ class BlockRun(RunRecord):
         odd = tensor.is_nested or tensor._has_symbolic_sizes_strides
         if odd:
             self.jagged = True
-        if type(tensor) not in engine.tensor_types:
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind not in engine.tensor_types:
             copied = self.weights.copied(tensor, self._innermost)
             ticket = pack_wrapper(tensor, self.pack, engine.empty, self.place) if copied is None else None
             return ticket or LightTicket(tensor, place=self.place)
@@ -193,9 +188,11 @@ class BlockRun(RunRecord):
         nbytes = storage.nbytes()
         self.tally.add_saved(tensor.numel() * tensor.itemsize)
         if self.pass_.first_stays(storage):
-            self.tally.add(Action.KEEP, nbytes, must_keep=True)
-            site = self._site(tensor.grad_fn.name() if tensor.grad_fn is not None else "leaf")
-            self.pass_.add_site(site, nbytes, Action.KEEP)
+            self.tally.add(KEEP, nbytes, must_keep=True)
+            node = tensor.grad_fn
+            module = self.running[-1].name if self.running else ""
+            site = self._sites.next(module, "leaf" if node is None else node.name())
+            self.pass_.add_site(site, nbytes, KEEP)
 
     def _note(self, tensor: torch.Tensor, ticket: Ticket | LightTicket) -> None:
         builder, node = self.builder, tensor.grad_fn
@@ -227,14 +224,6 @@ class BlockRun(RunRecord):
     def _innermost(self) -> Running | None:
         return self.running[-1] if self.running else None
 
-    def _site(self, node_name: str) -> Site:
-        module = self.running[-1].name if self.running else ""
-        if node_name.startswith(FUSED_ATTENTION):
-            node_name = FUSED_ATTENTION
-        ordinal = self._counts.get((module, node_name), 0)
-        self._counts[module, node_name] = ordinal + 1
-        return Site(self.block.kind, module, node_name, ordinal)
-
     def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
         node = tensor.grad_fn
@@ -248,36 +237,36 @@ class BlockRun(RunRecord):
     ) -> Entry:
         """Make the entry of a storage and carry out the action chosen for it."""
         engine = self.engine
-        base = tensor._base if tensor._base is not None else tensor
-        base_layout, nbytes = layout if base is tensor else Layout.of(base), storage.nbytes()
+        base = tensor._base
+        if base is None:
+            base, base_layout = tensor, layout
+        else:
+            base_layout = Layout.of(base)
+        nbytes = storage.nbytes()
         covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         made_by = "leaf" if node is None else node.name()
         came_in = self._inputs.holds(storage)
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
-        site = self._site("input" if is_input else outer.node if outer is not None else made_by)
+        made = "input" if is_input else outer.node if outer is not None else made_by
+        site = self._sites.next(self.running[-1].name if self.running else "", made)
         may_recompute = covered and engine.may_recompute(tensor)
         weight = None
         if may_recompute and (node is None or made_by == CAST):
             weight = self.weights.copied(base, self._innermost)
-        candidate = Candidate(
-            site=site,
-            block_name=self.block.name,
-            block=self.block.index,
-            bytes_=nbytes,
-            block_input=is_input,
-            recompute_flops=None,
-            kept_bytes=engine.kept_bytes,
-        )
+        kept_bytes = engine.kept.total
+        candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
         recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
             recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
         elif may_recompute and not came_in and node is not None and self.builder is not None and self.recipes:
-            settled = not self._needs_recipe(candidate)
+            settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
             recipe = None if settled else self.builder.recipe(node, base.output_nr)
         if recipe is not None:
-            candidate = replace(candidate, recompute_flops=recipe.flops)
+            candidate = self._sites.candidate(
+                site, nbytes, block_input=is_input, kept_bytes=kept_bytes, flops=recipe.flops
+            )
         moved = (0, nbytes)
         if recipe is None and not settled and (layout.first, layout.last) != moved:
             moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
@@ -290,10 +279,12 @@ class BlockRun(RunRecord):
             live=engine.live_entries,
         )
         action = engine.plan.choose(candidate)
-        if weight is not None and action is not Action.KEEP:
-            action = Action.RECOMPUTE
+        if weight is not None and action is not KEEP:
+            action = RECOMPUTE
             entry.part_only = not self.weights.usable(weight)
         timer = engine.timer
+        if timer is not None and not timer.measuring:
+            timer = None
         began = 0.0 if timer is None else time.perf_counter()
         self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
@@ -318,7 +309,7 @@ class BlockRun(RunRecord):
         narrowed = entry.recipe is not None and entry.recipe is not recipe
         timer.saw(
             self,
-            Action.OFFLOAD if narrowed else entry.action,
+            OFFLOAD if narrowed else entry.action,
             candidate,
             tensor.untyped_storage(),
             movable=engine.may_move(tensor),
@@ -333,34 +324,37 @@ class BlockRun(RunRecord):
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
     ) -> None:
         engine = self.engine
+        if action is KEEP:
+            engine.keep(entry, tensor.untyped_storage())
+            return
         if engine.options.verify:
             engine.take_checksum(entry, tensor)
-        if action is Action.RECOMPUTE and recipe is not None:
+        if action is RECOMPUTE and recipe is not None:
             numerics = current_numerics()
             if engine.trusts(self.block.name, entry, recipe, base, numerics):
-                entry.action, entry.recipe, entry.numerics = Action.RECOMPUTE, recipe, numerics
+                entry.action, entry.recipe, entry.numerics = RECOMPUTE, recipe, numerics
                 entry.fingerprint = engine.trust.fingerprint(base, self.compared)
                 return
-        if action is not Action.KEEP and engine.may_move(tensor):
+        if engine.may_move(tensor):
             narrow = narrower(self.builder, entry, base)
             if narrow is not None:
-                entry.action, entry.recipe = Action.RECOMPUTE, self._offload_narrowed(entry, base, narrow)
+                entry.action, entry.recipe = RECOMPUTE, self._offload_narrowed(entry, base, narrow)
                 return
-            entry.action = Action.OFFLOAD
+            entry.action = OFFLOAD
             engine.park(self, entry, tensor)
             return
-        entry.action, entry.checksum = Action.KEEP, None
+        entry.action, entry.checksum = KEEP, None
         engine.keep(entry, tensor.untyped_storage())
 
     def _store(self, entry: Entry, tensor: torch.Tensor) -> None:
         """Offload or keep an output of an earlier block that is recomputed from weights which this backward lacks."""
         entry.recipe = entry.fingerprint = entry.numerics = None
-        self.pass_.add_site(entry.site, -entry.nbytes, Action.RECOMPUTE, -1)
+        self.pass_.add_site(entry.site, -entry.nbytes, RECOMPUTE, -1)
         if self.engine.may_move(tensor):
-            entry.action = Action.OFFLOAD
+            entry.action = OFFLOAD
             self.engine.park(self, entry, tensor)
         else:
-            entry.action = Action.KEEP
+            entry.action = KEEP
             self.engine.keep(entry, tensor.untyped_storage())
         self.tally.add_narrowed(entry.nbytes, entry.action)
         self.pass_.add_site(entry.site, entry.nbytes, entry.action)
@@ -378,14 +372,14 @@ class BlockRun(RunRecord):
             small = base.detach().to(narrow.dtype)
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
         inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
-        inner.action = Action.OFFLOAD
+        inner.action = OFFLOAD
         engine.park(self, inner, small)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
         if self.builder is not None:
             self.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node: its id stays its own
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
-        self.pass_.move_site(inner.site, inner.nbytes, Action.RECOMPUTE, action)
+        self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)
         self._list(inner)
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))

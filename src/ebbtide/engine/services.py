@@ -5,19 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from threading import RLock
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from ebbtide.base.actions import Plan
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
+from ebbtide.engine.flow import LiveBytes
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
-from ebbtide.engine.tickets import Entry, Expr, Life
+from ebbtide.engine.sites import Known
+from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.store.protocol import Tier
@@ -37,14 +39,11 @@ class Services(Protocol):
     index: StorageIndex
     timer: StepTimer | None
     tensor_types: tuple[type[torch.Tensor], ...]
-    live_tickets: set[weakref.ref[Life]]
-    live_entries: set[weakref.ref[Life]]
+    live_tickets: set[weakref.ref[Any]]
+    live_entries: set[weakref.ref[Any]]
     orders: dict[tuple[str, int], tuple[int, ...]]
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that graphs which are alive keep on the device because the plan said so."""
-        ...
+    known_sites: dict[str, Known]
+    kept: LiveBytes
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""

@@ -11,6 +11,11 @@ same case as the textbook step.
 Any saved-tensor hook switches off autograd's own check that a saved tensor was not changed in place. So each ticket
 carries a *probe*: a detached alias whose data was replaced by nothing. It shares the version counter of the saved
 tensor and none of its memory, so the read can compare versions even after the source is gone.
+
+[Note: counted while alive]
+Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
+Python runs that before it clears weak references, and another thread would find the dying object through them; and an
+interrupt in it would be lost, with the count wrong for ever. Nothing interrupts the ``discard`` of a set.
 """
 
 from __future__ import annotations
@@ -51,7 +56,7 @@ class LightTicket:
     Args:
         tensor: The saved tensor.
         weight: It is a weight, or lies in the storage of one.
-        checked: Reading it compares versions.
+        checked: Restorer it compares versions.
         place: The module and the block that saved it, as errors name them.
     """
 
@@ -77,27 +82,13 @@ class LightTicket:
         return self.tensor
 
 
-class Life:
-    """Counts whoever holds it among the living.
-
-    What is weakly referenced has no ``__del__`` of its own: Python runs that before it clears the references, and
-    another thread would find the dying object through them. Nor has this: an interrupt in it would be lost and the
-    count wrong for ever, but nothing interrupts the ``discard`` of a set.
-    """
-
-    __slots__ = ("__weakref__",)
-
-    def __init__(self, live: set[weakref.ref[Life]]) -> None:
-        live.add(weakref.ref(self, live.discard))
-
-
 class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "life", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
-        "source", "storage_ref", "tainted", "version",
+        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
+        "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -108,9 +99,9 @@ class Entry:
         region: tuple[int, int],
         base_layout: Layout,
         at: Version,
-        live: set[weakref.ref[Life]],
+        live: set[weakref.ref[Any]],
     ) -> None:
-        self.life = Life(live)
+        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.slot: Slot | None = None  # gives its place in the store back when it is dropped
         self.site = site
         self.empty = empty
@@ -132,11 +123,6 @@ class Entry:
         self.tainted = False
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
 
-    def keep(self, storage: torch.UntypedStorage) -> None:
-        """Stay on the device: the storage that was saved, whole, for a part would hold all of it too."""
-        self.kept, self.first, self.last = storage, 0, storage.nbytes()
-        self.nbytes = self.last
-
     @property
     def live_storage(self) -> torch.UntypedStorage | None:
         """The storage that was saved, if somebody else keeps it as it was: then nothing need be brought in."""
@@ -152,12 +138,13 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("alias", "entry", "layout", "life", "probe", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "probe", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
-        self.life = Life(run.live_tickets)
+        live = run.live_tickets
+        live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
         self.probe, self.version = probe, version  # [Note: version probe]
         self.alias = alias  # the probe has its memory still, which the entry keeps: it is the saved tensor
@@ -199,9 +186,11 @@ class Expr:
         key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
             numbers and sizes that change from step to step.
         flops: Multiply-add work in FLOP; 0 for element-wise work.
+        dtype: What the value is rounded to, if ``fn`` may compute it in another type: an operator in place rounds to
+            the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "flops", "fn", "operands", "structure")
+    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "operands", "structure")
 
     def __init__(
         self,
@@ -210,13 +199,16 @@ class Expr:
         *,
         key: tuple[Any, ...],
         flops: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.fn, self.operands = fn, operands
-        depth, parts = 0, [key]
+        self.fn, self.operands, self.dtype = fn, operands, dtype
+        depth, parts, branches, linear = 0, [key], 0, True
         for operand in operands:
             if isinstance(operand, Expr):
                 flops += operand.flops
                 deep, part = operand.depth, (operand.structure,)
+                branches += bool(operand.operands)
+                linear = linear and operand.linear
             elif isinstance(operand, Ticket):
                 recipe, layout = operand.entry.recipe, operand.layout
                 deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
@@ -226,6 +218,7 @@ class Expr:
             parts.append(part)
         self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
         self.flops = flops
+        self.linear = linear and branches <= 1  # no expression in it can have two readers
         self.structure = hash(tuple(parts))
 
     def tickets(self) -> Iterator[Ticket]:

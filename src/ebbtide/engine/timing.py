@@ -264,6 +264,11 @@ class StepTimer:
             self._cut(None)
             self._finish(self._pass)
 
+    @property
+    def measuring(self) -> bool:
+        """Whether what blocks save now is a part of a measured step."""
+        return self._pass is not None
+
     def saw(
         self,
         run: RunRecord,

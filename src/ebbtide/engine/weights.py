@@ -24,7 +24,7 @@ class Weights:
     """
 
     def __init__(self, model: ModelWeights, own: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._model = model
+        self.model = model
         weights = list(own()) if model.move or not model.known else []
         model.note_versions(weights)
         self._own = storage_keys(weights)
@@ -36,7 +36,7 @@ class Weights:
     def see(self, weights: Iterable[torch.Tensor]) -> None:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
         weights = list(weights)
-        self._model.note_versions(weights)
+        self.model.note_versions(weights)
         self._passing |= storage_keys(weights) - self._own
         self._note_nodes(weights)
 
@@ -46,19 +46,20 @@ class Weights:
 
     def include(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a weight, a view of one, or lies in the storage of one."""
+        # As ``is_parameter`` does, without the calls: this is asked of every saved tensor.
         if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
             return True
         base = tensor._base
-        if base is not None and is_parameter(base):
+        if base is not None and type(base) is not torch.Tensor and isinstance(base, torch.nn.Parameter):
             return True
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
-        key = tensor.untyped_storage()._cdata
-        return key in self._own or key in self._passing or self._model.include(key)
+        key, model = tensor.untyped_storage()._cdata, self.model
+        return key in model.keys or key in self._own or key in self._passing or (model.move and model.lasts(key))
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward recomputes."""
-        return self._model.last(weight) or storage_key(weight.untyped_storage()) in self._own
+        return self.model.last(weight) or storage_key(weight.untyped_storage()) in self._own
 
     def can_recompute(self, recipe: Expr | None) -> bool:
         """Whether all weights that a recipe reads have their bytes in this block's backward."""
@@ -66,11 +67,11 @@ class Weights:
 
     def read_now(self, node: Any) -> bool:
         """Whether an operator ran in this pass: what its operands were is what ``version`` knows of them."""
-        return self._model.since <= node._sequence_nr()
+        return self.model.since <= node._sequence_nr()
 
     def version(self, weight: torch.Tensor) -> int | None:
         """Return the version that a weight has had since the pass began; None if it changed, or is not known."""
-        return self._model.version(weight)
+        return self.model.version(weight)
 
     def copied(self, tensor: torch.Tensor, running: Running | None) -> torch.Tensor | None:
         """Return the weight that a tensor is, beyond doubt, autocast's copy of: it is cast again, not moved.

@@ -131,7 +131,7 @@ class PlainBlocks:
                 task = torch._C._current_graph_task_id()
                 measured = self._engine.timer is not None and self._engine.timer.wanted  # alone, for once
                 if run.previous is not None and run.previous.task != task and not measured:
-                    self._engine._begin_block_backward(run.previous, task)
+                    self._engine.restorer.begin_block(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
 

@@ -101,7 +101,7 @@ def assert_recovers(engine: Engine, data: tuple[Tensor, Tensor, Tensor]) -> None
     assert_nothing_left(engine)
     for _ in range(2):
         assert same_bits(step(engine, x, w), expected)
-        assert hooks_are_closed() and not engine._backwards
+        assert hooks_are_closed() and not engine.restorer.backwards
         assert_nothing_left(engine)
 
 
@@ -132,19 +132,23 @@ def test_an_exception_of_the_model(
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("when", [0, 1, 3])
-@pytest.mark.parametrize("hook", ["pack", "unpack", "begin_block", "end_block", "_begin_block_backward", "_read"])
+@pytest.mark.parametrize(
+    "hook", ["pack", "unpack", "begin_block", "end_block", "restorer.begin_block", "restorer.read"]
+)
 def test_an_exception_in_a_hook(
     hook: str, when: int, error: type[BaseException], data: tuple[Tensor, Tensor, Tensor], monkeypatch: Any
 ) -> None:
+    from ebbtide.engine.restore import Restorer
     from ebbtide.engine.run import BlockRun
 
     x, w, expected = data
-    owner: Any = BlockRun if hook == "pack" else Engine
+    part, _, name = hook.rpartition(".")
+    owner: Any = Restorer if part else BlockRun if hook == "pack" else Engine
     with open_engine(REMAKE, rate=100.0) as engine:
         assert same_bits(step(engine, x, w), expected)
         bomb = Bomb(error, when)
         with monkeypatch.context() as patch:
-            patch.setattr(owner, hook, around(bomb, getattr(owner, hook)))
+            patch.setattr(owner, name, around(bomb, getattr(owner, name)))
             try:
                 step(engine, x, w)
             except error:

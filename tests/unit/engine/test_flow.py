@@ -553,15 +553,15 @@ def test_the_order_of_one_backward_serves_the_next() -> None:
             else:
                 assert coming == expected
             read: list[int] = []
-            take = type(engine)._content
+            take = type(engine.restorer).content
 
-            def content(self, entry, backward=None, block=None, run=run, read=read, take=take):
+            def content(self, entry, backward=None, block=None, *, target=None, run=run, read=read, take=take):
                 read.append([r() for r in run.entries].index(entry))
-                return take(self, entry, backward, block)
+                return take(self, entry, backward, block, target=target)
 
-            engine._content = content.__get__(engine)  # type: ignore[method-assign]
+            engine.restorer.content = content.__get__(engine.restorer)  # type: ignore[method-assign]
             y.sum().backward()
-            del engine._content
+            del engine.restorer.content
             # The order is kept when the next block's backward begins; here there is one block.
             run.record_order() if step == 0 else None
             expected = list(dict.fromkeys(read))

@@ -308,7 +308,13 @@ def test_a_hundred_steps_do_not_grow() -> None:
                 grads(y, x, w)
             del y
             assert_nothing_left(engine)
-            known = (engine.index._known, engine._backwards, engine.orders, engine.trust._verdicts, engine._empties)
+            known = (
+                engine.index._known,
+                engine.restorer.backwards,
+                engine.orders,
+                engine.trust._verdicts,
+                engine._empties,
+            )
             out = engine._copy_out
             sizes.append([len(k) for k in known] + [len(out._queue), out.held_bytes, out.in_flight_bytes])
         assert sizes[5] == sizes[-1], (sizes[5], sizes[-1])
@@ -337,7 +343,7 @@ def test_a_backward_that_raised_is_forgotten_by_the_next_pass() -> None:
         del y
         with forward_pass(engine, x):
             y = torch.sigmoid(x * 2) * x
-        assert not engine._backwards
+        assert not engine.restorer.backwards
         assert equal(expected, grads(y, x))
         del y
         assert_nothing_left(engine)

@@ -21,17 +21,13 @@ def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops
         operands: In the order in which ``fn`` takes them.
         flops: Multiply-add work in FLOP.
     """
-    found = tuple([o for o in operands if o is not None])
-    if len(found) < len(operands):
-        return None
-    dtype = n.dtype
-
-    def rounded(*values: torch.Tensor) -> torch.Tensor:
-        made = fn(*values)
-        # An operator in place rounds to the type of what it changes: bfloat16 += float32 stays bfloat16.
-        return made if made.dtype is dtype else made.to(dtype)
-
-    return Expr(rounded, found, key=(n.node.name(), dtype), flops=flops)
+    found: list[Operand] = []
+    for operand in operands:
+        if operand is None:
+            return None
+        found.append(operand)
+    dtype = n.node._input_metadata[n.output_nr].dtype
+    return Expr(fn, tuple(found), key=(n.node.name(), dtype), flops=flops, dtype=dtype)
 
 
 def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:

@@ -1,0 +1,194 @@
+"""Serving a backward: where a saved tensor's bytes are, and how it gets them back.
+
+[Note: where the bytes are]
+An entry is asked in this order: its source, which is still on the device (kept, or not yet copied out); what this
+backward has restored already; the storage itself, if somebody else keeps it as it was; its place in the store; its
+recipe. Whatever was changed in place since it was saved is passed over, or is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.base.errors import RestoreError, note_place
+from ebbtide.base.events import Bus
+from ebbtide.engine.flow import Backward, CopyIn, CopyOut, flow_of
+from ebbtide.engine.layout import byte_view, checksum, content_bytes
+from ebbtide.engine.marks import marked
+from ebbtide.engine.passes import RunRecord
+from ebbtide.engine.recompute import recompute
+from ebbtide.engine.services import Services
+from ebbtide.engine.stats import StallBook
+from ebbtide.engine.tickets import Entry, operand_error
+from ebbtide.engine.window import Window
+
+logger = logging.getLogger("ebbtide.engine")
+
+
+class Restorer:
+    """Gives backwards what they read. See [Note: where the bytes are].
+
+    Args:
+        engine: Whose entries are read.
+        window: Bounds what is brought in ahead.
+        copy_out: Has copies that a backward cancels.
+        stalls: Told for whom is read.
+        bus: Told of blocks that show in a backward.
+
+    Attributes:
+        backwards: Those that run, by autograd's number for them.
+        recomputes: Tensors that were recomputed.
+        recompute_seconds: The host's time for that.
+    """
+
+    def __init__(self, engine: Services, window: Window, copy_out: CopyOut, stalls: StallBook, bus: Bus) -> None:
+        self._engine, self._window, self._copy_out, self._stalls, self._bus = engine, window, copy_out, stalls, bus
+        self.backwards: dict[int, Backward] = {}
+        self.recomputes, self.recompute_seconds = 0, 0.0
+
+    def read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
+        """Return an entry's bytes; recompute them if that is how it has them.
+
+        Args:
+            entry: The entry.
+            run: The block that reads it.
+            task: Autograd's number for the backward; -1: none runs.
+        """
+        backward = self.backwards.get(task)
+        content = self.content(entry, backward, run)
+        if content is None:
+            began = time.perf_counter()
+            read = functools.partial(self.content, backward=backward, run=run, target=entry)
+            keep = functools.partial(self._keep, backward)
+            work = functools.partial(recompute, self._engine.trust, entry, run.block.name, read, keep)
+            content = self._with_room("recompute", flow_of(backward, run), work)
+            self.recomputes += 1
+            self.recompute_seconds += time.perf_counter() - began
+        if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
+            raise RestoreError(
+                f"the bytes of {entry.site} came back different ({entry.action.value})",
+                expected="what was saved",
+                hint="please report this with `ebbtide doctor --versions`; keep_filter can leave the tensor out",
+            )
+        return content
+
+    def content(
+        self,
+        entry: Entry,
+        backward: Backward | None = None,
+        run: RunRecord | None = None,
+        *,
+        target: Entry | None = None,
+    ) -> torch.Tensor | None:
+        """Return an entry's bytes if they need no recompute, else None.
+
+        Args:
+            entry: The entry.
+            backward: Which needs them, if one runs.
+            run: The block that needs them.
+            target: What is recomputed from them, if they are an operand.
+        """
+        if run is not None and run.unordered and backward is not None:
+            run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
+        if entry.kept is not None and entry.source is None:
+            entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
+        if entry.source is not None:
+            if entry.probe is None or entry.probe._version == entry.version:
+                return entry.source
+            entry.tainted = True
+        if entry.restored is not None:
+            if entry.probe is None or entry.probe._version == entry.version:
+                self._engine.tier.follow(entry.restored, entry.restored_on)
+                return entry.restored
+            entry.restored = None  # a backward changed in place what it was given
+        storage = entry.live_storage
+        if storage is not None:
+            return byte_view(storage, entry.first, entry.last, entry.empty)
+        if entry.tainted:
+            raise operand_error(str(entry.site))
+        if entry.slot is None:
+            if entry.recipe is None:
+                raise operand_error(str(entry.site))
+            return None
+        flow = flow_of(backward, run)
+        if run is not None:
+            self._stalls.set_reader("backward", run.block.name, entry.nbytes)
+        try:
+            content = self._with_room("copy_in", flow, entry.slot.take)
+        except BaseException as error:
+            if target is not None and entry is not target:
+                note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
+            raise
+        self._keep(backward, entry, content)
+        if flow is not None:
+            flow.has_read(entry)
+        return content
+
+    def _with_room(self, name: str, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run ``work``, marked by name; where the device has no room, once more without what was brought in ahead."""
+        try:
+            return marked(name, work)
+        except torch.OutOfMemoryError:
+            if flow is None or not flow.ahead_bytes:
+                raise
+            self._window.shrink(flow.ahead_bytes)
+            flow.put_back()
+            return marked(name, work)
+
+    def begin_block(self, run: RunRecord, task: int) -> None:
+        """A block shows in a backward: cancel what need not be copied out, and bring in what comes next."""
+        run.task, run.unordered = task, run.order_key not in self._engine.orders
+        backward = self.backwards.get(task)
+        if backward is None:
+            backward = self.backwards[task] = Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task))
+        if backward.run is not None and backward.run.reads:
+            backward.run.record_order()
+        backward.run = run
+        flow = backward.flows.get(id(run.pass_))
+        if flow is None:
+            self._copy_out.cancel(run.pass_)
+            self._window.recover()
+            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window, self._engine.tier)
+        self._stalls.flush()
+        self._stalls.set_reader("backward", run.block.name)
+        logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
+        self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
+        if self._engine.timer is not None:
+            self._engine.timer.backward_begins(run)
+        flow.reach(run)
+        flow.advance()
+
+    def end_all(self) -> None:
+        """End every backward."""
+        for task in list(self.backwards):
+            self.end(task)
+
+    def end(self, task: int) -> None:
+        """A backward is over: let go of what it restored."""
+        with self._engine.lock:
+            backward = self.backwards.pop(task, None)
+            if backward is None:
+                return
+            for reference in backward.restored:
+                entry = reference()
+                if entry is not None:
+                    entry.restored = None
+            for flow in backward.flows.values():
+                flow.put_back()
+            self._engine.tier.trim()
+            self._stalls.flush()
+            if self._engine.timer is not None:
+                self._engine.timer.backward_ends()
+            self._engine.trust.end_backward()
+
+    def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
+        if backward is not None:
+            entry.restored, entry.restored_on = content, self._engine.tier.stream_of(content)
+            backward.restored.append(weakref.ref(entry))

@@ -1,0 +1,87 @@
+"""Where a block saves, and what its plan is told about each storage.
+
+[Note: site]
+A site names a saved tensor from step to step: the kind of its block, the module that ran, the autograd node that made
+the tensor, and how many that node's name has saved in this module before. The same few dozen come back in each step, so
+what a plan is told of one is made once and compared: a new description is made only where something in it differs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from ebbtide.base.actions import Candidate, Site
+from ebbtide.engine.passes import Block
+
+FUSED_ATTENTION = "ScaledDotProduct"
+"""Begins the node's name whichever kernel was taken: a site has the same name on every device."""
+
+Known = dict[tuple[Site, bool], Candidate]
+"""What a block's plan was told last, by site and by whether the storage had a recipe."""
+
+
+class Sites:
+    """The sites of one run of a block. See [Note: site].
+
+    Args:
+        block: The block.
+        known: Of the block's earlier runs; filled on the way.
+    """
+
+    def __init__(self, block: Block, known: Known) -> None:
+        self._block, self._known = block, known
+        self._counts: dict[tuple[str, str], int] = {}
+
+    def next(self, module: str, node_name: str) -> Site:
+        """Return the site of a tensor that is saved now.
+
+        Args:
+            module: Path of the innermost running module in the block.
+            node_name: Name of the node that made the tensor.
+        """
+        key = (module, node_name)
+        if node_name.startswith(FUSED_ATTENTION):
+            key = (module, FUSED_ATTENTION)
+        ordinal = self._counts.get(key, 0)
+        self._counts[key] = ordinal + 1
+        return _site(self._block.kind, *key, ordinal)
+
+    def candidate(
+        self, site: Site, nbytes: int, *, block_input: bool, kept_bytes: int, flops: float | None = None
+    ) -> Candidate:
+        """Return what the plan is told of a storage.
+
+        Args:
+            site: Where it is saved.
+            nbytes: Its size.
+            block_input: It came into the block.
+            kept_bytes: See ``Candidate.kept_bytes``.
+            flops: See ``Candidate.recompute_flops``.
+        """
+        key = (site, flops is not None)
+        found = self._known.get(key)
+        if found is None or found.block != self._block.index:
+            found = Candidate(
+                site=site,
+                block_name=self._block.name,
+                block=self._block.index,
+                bytes_=nbytes,
+                block_input=block_input,
+                recompute_flops=flops,
+                kept_bytes=kept_bytes,
+            )
+        elif (
+            found.bytes_ != nbytes
+            or found.block_input is not block_input
+            or found.recompute_flops != flops
+            or found.kept_bytes != kept_bytes
+        ):
+            found = replace(found, bytes_=nbytes, block_input=block_input, recompute_flops=flops, kept_bytes=kept_bytes)
+        self._known[key] = found
+        return found
+
+
+@functools.lru_cache(8192)
+def _site(kind: str, module: str, node_name: str, ordinal: int) -> Site:
+    return Site(kind, module, node_name, ordinal)
