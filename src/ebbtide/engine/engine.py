@@ -88,7 +88,7 @@ class Engine:
         self.coverage: Coverage | None = None
         self.kept = LiveBytes()  # what graphs that are alive keep on the device because the plan said so
         self.known_sites: dict[str, Known] = {}
-        self._tensor_filter, self._keep_filter = tensor_filter, keep_filter
+        self.tensor_filter, self.keep_filter = tensor_filter, keep_filter
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
@@ -168,11 +168,8 @@ class Engine:
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
-        return (self._tensor_filter is None or self._tensor_filter(tensor)) and self.may_recompute(tensor)
-
-    def may_recompute(self, tensor: torch.Tensor) -> bool:
-        """Whether the user's filters let a tensor be dropped and made again."""
-        return self._keep_filter is None or self._keep_filter(tensor)
+        moved = self.tensor_filter is None or self.tensor_filter(tensor)
+        return moved and (self.keep_filter is None or self.keep_filter(tensor))
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of no bytes, of the same kind and on the same device."""
@@ -184,7 +181,7 @@ class Engine:
 
     def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
         """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it."""
-        self.hold(entry, tensor)
+        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
         self._stalls.set_reader("forward", run.block.name)
         self._copy_out.add(entry, run.pass_)
 
@@ -193,10 +190,6 @@ class Engine:
         entry.kept, entry.first, entry.action = storage, 0, Action.KEEP
         entry.last = entry.nbytes = storage.nbytes()  # whole: a part would hold all of it too
         self.kept.add(entry)
-
-    def hold(self, entry: Entry, tensor: torch.Tensor) -> None:
-        """Let an entry have its bytes on the device for now."""
-        entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
         """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""

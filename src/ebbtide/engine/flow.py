@@ -157,7 +157,7 @@ class CopyOut:
         if self._queue:
             self._drop_copied(sys.maxsize)
         limit_bytes = -1 if settle else self.window.out_bytes
-        if self.in_flight_bytes + self.held_bytes > limit_bytes:
+        if self.in_flight_bytes + self._held_live.total > limit_bytes:
             self.begin(new)
             self._drop_copied(limit_bytes)
         if not self._queue and not self._gathered:
@@ -170,7 +170,7 @@ class CopyOut:
             if entry is not None and entry.source is not None and entry.slot is not None:
                 try:
                     if not entry.slot.parked:
-                        if self.in_flight_bytes + self.held_bytes <= limit_bytes:
+                        if self.in_flight_bytes + self._held_live.total <= limit_bytes:
                             break
                         entry.slot.wait_parked()
                 except BaseException as error:

@@ -18,6 +18,7 @@ class Inputs:
         tensors: All of them, those in lists and under names too.
 
     Attributes:
+        storages: Those of the tensors, by id.
         values: Each by the id of the node that made it and the number of the node's output, with its version.
     """
 
@@ -25,12 +26,8 @@ class Inputs:
         strided = [t for t in plain_tensors(tensors) if t.layout == torch.strided and not t.is_nested]
         self.device_type = tensors[0].device.type if tensors else "cpu"
         self.nbytes = sum(t.untyped_storage().nbytes() for t in strided if t.requires_grad)
-        self._storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
+        self.storages = {id(s): s for s in (t.untyped_storage() for t in strided)}
         self.values = {(id(n), t.output_nr): (n, t, t._version) for t in tensors if (n := node_of(t)) is not None}
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage is an input's."""
-        return id(storage) in self._storages
 
     def value(self, key: tuple[int, int]) -> torch.Tensor | None:
         """Return the input that is the value of ``(id(node), output_nr)``; None once it was changed in place."""
@@ -47,7 +44,7 @@ class Inputs:
 
     def forget(self) -> None:
         """Let the tensors go."""
-        self._storages, self.values = {}, {}
+        self.storages, self.values = {}, {}
 
 
 def node_of(tensor: torch.Tensor) -> torch.autograd.graph.Node | None:

@@ -237,20 +237,17 @@ class BlockRun(RunRecord):
     ) -> Entry:
         """Make the entry of a storage and carry out the action chosen for it."""
         engine = self.engine
-        base = tensor._base
-        if base is None:
-            base, base_layout = tensor, layout
-        else:
-            base_layout = Layout.of(base)
+        viewed = tensor._base
+        base, base_layout = (tensor, layout) if viewed is None else (viewed, Layout.of(viewed))
         nbytes = storage.nbytes()
         covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
         made_by = "leaf" if node is None else node.name()
-        came_in = self._inputs.holds(storage)
+        came_in = id(storage) in self._inputs.storages
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
         made = "input" if is_input else outer.node if outer is not None else made_by
         site = self._sites.next(self.running[-1].name if self.running else "", made)
-        may_recompute = covered and engine.may_recompute(tensor)
+        may_recompute = covered and (engine.keep_filter is None or engine.keep_filter(tensor))
         weight = None
         if may_recompute and (node is None or made_by == CAST):
             weight = self.weights.copied(base, self._innermost)
@@ -286,7 +283,10 @@ class BlockRun(RunRecord):
         if timer is not None and not timer.measuring:
             timer = None
         began = 0.0 if timer is None else time.perf_counter()
-        self._carry_out(action, entry, tensor, base, recipe)
+        if action is KEEP:
+            engine.keep(entry, storage)
+        else:
+            self._carry_out(action, entry, tensor, base, recipe)
         if timer is not None:
             self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
         self.pass_.add_site(site, entry.nbytes, entry.action)
@@ -324,9 +324,6 @@ class BlockRun(RunRecord):
         self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
     ) -> None:
         engine = self.engine
-        if action is KEEP:
-            engine.keep(entry, tensor.untyped_storage())
-            return
         if engine.options.verify:
             engine.take_checksum(entry, tensor)
         if action is RECOMPUTE and recipe is not None:

@@ -39,6 +39,7 @@ class Services(Protocol):
     index: StorageIndex
     timer: StepTimer | None
     tensor_types: tuple[type[torch.Tensor], ...]
+    keep_filter: Callable[[torch.Tensor], bool] | None
     live_tickets: set[weakref.ref[Any]]
     live_entries: set[weakref.ref[Any]]
     orders: dict[tuple[str, int], tuple[int, ...]]
@@ -47,10 +48,6 @@ class Services(Protocol):
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
-        ...
-
-    def may_recompute(self, tensor: torch.Tensor) -> bool:
-        """Whether the user's filters let a tensor be dropped and recomputed."""
         ...
 
     def empty(self, tensor: torch.Tensor) -> torch.Tensor:

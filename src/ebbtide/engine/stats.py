@@ -106,7 +106,7 @@ class StallBook:
     """
 
     def __init__(self, tier: Tier, bus: Bus) -> None:
-        self._tier, self._bus = tier, bus
+        self._tier, self._bus, self._stalls = tier, bus, tier.stalls
         self._passes = 0
         self.by_block: dict[str, float] = {}
 
@@ -117,7 +117,7 @@ class StallBook:
             measured: Whether a plan is to be made of this pass.
         """
         number, self._passes = self._passes % _PASSES_PER_TIMED, self._passes + 1
-        self._tier.stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
+        self._stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
     def set_reader(self, where: str, block: str, nbytes: int | None = None) -> None:
         """What is asked of the store from now on is asked for this block.
@@ -127,11 +127,11 @@ class StallBook:
             block: Its name.
             nbytes: What is brought in, if something is.
         """
-        self._tier.stalls.reader = (where, block, nbytes)
+        self._stalls.reader = (where, block, nbytes)
 
     def clear_reader(self) -> None:
         """What is asked of the store from now on is asked for no block: its waits count in the total only."""
-        self._tier.stalls.reader = None
+        self._stalls.reader = None
 
     def flush(self) -> None:
         """Count, and tell of, the waits that are known by now."""

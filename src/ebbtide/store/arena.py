@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import operator
 import weakref
 from collections import deque
 from collections.abc import Iterable
@@ -87,6 +88,9 @@ class _Chunk:
     begin: int
     memory: torch.Tensor
     pinned: bool
+
+
+_BEGIN = operator.attrgetter("begin")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,7 +178,8 @@ class Arena:
         self._records[spans[0][0]] = _Record(weakref.ref(place, self._lost.append), nbytes, place.spans, guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
-        self._top_bytes = max(self._top_bytes, *(first + length for first, length in spans))
+        for first, length in spans:
+            self._top_bytes = max(self._top_bytes, first + length)
         self._torn = False
         return place
 
@@ -221,7 +226,7 @@ class Arena:
         for first, length in spans:
             end = first + min(length, nbytes)
             nbytes -= end - first
-            index = bisect.bisect_right(self._chunks, first, key=lambda chunk: chunk.begin) - 1
+            index = bisect.bisect_right(self._chunks, first, key=_BEGIN) - 1
             while first < end:
                 chunk = self._chunks[index]
                 part = chunk.memory[first - chunk.begin : end - chunk.begin]

@@ -9,12 +9,15 @@ event, an event recorded later, on the stream that was claimed, stands for it. S
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Iterable, Iterator
 
 from ebbtide.store.device import Device, EventHandle, StreamHandle
 
 Span = tuple[int, int]
 """Offset and length of some bytes."""
+
+_FIRST, _END = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Guard:
@@ -128,5 +131,5 @@ class Cooling:
             self._marks = []
 
     def _range(self, first: int, end: int) -> tuple[int, int]:
-        low = bisect.bisect_right(self._spans, first, key=lambda span: span[1])
-        return low, bisect.bisect_left(self._spans, end, lo=low, key=lambda span: span[0])
+        low = bisect.bisect_right(self._spans, first, key=_END)
+        return low, bisect.bisect_left(self._spans, end, lo=low, key=_FIRST)

@@ -40,10 +40,10 @@ class HostCopyIn:
 class HostSlot:
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
 
-    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "_nbytes", "place", "source", "_tier", "where")
+    __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
 
     def __init__(self, tier: HostTier, place: Place, where: torch.device) -> None:
-        self._tier, self.where, self._nbytes = tier, where, place.nbytes
+        self._tier, self.where, self.nbytes = tier, where, place.nbytes
         self.place: Place | None = place
         self.compute: StreamHandle = None
         self.done: EventHandle | None = None
@@ -53,11 +53,6 @@ class HostSlot:
 
     def __del__(self) -> None:
         self.free()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        return self._nbytes
 
     @property
     def parked(self) -> bool:

@@ -67,7 +67,7 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[
         "host_budget": f"{options.host_budget_bytes} bytes" if options.host_budget_bytes else "a fair share",
         "verify": str(options.verify),
     }
-    for name, filter_ in {"tensor_filter": engine._tensor_filter, "keep_filter": engine._keep_filter}.items():
+    for name, filter_ in {"tensor_filter": engine.tensor_filter, "keep_filter": engine.keep_filter}.items():
         terms[name] = getattr(filter_, "__qualname__", type(filter_).__qualname__)
     return terms | {f"block {block.name}": block.kind for block in blocks}
 
