@@ -246,6 +246,13 @@ MUTANTS = (
         ("tests/unit/store/test_host.py",),
     ),
     Mutant(
+        "turn-around: a gradient inside a forward cancels its copies",
+        "ebbtide/engine/restore.py",
+        "if latest is None or not latest.is_open:",
+        "if True:",
+        ("tests/unit/engine/test_graphs.py",),
+    ),
+    Mutant(
         "room: a recompute does not discard prefetched bytes",
         "ebbtide/engine/restore.py",
         'self._with_room("recompute", flow_of(backward, run), work)',

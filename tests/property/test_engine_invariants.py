@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -100,7 +100,12 @@ class Watched:
             torch.autograd.backward(self.outputs, [torch.ones_like(o) for o in self.outputs])
 
 
+GRADIENT_INSIDE = Graph((*[("add", 0, 0, 0)] * 3, ("inner_gradient", 0, 0, 0)), (0,))
+"""A backward in the middle of a forward: what is gathered then is copied out all the same."""
+
+
 @settings(max_examples=60)
+@example(GRADIENT_INSIDE, 0, 400, 1.0)
 @given(graphs(outside=False), st.integers(0, 99), st.sampled_from([1, 100, 400, 1 << 20]), st.sampled_from([1.0, 1e12]))
 def test_what_stays_is_what_is_kept_and_the_window(graph: Graph, seed: int, window_bytes: int, rate: float) -> None:
     """After forward the device holds the kept storages and what is being copied out: at most the window."""

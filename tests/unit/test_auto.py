@@ -43,7 +43,7 @@ def test_every_step_is_bitwise_that_of_plain_training(family: str, slowdown: flo
         table = table_of(handle)
         drain()
         assert_nothing_left(handle._engine)
-        assert not handle._engine.kept_bytes
+        assert not handle._engine.kept.total
     assert table.predicted.overhead_percent <= 100 * slowdown + 1e-6
 
 
@@ -102,7 +102,7 @@ def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -
         profile = handle.plan.profile
         assert len(profile.blocks) == count
         drain()
-        assert not handle._engine.kept_bytes
+        assert not handle._engine.kept.total
 
 
 def test_a_larger_batch_is_measured_anew() -> None:

@@ -153,7 +153,9 @@ class Restorer:
         backward.run = run
         flow = backward.flows.get(id(run.pass_))
         if flow is None:
-            self._copy_out.cancel(run.pass_)
+            latest = run.pass_.latest
+            if latest is None or not latest.is_open:  # else a gradient inside a forward, which goes on
+                self._copy_out.cancel(run.pass_)
             self._window.recover()
             flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window, self._engine.tier)
         self._stalls.flush()

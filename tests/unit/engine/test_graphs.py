@@ -296,6 +296,22 @@ def test_two_forwards_and_one_backward_over_both(policy: str) -> None:
         assert_nothing_left(engine)
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_gradient_inside_a_forward_cancels_no_copy(tier: str) -> None:
+    """The forward goes on: what was to leave the device leaves it."""
+    x = leaf(64, 64)
+    (expected,) = torch.autograd.grad(x.sin().cos().exp().sum(), x)
+    with open_engine("offload", tier) as engine:
+        with forward_pass(engine, x) as run:
+            y = x.sin().cos()
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+            z = y.exp()
+        engine._copy_out.retire(settle=True)
+        entries = [entry for reference in run.entries if (entry := reference()) is not None]
+        assert len(entries) == 3 and all(e.source is None and e.slot is not None for e in entries)
+        assert same_bits(torch.autograd.grad(z.sum(), x)[0], expected)
+
+
 def test_a_hundred_steps_do_not_grow() -> None:
     x, w = leaf(6, 8), leaf(8, 8, parameter=True)
     with open_engine(REMAKE) as engine, no_collector():
