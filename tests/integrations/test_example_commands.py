@@ -107,7 +107,7 @@ def test_an_example_trains(number: int, tmp_path: Path) -> None:
     words = replaced(kept(number), values)
     words = [_override(word, values) for word in words]
     words += {1: ["--max_steps", "2", "--packing", "true"], 2: ["--max_steps", "2", "--output_dir", str(out)]}.get(
-        number, ["--samples", "0"]
+        number, ["--samples", "0", "--min_bytes", "0"]
     )
     if number == 1:
         with Forks() as forks:
