@@ -19,7 +19,9 @@ def train(policy: str | None) -> tuple[list[Tensor], list[float]]:
     model, scaler = gated_model(), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     width = next(p.shape[-1] for p in model.parameters() if p.dim() == 2)
-    handle = nullcontext() if policy is None else ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0)
+    handle = nullcontext()
+    if policy is not None:
+        handle = ebbtide.enable_activation_offloading(model, policy=policy, min_bytes=0)
     losses: list[Tensor] = []
     scales: list[float] = []
     with handle:
