@@ -256,8 +256,8 @@ def _warmup(share: float) -> dict[str, float]:
 
     Since 5.0 ``warmup_steps`` below 1 is a share; before, it was whole, and ``warmup_ratio`` was the share.
     """
-    whole = TrainingArguments.__annotations__["warmup_steps"] in (int, "int")
-    return {"warmup_ratio" if whole else "warmup_steps": share}
+    counted = TrainingArguments.__annotations__["warmup_steps"] in (int, "int")
+    return {"warmup_ratio" if counted else "warmup_steps": share}
 
 
 def _hybrid(config: RecipeConfig) -> dict[str, Any]:
