@@ -1,8 +1,8 @@
 """What offloading asks of a node: host memory and links, from bytes that the engine counts and rates from outside.
 
 The bytes that each policy moves are counted on a CPU, by running blocks of the model's proportions at an eighth of its
-width: bytes per token are proportional to the width. The rest is arithmetic on rates that are named with their source.
-Nothing here was timed.
+width: bytes per token are proportional to the width. The rest is arithmetic on rates that are named with their source,
+and simulation of ranks that share links and wait for each other (``benchmarks.cluster``). Nothing here was timed.
 
     python -m benchmarks.suites.scaling [--out DIR] [--page]
 """
@@ -12,14 +12,19 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import ebbtide
+from benchmarks.cluster import Nodes, simulate_ranks
 from benchmarks.results_folder import result_folder, write_result
+from ebbtide.base.actions import Action, Site
+from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "scaling.md"
 BEGIN, END = "<!-- tables: written by benchmarks/suites/scaling.py -->", "<!-- end of tables -->"
@@ -28,6 +33,13 @@ POLICIES = ("offload", "auto", "minimal")
 LENGTHS = (8192, 32768, 131072)
 DEVICES = (8, 64, 1024)
 """Sizes of jobs; the example in the table of jobs is the first model at the second length under ``auto``."""
+UNITS = 4
+"""Storages that a block of a simulated job offloads, all alike."""
+
+REACHED = 0.6
+"""Part of the peak rates that the kernels of a simulated job reach."""
+
+DISTURBANCES = ("none", "block times vary by 5 %", "one device 10 % slower", "one host at a quarter of its memory rate")
 DIGEST_BYTES = len(hashlib.sha256().hexdigest())
 """What a rank reads of each other rank that was told the same."""
 
@@ -183,6 +195,99 @@ def _row(machine: Machine, model: Model, tokens: int, policy: str, bytes_per_tok
     return "| " + " | ".join(cells) + " |"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A simulated job: its machine and policy, how its devices are linked, and what disturbs it."""
+
+    machine: str
+    link: str
+    policy: str
+    disturbance: str
+
+
+def jobs() -> Iterator[Job]:
+    """Yield the rows of the table of simulated jobs."""
+    for machine in MACHINES:
+        for link in ("its own", "one for two") if machine.ranks > 1 else ("its own",):
+            for policy in POLICIES if machine.ranks > 1 else POLICIES[:2]:
+                for disturbance in DISTURBANCES if policy == "auto" else DISTURBANCES[:1]:
+                    yield Job(machine=machine.name, link=link, policy=policy, disturbance=disturbance)
+
+
+def slowdown(job: Job, devices: int, bytes_per_token: float) -> float:
+    """Return by how much offloading slows a step of the first model at the second length, simulated.
+
+    Args:
+        job: The job.
+        devices: Its ranks.
+        bytes_per_token: Bytes that the policy moves, per token and block.
+
+    Returns:
+        The slowest rank's step, as a part of the same step, disturbed alike, in which all is kept; less one.
+    """
+    machine = next(each for each in MACHINES if each.name == job.machine)
+    model, tokens = MODELS[0], LENGTHS[1]
+    rate = machine.out_bytes_per_second
+    hosts = [machine.host_bytes_per_second] * (devices // machine.ranks)
+    hosts[0] /= 4 if job.disturbance == DISTURBANCES[3] else 1
+    pairs = 2 if job.link == "one for two" else 1
+    nodes = Nodes(
+        ranks=machine.ranks, host_bytes_per_second=tuple(hosts), devices_a_switch=pairs, switch_bytes_per_second=rate
+    )
+    units = tuple(
+        Unit(site=Site("Block", "", "", number), nbytes=round(bytes_per_token * tokens / UNITS))
+        for number in range(UNITS)
+    )
+    seconds = model.forward_seconds(tokens, machine) / REACHED
+    block = BlockProfile(name="", kind="Block", forward_seconds=seconds, backward_seconds=2 * seconds, units=units)
+    draw = random.Random(0)
+    profiles = [
+        Profile(
+            blocks=tuple(_disturbed(block, job, rank, draw) for _ in range(model.layers)),
+            rates=Rates(out_bytes_per_second=rate, in_bytes_per_second=rate),
+        )
+        for rank in range(devices)
+    ]
+    kept, offloaded = (
+        max(step.seconds for step in simulate_ranks(profiles, [[action] * UNITS] * model.layers, nodes))
+        for action in (Action.KEEP, Action.OFFLOAD)
+    )
+    return offloaded / kept - 1
+
+
+def _disturbed(block: BlockProfile, job: Job, rank: int, draw: random.Random) -> BlockProfile:
+    """Return a block with the times that it takes on a rank."""
+    factor = 1.0
+    if job.disturbance == DISTURBANCES[1]:
+        factor = max(0.8, draw.gauss(1.0, 0.05))
+    elif job.disturbance == DISTURBANCES[2] and rank == 1:
+        factor = 1.1
+    return replace(
+        block, forward_seconds=block.forward_seconds * factor, backward_seconds=block.backward_seconds * factor
+    )
+
+
+def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]]:
+    """Simulate every job at every size; return rows of the job and its slowdowns by devices."""
+    rows: list[dict[str, str | float]] = []
+    for job in jobs():
+        by_size = {f"{n}": slowdown(job, n, moved[MODELS[0].name][job.policy]) for n in DEVICES}
+        rows.append({**asdict(job), **by_size})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def together(rows: list[dict[str, str | float]]) -> str:
+    """Return the table of simulated jobs."""
+    head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in DEVICES)]
+    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(DEVICES)]
+    for row in rows:
+        cells = [str(row["machine"]), str(row["link"]), f"`{row['policy']}`", str(row["disturbance"])]
+        cells += [f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def page(text: str, rows: str) -> str:
     """Return the page with its tables replaced."""
     before, rest = text.split(BEGIN)
@@ -196,11 +301,13 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="also write the tables of docs/concepts/scaling.md")
     given = parser.parse_args()
     moved = {model.name: counted(model) for model in MODELS}
-    rows = tables(moved)
+    steps = simulated(moved)
+    rows = f"{tables(moved)}\n\n{together(steps)}"
     print(rows)
     result = {
         "suite": "scaling",
         "bytes_per_token_and_block": moved,
+        "jobs": steps,
         "machines": [asdict(m) for m in MACHINES],
         "models": [asdict(m) for m in MODELS],
     }

@@ -7,16 +7,32 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.suites.scaling import BEGIN, DEVICES, END, MACHINES, MODELS, PAGE, Model, counted, page, tables
+from benchmarks.suites.scaling import (
+    BEGIN,
+    DEVICES,
+    END,
+    MACHINES,
+    MODELS,
+    PAGE,
+    Job,
+    Model,
+    counted,
+    jobs,
+    page,
+    slowdown,
+    tables,
+    together,
+)
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("scaling_*/run.json"))
 
 
 def test_the_page_holds_what_was_counted() -> None:
-    moved = json.loads(RESULTS[-1].read_text())["bytes_per_token_and_block"]
+    result = json.loads(RESULTS[-1].read_text())
+    rows = f"{tables(result['bytes_per_token_and_block'])}\n\n{together(result['jobs'])}"
     text = PAGE.read_text()
     assert text.count(BEGIN) == text.count(END) == 1
-    assert page(text, tables(moved)) == text, "python -m benchmarks.suites.scaling --page writes it anew"
+    assert page(text, rows) == text, "python -m benchmarks.suites.scaling --page writes it anew"
     assert RESULTS[-1].parent.name in text
 
 
@@ -46,3 +62,24 @@ def test_a_forward_takes_what_its_products_take(model: Model) -> None:
     assert short == pytest.approx(2 * 1024 * weights / machine.flop_per_second, rel=0.2)
     # Four times the tokens: four times the products with weights, sixteen times the attention.
     assert 4 * short < model.forward_seconds(4096, machine) < 16 * short
+
+
+def test_jobs_of_one_node_are_simulated_as_they_were() -> None:
+    result = json.loads(RESULTS[-1].read_text())
+    moved = result["bytes_per_token_and_block"][MODELS[0].name]
+    assert [Job(**{name: row[name] for name in Job.__annotations__}) for row in result["jobs"]] == list(jobs())
+    for job, row in zip(jobs(), result["jobs"], strict=True):
+        assert slowdown(job, DEVICES[0], moved[job.policy]) == pytest.approx(row[str(DEVICES[0])], abs=1e-9)
+
+
+def test_more_devices_take_no_longer_and_what_holds_one_node_up_holds_up_all() -> None:
+    rows = json.loads(RESULTS[-1].read_text())["jobs"]
+    for row in rows:
+        assert row["1024"] <= row["64"] + 1e-9 <= row["8"] + 2e-9
+    by_link = {
+        (row["link"], row["disturbance"]): row["1024"]
+        for row in rows
+        if row["machine"] == MACHINES[0].name and row["policy"] == "auto"
+    }
+    assert by_link["one for two", "none"] > by_link["its own", "none"] > 0
+    assert by_link["its own", "one host at a quarter of its memory rate"] > by_link["its own", "none"]

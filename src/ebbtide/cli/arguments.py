@@ -85,6 +85,7 @@ def read_arguments(
         return None
     path, flags = _read_flags(argv, names)
     values = _read_file(path, names) if path is not None else {}
+    names.refuse()
     return _build(kind, {**values, **flags}, prog=prog)
 
 
@@ -102,6 +103,7 @@ class _Names:
         self.granted: Mapping[str, Sequence[str]] = getattr(kind, "granted", {})
         self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
         self.mappings: Sequence[str] = getattr(kind, "mappings", ())
+        self.refused: dict[str, str] = {}  # as the user wrote it, with its value: the hint
 
     def known(self, written: str) -> str | None:
         """Return the field's name for what was written, hyphen equals underscore; ``None`` if there is none."""
@@ -129,16 +131,18 @@ class _Names:
         return name
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
-        """Return the values for a field, ready to be read; ``None`` for a refused flag that asks for nothing.
+        """Return the values for a field, ready to be read; ``None`` for a flag that this release cannot serve.
+
+        Unless its value asks for nothing, such a flag is left to ``refuse``.
 
         Raises:
-            ConfigError: The flag is known, but this release cannot serve it; a boolean is no boolean; a value is empty.
+            ConfigError: A boolean is no boolean; a value is empty.
         """
         if name in self.unsupported:
             harmless = (*_ASKS_FOR_NOTHING, *self.granted.get(name, ()))
-            if all(value.lower() in harmless for value in flag.texts):
-                return None
-            raise ConfigError(f"{flag.shown} {flag.text} is not supported in this release", hint=self.unsupported[name])
+            if any(value.lower() not in harmless for value in flag.texts):
+                self.refused[f"{flag.shown} {flag.text}"] = self.unsupported[name]
+            return None
         if name in self.booleans:
             word = flag.texts[0].lower() if len(flag.texts) == 1 else ""
             if word not in _TRUE + _FALSE:
@@ -156,6 +160,21 @@ class _Names:
                 f"{flag.shown} is {flag.text!r}", expected="a value", hint=f"leave {name} out for its default"
             )
         return flag
+
+    def refuse(self) -> None:
+        """Raise one error for all flags that this release cannot serve: a command of another trainer has several.
+
+        Raises:
+            ConfigError: There are any.
+        """
+        if len(self.refused) == 1:
+            [(shown, hint)] = self.refused.items()
+            raise ConfigError(f"{shown} is not supported in this release", hint=hint)
+        if self.refused:
+            raise ConfigError(
+                f"{len(self.refused)} flags are not supported in this release",
+                hint="\n  ".join(["for each", *(f"{shown}: {hint}" for shown, hint in self.refused.items())]),
+            )
 
 
 def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values]:

@@ -75,6 +75,7 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_ACTOR}.optim.lr_warmup_steps": "--warmup_ratio: the share of the steps",
     f"{_ACTOR}.fsdp_config.param_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.optimizer_offload": _OFFLOAD,
+    f"{_ACTOR}.fsdp_config.grad_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.fsdp_size": "--fsdp_strategy hybrid_shard shards within a node and copies across nodes",
     f"{_ACTOR}.fsdp_config.model_dtype": "--torch_dtype",
     f"{_ACTOR}.use_torch_compile": "nothing is compiled: leave it out",

@@ -16,6 +16,8 @@ UNSUPPORTED: Mapping[str, str] = {
     **SHARED_UNSUPPORTED,
     "quant_bits": "--train_type qlora loads the weights in 4 bits",
     "quant_method": "--train_type qlora uses bitsandbytes",
+    "model_author": "rows are trained as they are: write the name into the data set",
+    "model_name": "rows are trained as they are: write the name into the data set",
 }
 """Flags that users of other trainers of language models know, and that this release refuses."""
 

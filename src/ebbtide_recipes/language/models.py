@@ -131,12 +131,10 @@ def is_vision_language(config: PreTrainedConfig) -> bool:
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether a config is of a model that takes images, videos or sounds with text."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto
 
-    others = set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    every = getattr(modeling_auto, "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", {})  # transformers 4 has no such list
+    others = set(every) - set(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
     return is_vision_language(config) or config.model_type in others
 
 
@@ -252,11 +250,11 @@ def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedM
 
 def _auto_class(model_config: PreTrainedConfig) -> Any:
     """Return the class that makes a model of this kind."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+    import transformers
 
     if is_vision_language(model_config):
-        return AutoModelForImageTextToText
-    return AutoModelForMultimodalLM if is_multimodal(model_config) else AutoModelForCausalLM
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForMultimodalLM if is_multimodal(model_config) else transformers.AutoModelForCausalLM
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:

@@ -66,6 +66,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "model.fsdp_config.cpu_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.param_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.optimizer_offload": _OFFLOAD,
+    f"{_ACTOR}.fsdp_config.grad_offload": _OFFLOAD,
     f"{_ACTOR}.ppo_mini_batch_size": _BATCH,
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": f"--per_device_train_batch_size; {_REINFORCE}",
     "actor_rollout_ref.rollout.name": _REINFORCE,

@@ -60,6 +60,7 @@ class VideoConfig(RecipeConfig):
     """
 
     unsupported: ClassVar[Mapping[str, str]] = fastvideo.UNSUPPORTED
+    granted: ClassVar[Mapping[str, tuple[str, ...]]] = fastvideo.GRANTED
     aliases: ClassVar[Mapping[str, str]] = fastvideo.ALIASES
 
     model: str = "builtin:tiny-wan"

@@ -52,6 +52,10 @@ UNSUPPORTED: Mapping[str, str] = {
     "lr_warmup_steps": "--warmup_ratio is the share of the steps in which the learning rate rises",
     "weight_only_checkpointing_steps": "--save_steps writes whole checkpoints; the end of a run saves the transformer",
     "use_ema": "--ema_decay 0.999 keeps a moving average",
+    "ema_start_step": "--ema_decay averages from the first step on: leave it out",
+    "num_euler_timesteps": "--sampler_steps is for samples, --student_timesteps for distillation",
+    "multi_phased_distill_schedule": "--distill true has one phase: leave it out",
+    "not_apply_cfg_solver": "--distill true has no solver: leave it out",
     "log_validation": "samples are made unless --samples is 0",
     "validation_dataset_file": "--sample_prompts takes captions",
     "validation_sampling_methods": "samples are made by the pipeline's own scheduler",
@@ -68,3 +72,10 @@ UNSUPPORTED: Mapping[str, str] = {
     "workload_type": "from text to video",
 }
 """Flags that FastVideo's users know, and that this release refuses."""
+
+GRANTED: Mapping[str, tuple[str, ...]] = {
+    "sp_size": ("1",),
+    "tp_size": ("1",),
+    "train_sp_batch_size": ("1",),
+}
+"""Values of these that ask for what is done here in any case."""

@@ -79,6 +79,19 @@ def test_overrides_that_cannot_be_are_named_by_their_keys(word: str, said: str) 
         read("--model", "m", "--rate", "1", "optim.lr=2")
 
 
+def test_all_that_is_refused_is_named_in_one_error(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("fsdp_strategy: hybrid\nmodel: m\n")
+    with pytest.raises(ConfigError) as caught:
+        read(str(tmp_path / "run.yaml"), "--deepspeed", "zero2", "critic.path=there")
+    assert str(caught.value).splitlines() == [
+        "3 flags are not supported in this release",
+        "hint: for each",
+        "  --deepspeed zero2: leave it out",
+        "  critic.path there: no critic",
+        f"  fsdp_strategy in {tmp_path / 'run.yaml'} hybrid: one process",
+    ]
+
+
 def test_a_mapping_in_the_file_is_kept_as_json(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("model: m\npath: {a: true, b: [1, x]}\n")
     assert read(str(tmp_path / "run.yaml")) == Settings(model="m", path='{"a": true, "b": [1, "x"]}')

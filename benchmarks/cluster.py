@@ -1,0 +1,321 @@
+"""One step of many ranks that share links, switches, host memory and each other's pace.
+
+[Note: what ranks share]
+Each rank follows the schedule of ``ebbtide.planner.simulate``, with its own times. What differs is that a copy's rate
+is not its own: devices behind a switch divide its rate, and all of a node divide the rate of the host's memory, in
+equal parts among those that copy at that moment; what one cannot use of its part is not given to others. Rates change
+whenever a copy begins or ends, so the step is a simulation of events.
+
+Ranks of a sharded job wait for each other: the weights of a block are gathered one block ahead, so no rank begins a
+block before all have begun the one before. Collectives themselves take no time here: they take it without offloading
+too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from ebbtide.base.actions import Action
+from ebbtide.planner.profile import Profile
+from ebbtide.planner.simulate import LEAST_WINDOW_BYTES, Assignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """How devices are connected.
+
+    Attributes:
+        ranks: Devices of a node.
+        host_bytes_per_second: Rate of each node's host memory.
+        devices_a_switch: Devices that share a link to the host.
+        switch_bytes_per_second: Rate of that link, each way; ``None``: there are no switches.
+    """
+
+    ranks: int
+    host_bytes_per_second: tuple[float, ...]
+    devices_a_switch: int = 1
+    switch_bytes_per_second: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One rank's step.
+
+    Attributes:
+        seconds: Its end.
+        stall_seconds: Time that it waited for its own copies.
+        waited_seconds: Time that it waited for other ranks.
+        out_bytes: Bytes copied out.
+    """
+
+    seconds: float
+    stall_seconds: float
+    waited_seconds: float
+    out_bytes: float
+
+
+@dataclass(eq=False, slots=True)
+class _Copy:
+    nbytes: float
+    rank: int
+    out: bool
+    left: float = 0.0
+    rate: float = 0.0
+    ends: float = 0.0
+    begun: bool = False
+    done: bool = False
+    wake: Callable[[], None] | None = None
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank's queues, and what it waited for."""
+
+    queues: dict[bool, deque[_Copy]] = field(default_factory=lambda: {True: deque(), False: deque()})
+    busy: dict[bool, bool] = field(default_factory=lambda: {True: False, False: False})
+    stall: float = 0.0
+    waited: float = 0.0
+    ended: float = 0.0
+    out_bytes: float = 0.0
+
+
+_Wait = tuple[str, float | int | _Copy]
+
+
+class _Cluster:
+    """The clock, the copies under way, and who waits for whom. See [Note: what ranks share]."""
+
+    def __init__(self, profiles: Sequence[Profile], nodes: Nodes) -> None:
+        self.profiles, self.nodes = profiles, nodes
+        self.now = 0.0
+        self.ranks = [_Rank() for _ in profiles]
+        self.active: list[list[_Copy]] = [[] for _ in nodes.host_bytes_per_second]
+        self._since = [0.0] * len(self.active)
+        self._turn = [0] * len(self.active)  # which of a node's events is the latest
+        self._changed: set[int] = set()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._begun: dict[int, int] = {}
+        self._waiting: dict[int, list[Callable[[], None]]] = {}
+
+    def at(self, time: float, call: Callable[[], None]) -> None:
+        """Call something at a time."""
+        self._count += 1
+        heapq.heappush(self._events, (time, self._count, call))
+
+    def run(self, programs: Sequence[Generator[_Wait, None, None]]) -> None:
+        """Run the ranks to their ends."""
+        for rank, program in enumerate(programs):
+            self._step(rank, program)
+        self._share()
+        while self._events:
+            self.now = self._events[0][0]
+            while self._events and self._events[0][0] == self.now:
+                heapq.heappop(self._events)[2]()
+            self._share()
+
+    def _step(self, rank: int, program: Generator[_Wait, None, None]) -> None:
+        """Run a rank until it waits."""
+        mine = self.ranks[rank]
+        for what, value in program:
+            began = self.now
+
+            def wake(what: str = what, began: float = began) -> None:
+                if what == "copy":
+                    mine.stall += self.now - began
+                elif what == "block":
+                    mine.waited += self.now - began
+                self._step(rank, program)
+
+            if isinstance(value, _Copy):
+                if value.done:
+                    continue
+                value.wake = wake
+            elif what == "block":
+                if self._may_begin(int(value)):
+                    continue
+                self._waiting.setdefault(int(value), []).append(wake)
+            else:
+                self.at(self.now + value, wake)
+            return
+        mine.ended = self.now
+
+    def _may_begin(self, number: int) -> bool:
+        """Count a rank that begins a block, if all have begun the one before; let go those who wait for it."""
+        if number and self._begun.get(number - 1, 0) < len(self.ranks):
+            return False
+        self._begun[number] = self._begun.get(number, 0) + 1
+        if self._begun[number] == len(self.ranks):
+            waiting = self._waiting.pop(number + 1, [])
+            self._begun[number + 1] = len(waiting)
+            for wake in waiting:
+                self.at(self.now, wake)
+        return True
+
+    # Copies
+
+    def copy(self, rank: int, nbytes: float, *, out: bool) -> _Copy:
+        """Queue a copy of a rank behind its others of the same direction."""
+        made = _Copy(nbytes, rank, out, left=nbytes)
+        self.ranks[rank].queues[out].append(made)
+        self._next(rank, out)
+        return made
+
+    def cancel(self, rank: int) -> None:
+        """Cancel the copy-outs of a rank that have not begun."""
+        self.ranks[rank].queues[True].clear()
+
+    def _next(self, rank: int, out: bool) -> None:
+        mine = self.ranks[rank]
+        if mine.busy[out] or not mine.queues[out]:
+            return
+        begins, node = mine.queues[out].popleft(), rank // self.nodes.ranks
+        mine.busy[out] = begins.begun = True
+        self._advance(node)
+        self.active[node].append(begins)
+        self._changed.add(node)
+
+    def _advance(self, node: int) -> None:
+        """Count what a node has copied until now."""
+        seconds, self._since[node] = self.now - self._since[node], self.now
+        for each in self.active[node]:
+            each.left -= each.rate * seconds
+
+    def _share(self) -> None:
+        """Give each copy of the nodes in which one began or ended its part, and find the next end."""
+        for node in self._changed:
+            self._advance(node)
+            copies, nodes = self.active[node], self.nodes
+            behind: dict[tuple[int, bool], int] = {}
+            for each in copies:
+                key = (each.rank // nodes.devices_a_switch, each.out)
+                behind[key] = behind.get(key, 0) + 1
+            for each in copies:
+                rates = self.profiles[each.rank].rates
+                link = rates.out_bytes_per_second if each.out else rates.in_bytes_per_second
+                if nodes.switch_bytes_per_second is not None:
+                    sharing = behind[each.rank // nodes.devices_a_switch, each.out]
+                    link = min(link, nodes.switch_bytes_per_second / sharing)
+                each.rate = min(link, nodes.host_bytes_per_second[node] / len(copies))
+                each.ends = self.now + max(each.left, 0.0) / each.rate
+            self._turn[node] += 1
+            if copies:
+                turn = self._turn[node]
+                self.at(min(each.ends for each in copies), lambda node=node, turn=turn: self._ended(node, turn))
+        self._changed.clear()
+
+    def _ended(self, node: int, turn: int) -> None:
+        if turn != self._turn[node]:
+            return
+        self._advance(node)
+        ended = [each for each in self.active[node] if each.ends <= self.now]
+        self.active[node] = [each for each in self.active[node] if each.ends > self.now]
+        self._changed.add(node)
+        for each in ended:
+            each.done = True
+            mine = self.ranks[each.rank]
+            mine.busy[each.out] = False
+            mine.out_bytes += each.nbytes if each.out else 0.0
+            self._next(each.rank, each.out)
+            if each.wake is not None:
+                each.wake()
+
+
+@dataclass(eq=False, slots=True)
+class _Parked:
+    """An offloaded unit: the copy-out, and the copy-in once it has been asked for."""
+
+    out: _Copy
+    nbytes: int
+    resident: bool = True
+    back: _Copy | None = None
+
+
+def _retire(flying: deque[_Parked], window: int) -> Generator[_Wait, None, None]:
+    """Drop the sources of copies that are done; beyond the window, wait for the oldest."""
+    while flying and (flying[0].out.done or sum(each.nbytes for each in flying) > window):
+        yield "copy", flying[0].out
+        flying.popleft().resident = False
+
+
+def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[_Wait, None, None]:
+    """Yield what a rank waits for, in the order of the simulated schedule."""
+    profile = cluster.profiles[rank]
+    blocks = list(zip(profile.blocks, assignment, strict=True))
+    moved = [
+        sum(u.moved_bytes for u, a in zip(b.units, acts, strict=True) if a is Action.OFFLOAD) for b, acts in blocks
+    ]
+    fixed = profile.window_bytes
+    window_out = fixed or max(2 * max(moved), LEAST_WINDOW_BYTES)
+    window_in = fixed or max(*moved, LEAST_WINDOW_BYTES)
+    parked: dict[tuple[int, int], _Parked] = {}
+    flying: deque[_Parked] = deque()
+    yield "compute", profile.lead_seconds
+    for place, (block, actions) in enumerate(blocks):
+        yield "block", place
+        for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
+            yield "compute", block.forward_seconds / len(block.units)
+            if action is not Action.OFFLOAD:
+                continue
+            made = _Parked(cluster.copy(rank, unit.moved_bytes, out=True), unit.moved_bytes)
+            parked[place, number] = made
+            flying.append(made)
+            yield from _retire(flying, window_out)
+        yield from _retire(flying, window_out)
+    cluster.cancel(rank)
+    yield "compute", profile.head_seconds
+    order = deque(
+        key
+        for place in reversed(range(len(blocks)))
+        for number in reversed(range(len(blocks[place][0].units)))
+        if (key := (place, number)) in parked and not parked[key].resident
+    )
+    ahead = 0
+
+    def begin() -> None:
+        nonlocal ahead
+        each = parked[order.popleft()]
+        each.back = cluster.copy(rank, each.nbytes, out=False)
+        ahead += each.nbytes
+
+    def advance() -> None:
+        while order and not (ahead and ahead + parked[order[0]].nbytes > window_in):
+            begin()
+
+    for place in reversed(range(len(blocks))):
+        block, actions = blocks[place]
+        yield "block", 2 * len(blocks) - 1 - place
+        advance()
+        for number in reversed(range(len(block.units))):
+            if actions[number] is Action.RECOMPUTE:
+                yield "compute", block.units[number].recompute_seconds or 0.0
+            if (each := parked.get((place, number))) is not None and not each.resident:
+                while each.back is None:
+                    begin()
+                yield "copy", each.back
+                ahead -= each.nbytes
+                advance()
+            yield "compute", block.backward_seconds / len(block.units)
+    yield "compute", profile.tail_seconds
+
+
+def simulate_ranks(profiles: Sequence[Profile], assignment: Assignment, nodes: Nodes) -> list[RankStep]:
+    """Simulate one step of a sharded job. See [Note: what ranks share].
+
+    Args:
+        profiles: One of each rank, with as many blocks each. Every block saves something, and moving costs no compute.
+        assignment: For each block, the action of each of its units: keep, offload or recompute.
+        nodes: What ranks share; rank 9 is on the second node of eight.
+
+    Returns:
+        The step of each rank.
+    """
+    cluster = _Cluster(profiles, nodes)
+    cluster.run([_program(cluster, rank, assignment) for rank in range(len(profiles))])
+    return [
+        RankStep(seconds=r.ended, stall_seconds=r.stall, waited_seconds=r.waited, out_bytes=r.out_bytes)
+        for r in cluster.ranks
+    ]
