@@ -50,8 +50,11 @@ class DeviceFacts:
 
     Attributes:
         kind: ``"cpu"``, ``"cuda"`` and so on.
-        name: The vendor's name. count: The number of devices. memory_bytes: Memory of one device. free_bytes: Free part
-            of it. bfloat16: Whether it computes in bfloat16 natively.
+        name: The vendor's name.
+        count: The number of devices.
+        memory_bytes: Memory of one device.
+        free_bytes: Free part of it.
+        bfloat16: Whether it computes in bfloat16 natively.
         pinned: Whether host memory can be pinned for it; ``None`` on a CPU.
         asynchronous: Whether copies overlap compute; ``None`` on a CPU.
         address: On the PCI bus, such as ``"0000:17:00.0"``.
@@ -113,15 +116,19 @@ class Host:
     """Host memory, and the system's limits on a process.
 
     Attributes:
-        memory_bytes: Memory of the machine. limit_bytes: The smallest memory limit of this process's control groups, or
-            the machine's memory. available_bytes: Unused memory of the machine. share_bytes: Limit of one rank's
-            offloaded bytes. swap_bytes: Swap space. swap_used_bytes: Used part of it. locked_bytes: Limit of locked
-            memory per process; ``None``: unlimited. open_files: Limit of open files per process; ``None``: unlimited.
-            nodes: Memory node → its CPUs.
+        memory_bytes: Memory of the machine.
+        limit_bytes: The smallest memory limit of this process's control groups, or the machine's memory.
+        available_bytes: Unused memory of the machine.
+        share_bytes: Limit of one rank's offloaded bytes.
+        swap_bytes: Swap space.
+        swap_used_bytes: Used part of it.
+        locked_bytes: Limit of locked memory per process; ``None``: unlimited.
+        open_files: Limit of open files per process; ``None``: unlimited.
+        nodes: Memory node → its CPUs.
         cpus: CPUs this process may run on; empty if not known.
         huge_pages: ``"always"``, ``"madvise"`` or ``"never"``.
-        libc: The C library, such as ``"glibc 2.36"``; ``None``: another one. load: The machine's load average over the
-            last minute.
+        libc: The C library, such as ``"glibc 2.36"``; ``None``: another one.
+        load: The machine's load average over the last minute.
     """
 
     memory_bytes: int

@@ -41,8 +41,9 @@ class Rule:
 
     Attributes:
         code: See [Note: a code's life].
-        severity: Severity of its finding. about: Description on the page of codes. check: Facts → observation and
-            remedy; ``None``: no finding.
+        severity: Severity of its finding.
+        about: Description on the page of codes.
+        check: Facts → observation and remedy; ``None``: no finding.
     """
 
     code: str

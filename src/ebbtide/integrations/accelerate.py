@@ -50,8 +50,8 @@ def memory_efficient_init(
 
     Args:
         accelerator: Prepares the models afterwards.
-        missing: As for ``load_sharded``; initialised names are logged, as ``from_pretrained`` does. unexpected: As for
-            ``load_sharded``; ignored names are logged.
+        missing: As for ``load_sharded``; initialised names are logged, as ``from_pretrained`` does.
+        unexpected: As for ``load_sharded``; ignored names are logged.
         allow_pickle: As for ``load_sharded``.
         progress: As for ``load_sharded``.
 

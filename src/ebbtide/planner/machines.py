@@ -62,7 +62,7 @@ class Machine:
                 )
 
     def rates(self, ranks: int = 1) -> Rates:
-        """Return the copy rates of one of ``ranks`` devices that copy at once: of its link, or its share of the host."""
+        """Return the copy rates of each of ``ranks`` devices that copy at once: its link, or its share of the host."""
         share = self.host_bytes_per_second / ranks
         return Rates(
             out_bytes_per_second=min(self.out_bytes_per_second, share),

@@ -88,8 +88,9 @@ class Rates:
     Attributes:
         out_bytes_per_second: From the device to the store, with all ranks of the machine copying.
         in_bytes_per_second: From the store to the device.
-        handling_seconds: Compute time per offloaded storage besides its copy, each way. handling_seconds_per_byte:
-            Compute time per byte, each way: copies, direct I/O and fresh memory take cores on a CPU.
+        handling_seconds: Compute time per offloaded storage besides its copy, each way.
+        handling_seconds_per_byte: Compute time per byte, each way: copies, direct I/O and fresh memory take cores on a
+            CPU.
     """
 
     out_bytes_per_second: float
@@ -110,7 +111,8 @@ class Profile:
 
     Attributes:
         blocks: In the order in which their forwards began.
-        rates: The cost of offloading. lead_seconds: Before the first block's forward.
+        rates: The cost of offloading.
+        lead_seconds: Before the first block's forward.
         head_seconds: From the end of the last block's forward to its backward: the head and the loss.
         tail_seconds: After the first block's backward: the backward of the parts before the blocks, and the optimizer.
         head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.

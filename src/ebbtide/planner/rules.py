@@ -93,13 +93,15 @@ def plan_for(policy: Policy) -> Plan:
                 policy, "offload", "every storage of min_bytes or more is offloaded; nothing is recomputed"
             )
         case Inputs():
-            return _InputsPlan(policy, "inputs", "what comes into a block is offloaded; the rest stays")
+            return _InputsPlan(
+                policy, "inputs", "block inputs are offloaded; all other saved tensors stay on the device"
+            )
         case Minimal():
             return _MinimalPlan(
                 policy,
                 "minimal",
-                "all that can be recomputed is, matrix products too; block inputs, attention outputs and what no "
-                "rule covers are offloaded; blocks that the rules cover badly are checkpointed",
+                "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
+                "and the rest are offloaded; blocks that the rules cover badly are checkpointed",
             )
         case Auto():
             return _AutoPlan(

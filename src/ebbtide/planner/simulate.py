@@ -41,8 +41,8 @@ class Simulated:
         offloaded_bytes: Bytes to offload, cancelled copies included.
         moved_bytes: Bytes across the link: fewer where they are stored in a narrower type.
         served_bytes: Offloaded bytes that are still on the device at the start of backward and are read there.
-        recomputed_bytes: Bytes that are dropped and recomputed. handling_seconds: Compute time of offloading besides
-            the copies.
+        recomputed_bytes: Bytes that are dropped and recomputed.
+        handling_seconds: Compute time of offloading besides the copies.
     """
 
     step_seconds: float
@@ -105,7 +105,8 @@ class _Step:
 
         Args:
             level_bytes: Most saved bytes on the device.
-            base_bytes: All other memory. where: Forward, head or backward.
+            base_bytes: All other memory.
+            where: Forward, head or backward.
             name: The block.
         """
         self.levels.append(level_bytes)

@@ -32,8 +32,8 @@ class Prediction:
 
     Attributes:
         step_seconds: Time of the step.
-        overhead_percent: Extra time relative to the step that keeps everything. bound_percent: Lower bound of it for
-            any schedule that keeps as few bytes at the start of backward.
+        overhead_percent: Extra time relative to the step that keeps everything.
+        bound_percent: Lower bound of it for any schedule that keeps as few bytes at the start of backward.
         peak_bytes: Most device memory.
         peak_everything_kept_bytes: The same when everything is kept.
         kept_bytes: Saved bytes that stay on the device.
