@@ -26,7 +26,8 @@ class Finding:
     Attributes:
         code: Such as ``"EBB010"``. See [Note: a code's life].
         severity: ``"problem"`` or ``"note"``.
-        what: The observation. hint: The remedy.
+        what: The observation.
+        hint: The remedy.
     """
 
     code: str
