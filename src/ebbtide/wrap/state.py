@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 MOST = 4000
-"""Most containers recorded for one block; a reference to its trainer may reach the whole program. The values of a second
-forward are compared in any case."""
+"""Most containers recorded for one block; a reference to its trainer may reach the whole program. Beyond it, only the
+values of the second forward are compared."""
 
 MOST_ARRAY_BYTES = 1024**2
 """Larger numpy arrays are not recorded: each forward of the block would copy them."""
