@@ -37,8 +37,8 @@ PLACE_ALIGN_BYTES = 64
 _LEAST_CHUNK_BYTES = 2 << 20
 _SLACK = 40
 _REMEMBERED = 32
-"""Bytes unused in this many backwards are returned to the system. If they are needed again later, pinning costs 0.1 s per
-GiB or more, and the number is doubled."""
+"""Bytes unused in this many backwards are returned to the system. If they are needed later, pinning costs 0.1 s per GiB
+or more, and the number is doubled."""
 _MOST_REMEMBERED = 4096
 
 

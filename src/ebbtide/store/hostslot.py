@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class HostCopyIn:
-    """A copy-in: its target, the stream of the target's memory, the copying stream, and the event once it is complete."""
+    """A copy-in: its target, the stream of the target's memory, the copying stream, and its event once complete."""
 
     target: torch.Tensor
     compute: StreamHandle
