@@ -58,9 +58,9 @@ def percent(case: dict[str, Any], policy: str, what: str) -> float:
     return 100.0 * case["policies"][policy][what] / case["naive_bytes"]
 
 
-def left(case: dict[str, Any]) -> float:
-    """Return the percentage that Auto keeps or moves."""
-    return percent(case, "auto", "kept") + percent(case, "auto", "moved")
+def left(case: dict[str, Any], policy: str = "auto") -> float:
+    """Return the percentage that a policy keeps or moves."""
+    return percent(case, policy, "kept") + percent(case, policy, "moved")
 
 
 def row(case: dict[str, Any]) -> str:
@@ -77,8 +77,8 @@ def reasons(case: dict[str, Any], most: int = 3) -> str:
     return ", ".join(f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f} ({g['why']})" for g in large)
 
 
-def tables(cases: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[str]:
-    """Return the summary of all cases, and the table of some."""
+def summary(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the shares over all cases."""
     kept, moved, recomputed = (
         sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "recomputed")
     )
@@ -91,12 +91,37 @@ def tables(cases: list[dict[str, Any]], shown: list[dict[str, Any]]) -> list[str
         "value, which is stored once. Every case is bitwise equal to ordinary training. Measured on a CPU, whose",
         "attention with dropout saves its softmax and a float mask; the fused kernels of a GPU do not.",
         "",
+    ]
+
+
+def shares_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the page: every share of each family, in one precision."""
+    return [
         "| family | precision | naive MiB | Auto: kept | moved | recomputed"
         " | Minimal: kept | moved | recomputed | checkpointed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *map(row, shown),
+        *(row(case) for case in cases if case["precision"] == SHOWN),
         "",
     ]
+
+
+def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the results folder: what stays or moves of each family, in every precision."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        found.setdefault(case["family"], []).append(case)
+    return [
+        "Percent that is kept or moved in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
+        "",
+        "| family | Auto | Minimal |",
+        "| --- | ---: | ---: |",
+        *(f"| {family} | {_joined(rows, 'auto')} | {_joined(rows, 'minimal')} |" for family, rows in found.items()),
+        "",
+    ]
+
+
+def _joined(cases: list[dict[str, Any]], policy: str) -> str:
+    return ", ".join(f"{left(case, policy):.0f}" for case in cases)
 
 
 def why_moved(cases: list[dict[str, Any]]) -> list[str]:
@@ -145,7 +170,7 @@ def _operators(cases: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
 def readme(cases: list[dict[str, Any]]) -> str:
     """Return the README of a results folder."""
     head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
-    return "\n".join([*head, *tables(cases, cases), *details(cases)])
+    return "\n".join([*head, *summary(cases), *precisions_table(cases), *details(cases)])
 
 
 def page(folder: Path) -> str:
@@ -160,7 +185,8 @@ def page(folder: Path) -> str:
             f"[The results](../../benchmarks/results/{folder.name}/README.md) of",
             "`python -m benchmarks.suites.families` have every precision and operator.",
             "",
-            *tables(cases, [case for case in cases if case["precision"] == SHOWN]),
+            *summary(cases),
+            *shares_table(cases),
             *why_moved(cases),
         ]
     )

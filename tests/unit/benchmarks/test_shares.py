@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks import shares as counting
 from benchmarks.shares import Differs, moved_by_node, naive_bytes, reason, shares
-from benchmarks.suites.families import details, reasons, row, tables
+from benchmarks.suites.families import details, reasons, row, summary
 from ebbtide.base.actions import Action, Candidate, Site
 from tests.helpers.models import Stack, Tiny, build
 
@@ -133,6 +133,6 @@ def test_the_table_says_percent_of_the_naive_bytes() -> None:
 def test_only_cases_of_which_much_is_left_are_explained() -> None:
     assert reasons(_case(768)) == "MmBackward0 74 (matrix product)"  # under one percent is not named
     cases = [_case(256), _case(768)]
-    text = "\n".join([*tables(cases, cases), *details(cases)])
+    text = "\n".join([*summary(cases), *details(cases)])
     assert "| one | 75 | MmBackward0 74 (matrix product) |" in text and "| one | 25 |" not in text
     assert "Auto keeps 0 %, moves 50 % and recomputes 50 %." in text
