@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.store.device import Capabilities, FreeMemory
-from ebbtide.store.fakeuses import Uses
+from tests.helpers.fakeuses import Uses
 
 _POISON = 0xFF
 Vector = dict[str, int]
@@ -107,6 +108,7 @@ class FakeDevice:
         host_limit_bytes: int | None = None,
         pinned_limit_bytes: int | None = None,
     ) -> None:
+        leave_untraced(__name__, Uses.__module__)
         self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True, timed_events=True)
         self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
         self._device_limit_bytes = device_limit_bytes
