@@ -28,6 +28,9 @@ PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
 MUCH = 60
 """Percent left under Auto above which the page says why."""
 
+SHOWN = "bf16"
+"""The precision of the reference page, and of the reasons of single families."""
+
 WHY = {
     "matrix product": "a matrix product or a convolution is between it and what else is saved: Minimal recomputes it",
     "no rule": "no rule covers the node that made it",
@@ -55,9 +58,9 @@ def percent(case: dict[str, Any], policy: str, what: str) -> float:
     return 100.0 * case["policies"][policy][what] / case["naive_bytes"]
 
 
-def left(case: dict[str, Any]) -> float:
-    """Return the percentage that Auto keeps or moves."""
-    return percent(case, "auto", "kept") + percent(case, "auto", "moved")
+def left(case: dict[str, Any], policy: str = "auto") -> float:
+    """Return the percentage that a policy keeps or moves."""
+    return percent(case, policy, "kept") + percent(case, policy, "moved")
 
 
 def row(case: dict[str, Any]) -> str:
@@ -74,11 +77,8 @@ def reasons(case: dict[str, Any], most: int = 3) -> str:
     return ", ".join(f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f} ({g['why']})" for g in large)
 
 
-def tables(cases: list[dict[str, Any]]) -> list[str]:
-    """Return the lines that the results folder and the reference page share."""
-    whys: Counter[str] = Counter()
-    for (_, why), part in _operators(cases).items():
-        whys[why] += part
+def summary(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the shares over all cases."""
     kept, moved, recomputed = (
         sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "recomputed")
     )
@@ -86,17 +86,50 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
         f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, moves "
         f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
         "",
-        "Percent of the naive bytes: the distinct storages that autograd saves inside the blocks of ordinary training,",
-        "without weights, counted by a second pair of hooks. *Checkpointed* is part of *recomputed*. The three sum to",
-        "less than 100 where one value was saved in two storages and is stored once. Every case is bitwise equal to",
-        "ordinary training. Measured on a CPU, whose attention with dropout saves its softmax and a float mask; the",
-        "fused kernels of a GPU do not.",
+        "Percent of the distinct storages that autograd saves inside the blocks of ordinary training, without weights.",
+        "*Checkpointed* is part of *recomputed*. The three sum to less than 100 where two storages have the same",
+        "value, which is stored once. Every case is bitwise equal to ordinary training. Measured on a CPU, whose",
+        "attention with dropout saves its softmax and a float mask; the fused kernels of a GPU do not.",
         "",
+    ]
+
+
+def shares_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the page: every share of each family, in one precision."""
+    return [
         "| family | precision | naive MiB | Auto: kept | moved | recomputed"
         " | Minimal: kept | moved | recomputed | checkpointed |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *map(row, cases),
+        *(row(case) for case in cases if case["precision"] == SHOWN),
         "",
+    ]
+
+
+def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the table of the results folder: what stays or moves of each family, in every precision."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for case in cases:
+        found.setdefault(case["family"], []).append(case)
+    return [
+        "Percent that is kept or moved in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
+        "",
+        "| family | Auto | Minimal |",
+        "| --- | ---: | ---: |",
+        *(f"| {family} | {_joined(rows, 'auto')} | {_joined(rows, 'minimal')} |" for family, rows in found.items()),
+        "",
+    ]
+
+
+def _joined(cases: list[dict[str, Any]], policy: str) -> str:
+    return ", ".join(f"{left(case, policy):.0f}" for case in cases)
+
+
+def why_moved(cases: list[dict[str, Any]]) -> list[str]:
+    """Return the reasons for which Auto moves bytes, with their shares."""
+    whys: Counter[str] = Counter()
+    for (_, why), part in _operators(cases).items():
+        whys[why] += part
+    return [
         "## Why Auto moves bytes",
         "",
         "| reason | % | meaning |",
@@ -108,16 +141,19 @@ def tables(cases: list[dict[str, Any]]) -> list[str]:
 
 def details(cases: list[dict[str, Any]]) -> list[str]:
     """Return the lines that only the results folder has: operators, and the families with most left."""
+    large = [c for c in cases if c["precision"] == SHOWN and left(c) > MUCH]
     return [
+        "## Operators",
+        "",
         "| operator | reason | % |",
         "| --- | --- | ---: |",
         *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= 0.1),
         "",
-        f"## Families of which Auto moves or keeps more than {MUCH} %",
+        f"## Families of which Auto moves or keeps more than {MUCH} %, in {SHOWN}",
         "",
-        "| family | precision | moved or kept % | reasons, largest first |",
-        "| --- | --- | ---: | --- |",
-        *(f"| {c['family']} | {c['precision']} | {left(c):.0f} | {reasons(c)} |" for c in cases if left(c) > MUCH),
+        "| family | moved or kept % | reasons, largest first |",
+        "| --- | ---: | --- |",
+        *(f"| {c['family']} | {left(c):.0f} | {reasons(c)} |" for c in large),
         "",
     ]
 
@@ -134,7 +170,7 @@ def _operators(cases: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
 def readme(cases: list[dict[str, Any]]) -> str:
     """Return the README of a results folder."""
     head = ["# Shares of saved tensors by family and policy", "", "Made by `python -m benchmarks.suites.families`.", ""]
-    return "\n".join([*head, *tables(cases), *details(cases)])
+    return "\n".join([*head, *summary(cases), *precisions_table(cases), *details(cases)])
 
 
 def page(folder: Path) -> str:
@@ -146,11 +182,12 @@ def page(folder: Path) -> str:
             f"# Saved tensors of {names} model families",
             "",
             "For anyone who wants to know how much ebbtide saves on a model: the bytes of each family by action.",
-            "Written by `python -m benchmarks.suites.families` from "
-            f"[its results](../../benchmarks/results/{folder.name}/README.md), which also",
-            "have each operator and the families of which most is left.",
+            f"[The results](../../benchmarks/results/{folder.name}/README.md) of",
+            "`python -m benchmarks.suites.families` have every precision and operator.",
             "",
-            *tables(cases),
+            *summary(cases),
+            *shares_table(cases),
+            *why_moved(cases),
         ]
     )
 

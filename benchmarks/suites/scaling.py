@@ -27,6 +27,7 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.planner.profile import BlockProfile, Profile, Rates, Unit
 
 PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "scaling.md"
+COMPUTED = "[Larger models, more devices](../../../docs/concepts/scaling.md): memory and link use computed from these."
 BEGIN, END = "<!-- tables: written by benchmarks/suites/scaling.py -->", "<!-- end of tables -->"
 SHRUNK, TOKENS, LAYERS = 8, 256, 2
 POLICIES = ("offload", "auto", "minimal")
@@ -137,17 +138,22 @@ def counted(model: Model) -> dict[str, float]:
     return found
 
 
-def tables(moved: dict[str, dict[str, float]]) -> str:
-    """Return the tables of the page.
+def counts(moved: dict[str, dict[str, float]]) -> list[str]:
+    """Return the table of counted bytes.
 
     Args:
         moved: Model name → policy → bytes per token and block.
     """
     lines = ["Bytes moved per token and block, counted:", ""]
     lines += ["| model | " + " | ".join(f"`{p}`" for p in POLICIES) + " |", "| --- |" + " ---: |" * len(POLICIES)]
-    lines += [
+    return lines + [
         f"| {name} | " + " | ".join(f"{by[p] / 1e3:.1f} kB" for p in POLICIES) + " |" for name, by in moved.items()
     ]
+
+
+def tables(moved: dict[str, dict[str, float]]) -> str:
+    """Return the tables of the page; ``moved`` as for ``counts``."""
+    lines = counts(moved)
     head = ["machine", "model", "tokens a rank", "policy", "host memory a rank", "a node", "of its RAM", "hidden"]
     lines += ["", "| " + " | ".join(head) + " |", "| --- | --- | ---: | --- |" + " ---: |" * 4]
     for machine in MACHINES:
@@ -312,7 +318,8 @@ def main() -> None:
         "models": [asdict(m) for m in MODELS],
     }
     folder = given.out or result_folder("scaling")
-    write_result(folder, json.loads(json.dumps(result)), f"# What offloading asks of a node\n\n{rows}\n")
+    text = "\n".join(["# What offloading asks of a node", "", *counts(moved), "", COMPUTED, ""])
+    write_result(folder, json.loads(json.dumps(result)), text)
     if given.page:
         PAGE.write_text(page(PAGE.read_text(), rows))
     print(f"\nwritten to {folder}")

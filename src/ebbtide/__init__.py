@@ -85,7 +85,7 @@ _HOMES = {
     "save_sharded": "ebbtide.loading",
     "track_memory": "ebbtide.track",
 }
-"""Public name → its module, imported at first use, so that the command line's help needs no torch."""
+"""Public name → module, imported at first use: the command line's help needs no torch."""
 
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -83,7 +83,7 @@ class Handle:
         return "\n".join(lines + self.stats().details())
 
     def disable(self) -> None:
-        """Leave the next forwards alone. Graphs that are alive still restore what they saved."""
+        """Stop offloading from the next forward on. Live graphs still restore their saved tensors."""
         self._attachment.enabled = False
 
     def enable(self) -> None:
@@ -98,7 +98,7 @@ class Handle:
         self._attachment.enabled = True
 
     def close(self) -> None:
-        """Take the hooks away and, once no graph needs it, the store. Harmless when repeated."""
+        """Remove the hooks and, once no graph needs it, the store. May be called repeatedly."""
         if not self._closed:
             self._closed = True
             self._attachment.remove()
@@ -160,7 +160,7 @@ def enable_activation_offloading(
         host_budget: Largest host memory for offloaded bytes, in bytes or as ``"40GiB"``.
         window: Bytes allowed in flight each way; default: follows the model's largest block.
         disk_path: Directory for the disk tier.
-        synchronous: Copy in order with compute: for devices whose asynchronous copies are not to be trusted.
+        synchronous: Copy in order with compute: for devices with unreliable asynchronous copies.
         verify: Compare every restored and recomputed tensor with the original; slow.
 
     Returns:
@@ -249,7 +249,7 @@ def make_plan(
         The plan: ``explain() predicted save(path)``; pass it as ``policy=`` to ``enable_activation_offloading``.
 
     Raises:
-        ConfigError: A value cannot be used, or the model decides by values that are not there.
+        ConfigError: A value cannot be used, or the model branches on values that fake tensors lack.
         BlocksError: The model has no parameters, or a glob matches nothing.
         BudgetError: No plan fits the memory budget.
     """
@@ -304,12 +304,12 @@ class offload_saved_tensors(ContextDecorator):
     ) -> None:
         self._options = options_of(target, min_bytes, window, disk_path, verify)
         self._policy = policy_of(policy) if policy is not None else Offload()
-        # By thread: one function with this decorator may run in several. It may be entered anew inside itself.
+        # Per thread, since several may run one decorated function; reentrant.
         self._entered: defaultdict[int, list[tuple[Engine, offloading]]] = defaultdict(list)
         self._latest: Engine | None = None
 
     def stats(self) -> Stats:
-        """Return the figures of the context that was entered last; its engine's totals may be older."""
+        """Return the figures of the latest context; the totals may include earlier contexts with the same settings."""
         return Stats() if self._latest is None else self._latest.stats()
 
     def __enter__(self) -> offload_saved_tensors:
@@ -352,7 +352,7 @@ def register_recompute(name: str, rule: Rule) -> None:
             at each site is compared bitwise with the real tensor.
 
     Raises:
-        ConfigError: The name is no text, or the rule cannot be called.
+        ConfigError: The name is not a string, or the rule is not callable.
     """
     guide = "docs/guides/custom-operators.md shows a rule"
     check_value("name", name, str, advice=f"tensor.grad_fn.name() returns it; {guide}")

@@ -1,4 +1,4 @@
-"""Arguments of the public functions: policies, sizes, paths, filters, parsed and checked first."""
+"""Parse and check the arguments of the public functions: policies, sizes, paths, filters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebbtide.profiling.measured import MeasuredPlan
 
 
 def policy_of(policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:
-    """Return the policy or plan meant by a policy, its name, a plan, a plan file, or None (``Auto()``).
+    """Convert ``policy=``: a policy or its name, a plan or its file, or None (``Auto()``).
 
     Raises:
         ConfigError: It is none of these, or a plan that is not complete yet.
@@ -49,7 +49,7 @@ def _is_plan(value: object) -> bool:
 
 
 def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str] | None) -> Policy | Plan:
-    """Return the policy that ``enable_ckpt`` and ``policy`` mean together."""
+    """Combine ``enable_ckpt`` and ``policy`` into one policy."""
     check_value("enable_ckpt", enable_ckpt, bool)
     if enable_ckpt and policy is not None and policy_of(policy) != Minimal():
         raise ConfigError(
@@ -61,7 +61,7 @@ def chosen_policy(enable_ckpt: bool, policy: Policy | Plan | str | PathLike[str]
 
 
 def check_choosers(blocks: Sequence[str] | None, **filters: Callable[[torch.Tensor], bool] | None) -> None:
-    """Refuse arguments that cannot choose blocks or tensors, before any forward."""
+    """Check the arguments that select blocks and tensors, before any forward."""
     paths = [blocks] if isinstance(blocks, str) else blocks
     if paths is not None and not (
         isinstance(paths, Sequence) and len(paths) > 0 and all(isinstance(path, str) for path in paths)

@@ -1,7 +1,7 @@
 """Policies and options: small frozen values, checked once, free of torch.
 
 [Note: policies]
-A *policy* is what the user asks for; a *plan* (``ebbtide.planner``) is what follows from it for every site.
+A *policy* is the user's choice; a *plan* (``ebbtide.planner``) is the resulting action for every site.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_named(name: str) -> Policy:
-    """Return the policy a user names, such as ``"minimal"``.
+    """Return the policy of a name such as ``"minimal"``.
 
     Raises:
         ConfigError: There is no such policy.
@@ -112,16 +112,16 @@ def policy_named(name: str) -> Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of offloading that do not depend on the tensor.
+    """Offloading settings that apply to all tensors.
 
     Args:
-        target: Where offloaded bytes wait: ``"host"``, ``"disk"``, or ``"auto"`` (host with an accelerator, disk
+        target: Where offloaded bytes are stored: ``"host"``, ``"disk"``, or ``"auto"`` (host with an accelerator, disk
             without).
         min_bytes: Storages below this size stay, in bytes.
         window_bytes: Bytes allowed in flight each way; ``None``: follows the model's largest block.
         host_budget_bytes: Most host memory to use, in bytes; ``None``: a fair share of what the machine has.
-        disk_path: Directory for the disk tier's file (which never has a name there).
-        synchronous: Whether copies to host memory are in order with compute.
+        disk_path: Directory for the disk tier's file (created unlinked).
+        synchronous: Whether copies to host memory run in order with compute.
         verify: Compare every restored and every recomputed tensor with what was saved. Slow.
     """
 

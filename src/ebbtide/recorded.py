@@ -1,4 +1,4 @@
-"""What a handle reports: to the recorder of a run, and to the log when it is closed."""
+"""Report a handle's plan and figures to run recorders, and its savings to the log on close."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_fields(plan: Plan) -> dict[str, Any]:
 
 
 def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
-    """Provide the plan, the figures and the weights of a model to recorders, until the returned call.
+    """Provide a model's plan, figures and weights to recorders until the returned function is called.
 
     The bus holds neither the engine nor the model: a handle may be dropped without being closed.
     """
@@ -56,14 +56,14 @@ def provide(engine: Engine, model: nn.Module) -> Callable[[], None]:
 
 
 def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
-    """Log what a handle has saved; warn if that is nothing although there may have been something to save.
+    """Log how much a handle saved; warn if it saved nothing although it could have.
 
     Args:
-        stats: Of the handle.
-        min_bytes: Smaller storages stayed.
-        called: A forward came through the handle.
+        stats: Figures of the handle.
+        min_bytes: Smaller storages stayed on the device.
+        called: Whether the handle saw a forward.
     """
-    moved = stats.total_copy_out_bytes or stats.total_recomputes  # by any pass; the rest of the figures is the latest's
+    moved = stats.total_copy_out_bytes or stats.total_recomputes  # of all passes; other figures are of the latest
     if not (stats.packs or moved or stats.coverage_percent):
         if called:
             logger.info(
@@ -88,6 +88,6 @@ def log_saved(stats: Stats, min_bytes: int, *, called: bool) -> None:
 
 
 def warn_of_idle(engine: Engine, *, host_budget: object) -> None:
-    """Warn of an option without effect on the chosen target. A disk path has one: the host target spills to it."""
+    """Warn about an option without effect on the target. A disk path always has one: the host target spills there."""
     if host_budget is not None and engine.tier.name != "host":
         logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)

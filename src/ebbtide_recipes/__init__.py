@@ -1,1 +1,1 @@
-"""Training recipes: a config and a main each. Imported by their users; nothing below imports them."""
+"""Training recipes: a config and a main each. No lower package imports them."""

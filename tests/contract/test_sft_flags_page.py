@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from tests.contract.sft_flags_page import CONFIGS, FOLDER, page
+from tests.contract.sft_flags_page import CONFIGS, FOLDER, page, rows_of
 
 FLAGS = [(verb, field.name) for verb, config in CONFIGS.items() for field in dataclasses.fields(config)]
 
@@ -19,5 +19,10 @@ def test_the_page_is_what_the_config_gives(verb: str) -> None:
 
 @pytest.mark.parametrize(("verb", "name"), FLAGS)
 def test_every_flag_says_what_it_does(verb: str, name: str) -> None:
-    row = next(line for line in page(verb).splitlines() if line.startswith(f"| `--{name}` |"))
+    row = next(line for line in rows_of(verb) if line.startswith(f"| `--{name}` |"))
     assert len(row.split("|")[4].strip()) > 10
+
+
+def test_flags_that_differ_between_recipes_are_on_both_pages() -> None:
+    for row in set(rows_of("grpo")) ^ set(rows_of("sft")):
+        assert row in page("grpo" if row in rows_of("grpo") else "sft")

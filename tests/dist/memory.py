@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import ebbtide
-from ebbtide.store.fake import FakeDevice
+from tests.helpers.fakedevice import FakeDevice
 from ebbtide.store.host import HostTier
 from ebbtide.wrap import find_blocks
 from tests.dist.sharded import Setup, make_job

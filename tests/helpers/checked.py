@@ -26,7 +26,7 @@ from torch.cuda import _sanitizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ebbtide.store.fake import FakeDevice, FakeEvent, FakeStream
+from tests.helpers.fakedevice import FakeDevice, FakeEvent, FakeStream
 
 GRANULE_BYTES = 64
 HOST = "host"

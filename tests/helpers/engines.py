@@ -24,9 +24,9 @@ from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Options, Policy
 from ebbtide.engine import Block, Engine
 from ebbtide.planner import plan_for
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from ebbtide.wrap.hooks import offloading
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.oracle import Oracle, same_bits
 
 Leaves = Mapping[str, Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 import ebbtide
 from ebbtide.engine.timing import StepTimer
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, drain, hooks_are_closed
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.models import build
 from tests.helpers.oracle import same_bits
 

@@ -21,7 +21,6 @@ import ebbtide
 
 SOURCE = Path(ebbtide.__file__).parent
 FOLDERS = tuple(str(SOURCE / name) for name in ("engine", "wrap", "store", "api.py"))
-LEFT_OUT = str(SOURCE / "store" / "fake")  # a device, which no signal interrupts
 LOOKS = frozenset({"RESUME", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"})
 
 
@@ -63,7 +62,7 @@ class Fuse:
 
     def _called(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        if not name.startswith(self._folders) or name.startswith(LEFT_OUT):
+        if not name.startswith(self._folders):
             return None
         frame.f_trace_lines, frame.f_trace_opcodes = False, True
         return self._step

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, block, open_engine
+from tests.helpers.fakedevice import FakeDevice
 
 WORD = 4  # bytes of a float32
 

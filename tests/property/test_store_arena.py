@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebbtide.store.arena import PLACE_ALIGN_BYTES, Arena, Place
 from ebbtide.store.extents import Extents, round_up
-from ebbtide.store.fake import FakeDevice
+from tests.helpers.fakedevice import FakeDevice
 
 CPU = torch.device("cpu")
 LEAST_CHUNK_BYTES = 2 << 20

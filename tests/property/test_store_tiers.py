@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from ebbtide.store.location import filesystem_of
 from ebbtide.store.protocol import Slot, Tier
 from ebbtide.store.spill import SpillTier
+from tests.helpers.fakedevice import FakeDevice
 
 STEPS = st.lists(
     st.tuples(

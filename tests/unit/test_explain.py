@@ -11,8 +11,8 @@ import torch
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.models import PRECISIONS, build
 from tests.helpers.pairs import all_pairs

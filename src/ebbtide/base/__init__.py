@@ -1,1 +1,1 @@
-"""Words everyone shares: errors, units, sites, actions, events."""
+"""Definitions that all rooms share: errors, units, sites, actions, events."""

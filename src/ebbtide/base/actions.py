@@ -1,9 +1,9 @@
 """Actions, sites, and the protocol of plans.
 
 [Note: site]
-A *site* names a saved tensor in a way that is stable from step to step: the kind of block, the path of the module in
-that block that was running, the autograd node that made the tensor, and the how-many-th such tensor it is in that
-module call. The plan speaks of sites; the engine asks it once per storage.
+A *site* names a saved tensor, identically in every step: the kind of block, the path of the running module inside it,
+the autograd node that produced the tensor, and an ordinal among such tensors of the module call. A plan maps sites to
+actions; the engine queries it once per storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Action(Enum):
     RECOMPUTE = "recompute"
     CHECKPOINT = "checkpoint"
 
-    __hash__ = object.__hash__  # Enum's own is a Python function, called for every storage that is counted
+    __hash__ = object.__hash__  # Enum.__hash__ is a Python function, called for every counted storage
 
 
 class Site(NamedTuple):
@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """The description of a storage that a plan decides on, when it is first saved.
+    """A storage that a plan decides on, described when it is first saved.
 
     Attributes:
         site: Where it was saved.
@@ -48,9 +48,9 @@ class Candidate:
         block: Index of the block in execution order of its stack.
         bytes_: Size of the storage in bytes.
         block_input: Whether the storage is an input of the block.
-        recompute_flops: Multiply-add work of recomputing it from what else is saved, in FLOP; ``None`` if it cannot be
-            recomputed. Zero for element-wise chains.
-        kept_bytes: Bytes that living graphs keep on the device under this plan.
+        recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
+            recomputed; 0 for element-wise chains.
+        kept_bytes: Bytes that live graphs keep on the device under this plan.
     """
 
     site: Site
@@ -65,10 +65,9 @@ class Candidate:
 class Plan(Protocol):
     """Chooses the action of every storage and block; pure arithmetic, no tensors.
 
-    Recipes cost the host more than anything else that is done for a saved tensor. A plan that knows some answers before
-    it is known whether a storage can be recomputed, such as a table, may also have a method
-    ``needs_recipe(candidate) -> bool``: where it returns False, ``choose`` never answers RECOMPUTE, and no recipe is
-    built.
+    Building a recipe is the largest host cost per saved tensor. A plan that can tell in advance that it will not
+    recompute a storage, such as a table, may define ``needs_recipe(candidate) -> bool``: where it returns False, no
+    recipe is built and ``choose`` must not return RECOMPUTE.
     """
 
     @property
@@ -78,7 +77,7 @@ class Plan(Protocol):
 
     @property
     def recomputes(self) -> bool:
-        """Whether the plan may answer RECOMPUTE; if not, no recipes need to be built."""
+        """Whether the plan may return RECOMPUTE; if not, no recipes are built."""
         ...
 
     def choose(self, candidate: Candidate) -> Action:
@@ -102,13 +101,13 @@ class Plan(Protocol):
 
 
 class SavablePlan(Plan, Protocol):
-    """A plan that can be written to a file: of ``Auto`` after its measured steps, of ``make_plan``, or from a file."""
+    """A plan that can be saved: made by ``Auto`` after its measured steps or by ``make_plan``, or read from a file."""
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file that ``policy="plan.json"`` reads.
 
         Raises:
-            ConfigError: The plan is not made yet, or follows from its policy alone.
+            ConfigError: The plan is not made yet, or is determined by its policy alone.
             DataError: The file cannot be written.
         """
         ...
@@ -116,9 +115,9 @@ class SavablePlan(Plan, Protocol):
 
 @runtime_checkable
 class NamesBlocks(Protocol):
-    """A plan that names the blocks to checkpoint from what this process measured; other ranks may name others.
+    """A plan that selects blocks to checkpoint from this process's measurements; ranks may select differently.
 
-    So it never checkpoints blocks whose forward needs other ranks.
+    It never checkpoints a block whose forward runs collectives.
     """
 
     def checkpoints(self, block_name: str) -> bool:
@@ -126,5 +125,5 @@ class NamesBlocks(Protocol):
         ...
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether the block may be checkpointed later: then it is watched whether that is possible."""
+        """Whether the block may be checkpointed later; the engine then observes whether it can be."""
         ...

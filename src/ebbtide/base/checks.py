@@ -1,4 +1,4 @@
-"""Checks of values against annotations, and annotations in words."""
+"""Check values against annotations, and describe annotations in words."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _EXAMPLES = {
 }
 _LEAVE_OUT = "leave it out for its default"
 _ABSTRACT = {int: numbers.Integral, float: numbers.Real}
-"""Numbers of other packages count as numbers; the booleans of none do."""
+"""Other packages' numbers are accepted as numbers; their booleans are not."""
 
 
 def in_words(kind: Any) -> str:
-    """Return the values that an annotation allows, in words.
+    """Describe the values that an annotation allows.
 
     Args:
         kind: A class, ``Literal``, a union, or a tuple of one kind.
@@ -44,7 +44,7 @@ def in_words(kind: Any) -> str:
 
 
 def fits(value: object, kind: Any) -> bool:
-    """Whether a value is of the kind that an annotation says."""
+    """Whether a value matches an annotation."""
     arguments = typing.get_args(kind)
     if typing.get_origin(kind) is Literal:
         return isinstance(value, str) and value in arguments
@@ -58,16 +58,16 @@ def fits(value: object, kind: Any) -> bool:
 
 
 def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> None:
-    """Refuse a value that is not of a kind.
+    """Raise if a value does not match an annotation.
 
     Args:
         name: The name of the value, for the error.
         value: The value.
         kind: An annotation, as ``in_words`` takes it.
-        advice: The hint where no known name is near.
+        advice: The hint if no known name is similar.
 
     Raises:
-        ConfigError: It is not of this kind.
+        ConfigError: It does not match.
     """
     if fits(value, kind):
         return
@@ -78,14 +78,14 @@ def check_value(name: str, value: object, kind: Any, *, advice: str = "") -> Non
 
 
 def check_fields(values: Any, advice: Mapping[str, str] | None = None) -> None:
-    """Refuse a dataclass that holds a value of another kind than its field's annotation says.
+    """Raise if a field of a dataclass does not match its annotation.
 
     Args:
         values: An instance of a dataclass.
-        advice: By field, the hint where no known name is near.
+        advice: Field → hint if no known name is similar.
 
     Raises:
-        ConfigError: A field's value is not of its kind.
+        ConfigError: A field does not match.
     """
     kinds = typing.get_type_hints(type(values))
     for field in dataclasses.fields(values):
@@ -94,7 +94,7 @@ def check_fields(values: Any, advice: Mapping[str, str] | None = None) -> None:
 
 
 def known_names(kind: Any) -> list[str]:
-    """Return the names an annotation lists: those of its ``Literal``, also inside a union."""
+    """Return the names in an annotation's ``Literal``, which may be inside a union."""
     if typing.get_origin(kind) is Literal:
         return [str(argument) for argument in typing.get_args(kind)]
     return [name for argument in typing.get_args(kind) for name in known_names(argument)]

@@ -10,10 +10,10 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     ├── ConflictError          two offloaders on one model; offloading inside a checkpointed function
     ├── TargetError            no such target on this machine
     │   └── DiskError          a disk path that cannot serve, a failed read or write (also an OSError)
-    │       └── DiskFullError  the disk holds less than is to be offloaded
+    │       └── DiskFullError  the disk has too little space for the offloaded bytes
     ├── CapError               the host or disk cap is reached
     ├── BudgetError            no plan fits the memory budget
-    ├── TrainingError          training came to a step it cannot do, such as a loss that is no number
+    ├── TrainingError          training cannot continue, for example after a NaN loss
     ├── DataError              a data set, model or run folder that cannot be read
     ├── ModifiedInPlaceError   a saved tensor was changed in place                    (also a RuntimeError)
     └── RestoreError           ``verify=True`` found restored bytes that differ       (also a RuntimeError)
@@ -39,10 +39,10 @@ class EbbtideError(Exception):
     def __init__(self, found: str, *, expected: str = "", hint: str = "") -> None:
         self.found, self.expected, self.hint = found, expected, hint
         self.places: list[str] = []
-        super().__init__(found)  # one argument: of three, OSError would make errno, strerror and filename
+        super().__init__(found)  # one argument: OSError would parse three as errno, strerror and filename
 
     def __reduce__(self) -> tuple[Callable[..., EbbtideError], tuple[str], dict[str, list[str]]]:
-        # Errors cross process borders (ranks, fresh processes of a comparison).
+        # Errors are pickled between processes (ranks, runs of a comparison).
         return partial(type(self), expected=self.expected, hint=self.hint), (self.found,), {"places": self.places}
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class DiskError(TargetError, OSError):
 
 
 class DiskFullError(DiskError):
-    """The disk holds less than is to be offloaded."""
+    """The disk has too little space for the offloaded bytes."""
 
 
 class CapError(EbbtideError):
@@ -90,7 +90,7 @@ class BudgetError(EbbtideError):
 
 
 class TrainingError(EbbtideError):
-    """Training came to a step it cannot do, such as a loss that is no number."""
+    """Training cannot continue, for example after a NaN loss."""
 
 
 class DataError(EbbtideError):
@@ -106,9 +106,9 @@ class RestoreError(EbbtideError, RuntimeError):
 
 
 def note_place(error: BaseException, place: str) -> None:
-    """Add to an error where it happened; its class and message stay.
+    """Add to an error where it happened, keeping class and message.
 
-    An error of ebbtide's own shows it in ``str()`` too, so that a line of a log tells it.
+    ``str()`` of an ``EbbtideError`` includes the place, for one-line logs.
 
     Args:
         error: Any exception.
@@ -123,7 +123,7 @@ def note_place(error: BaseException, place: str) -> None:
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string.
 
-    Names that hold ``name`` as a whole word (``fsdp`` in ``fsdp_strategy``) are nearer than names spelt like it.
+    Names that contain ``name`` as a whole word (``fsdp`` in ``fsdp_strategy``) rank before similar spellings.
     """
     names = list(known)
     word = re.compile(rf"(?:^|[_:.\-]){re.escape(name)}(?:[_:.\-]|$)", re.IGNORECASE)

@@ -5,8 +5,8 @@ The engine, the recipes and the sampler emit; ``track`` listens and writes the r
 JSON-able fields. Without a listener an emit costs one ``if``. The kinds and their fields are listed in
 ``docs/reference/run-file.md``.
 
-A source provides lasting state: the current plan, the figures so far. A listener that starts in the middle of
-training asks it, instead of waiting for an event that was emitted before.
+A source provides current state, such as the plan and the figures so far, to listeners that start in the middle of
+training and have missed earlier events.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 Listener = Callable[[str, dict[str, Any]], None]
 Source = Callable[[], Mapping[str, Any] | None]
-"""Returns the fields of an event as of now; None if there is nothing to say."""
+"""Returns the current fields of an event, or None."""
 
 
 class Bus:
-    """Hands every event to every listener, in the caller's thread."""
+    """Sends every event to every listener, in the caller's thread."""
 
     def __init__(self) -> None:
         self._listeners: tuple[Listener, ...] = ()
@@ -37,7 +37,7 @@ class Bus:
             listener(kind, fields)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Add a listener; the returned function removes it (again and again is harmless)."""
+        """Add a listener; the returned function removes it and may be called repeatedly."""
         self._listeners = (*self._listeners, listener)
 
         def remove() -> None:
@@ -46,7 +46,7 @@ class Bus:
         return remove
 
     def provide(self, kind: str, source: Source) -> Callable[[], None]:
-        """Add a source of the fields of ``kind``; the returned function removes it (again and again is harmless)."""
+        """Add a source of the fields of ``kind``; the returned function removes it and may be called repeatedly."""
         entry = (kind, source)
         self._sources = (*self._sources, entry)
 
@@ -56,7 +56,7 @@ class Bus:
         return remove
 
     def ask(self, kind: str) -> list[Mapping[str, Any]]:
-        """Return the present fields of every source of ``kind``."""
+        """Return the current fields of every source of ``kind``."""
         answers = [source() for name, source in self._sources if name == kind]
         return [answer for answer in answers if answer is not None]
 

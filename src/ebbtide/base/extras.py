@@ -1,10 +1,9 @@
 """Optional packages: whether they are installed and new enough, and how to get them.
 
 [Note: one bound a package]
-The oldest tested version of a package is in ``pyproject.toml``, and is read from the installed metadata. pip respects
-it, but a package may be exchanged afterwards or installed otherwise, and an older one would fail as a missing
-attribute somewhere in a step. So the version is checked where a package is first used: once, from its metadata,
-without importing it.
+The oldest tested version of a package is in ``pyproject.toml`` and is read from the installed metadata. pip enforces it
+only at installation, and a package downgraded later would fail with a missing attribute somewhere in a step. So the
+version is checked once, from metadata and without an import, where a package is first used.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
     Args:
         module: Its import name.
         extra: The extra of ebbtide that installs it.
-        use: What needs it, for the error.
+        use: The feature that needs it, for the error.
 
     Raises:
         EbbtideError: It is not installed, too old, or cannot be imported.
@@ -50,12 +49,12 @@ def require(module: str, *, extra: str, use: str) -> ModuleType:
 
 
 def check_installed(module: str, *, extra: str, use: str) -> None:
-    """Refuse a package of an extra as ``require`` does, but without importing it, which may take seconds.
+    """Check a package of an extra like ``require``, without the seconds that its import may take.
 
     Args:
         module: Its import name.
         extra: The extra of ebbtide that installs it.
-        use: What needs it, for the error.
+        use: The feature that needs it, for the error.
 
     Raises:
         EbbtideError: It is not installed, or too old.
@@ -67,10 +66,10 @@ def check_installed(module: str, *, extra: str, use: str) -> None:
 
 @functools.cache
 def check_version(package: str) -> None:
-    """Refuse a package that is older than what is tested. See [Note: one bound a package].
+    """Raise if a package is older than the oldest tested version. See [Note: one bound a package].
 
     Args:
-        package: Its name, for pip and for import.
+        package: Its name for pip and for import.
 
     Raises:
         EbbtideError: It is installed, and too old.
@@ -92,7 +91,7 @@ def oldest(package: str) -> str | None:
     """Return the oldest version of a package that ebbtide's metadata allows; None if there is no bound."""
     try:
         requirements = importlib.metadata.requires("ebbtide") or []
-    except importlib.metadata.PackageNotFoundError:  # run from its source, without being installed
+    except importlib.metadata.PackageNotFoundError:  # run from source, not installed
         return None
     bounds = (re.match(rf"{re.escape(package)}\s*>=\s*([\d.]+)", line, re.IGNORECASE) for line in requirements)
     return next((bound[1] for bound in bounds if bound), None)

@@ -1,7 +1,7 @@
-"""The files of a run folder, and reading their lines.
+"""The files of a run folder, and a reader of their lines.
 
-``track`` writes them, ``report`` reads them, and neither knows the other: their common knowledge is here. The
-lines themselves are listed in ``docs/reference/run-file.md``.
+``track`` writes them and ``report`` reads them, without importing each other; what they share is here.
+``docs/reference/run-file.md`` lists the events.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 SCHEMA = 1
 BOTH_PHASE = "forward and backward"
-"""The phase of a step in which nothing tells forward from backward."""
+"""The phase of a step whose forward and backward cannot be told apart."""
 
 Event = dict[str, Any]
 
 
 def read_events(path: Path) -> list[Event]:
-    """Read a file of events, in the order of their time.
+    """Read a file of events, sorted by time.
 
-    Threads write side by side, so neighbouring lines may be out of order. A process that was killed may leave half a
-    line at the end; that one is left out. A broken line anywhere else means that the file is not what it should be.
+    Threads write concurrently, so adjacent lines may be out of order. An incomplete last line, which a killed process
+    leaves, is skipped; a malformed line anywhere else is an error.
 
     Args:
         path: ``run.jsonl`` or ``outside.jsonl``.

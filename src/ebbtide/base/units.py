@@ -50,7 +50,7 @@ def _advice(text: object, match: re.Match[str] | None) -> str:
 
 
 def format_size(size_bytes: float, *, digits: int = 1) -> str:
-    """Write a size for people: ``1536`` → ``'1.5 KiB'``; ``digits`` behind the point."""
+    """Format a size: ``1536`` → ``'1.5 KiB'``; ``digits`` after the point."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -2,8 +2,8 @@
 
 [Note: a light start]
 ``ebbtide --help`` and ``ebbtide VERB --help`` import neither torch nor transformers: a verb is a name and the path of a
-function, imported only when the verb is called, and the configs that flags are read into are plain dataclasses.
-Recipes stand above this package, so they too are reached by path and never imported by name.
+function, imported when the verb is called, and configs are plain dataclasses. Recipes are above this package, so they
+are also reached by path.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ebbtide.cli.signals import Terminated, terminate_as_interrupt
 EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_TERMINATED = 1, 2, 130, 143
 
 _RUN_FAILURES = (CapError, DiskFullError, ModifiedInPlaceError, RestoreError, TrainingError)
-"""Errors that a correct command can meet while it runs; every other one is bad input."""
+"""Errors of a valid command at run time; all others are bad input."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,8 @@ class Verb:
 
     Args:
         function: ``"module:name"`` of a function that takes the arguments after the verb and returns an exit code.
-        does: What it does, in one line.
-        takes_name: Whether the function takes the verb too, before the arguments.
+        does: One line of help.
+        takes_name: Whether the verb is passed before the arguments.
     """
 
     function: str
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: The arguments after the program's name; ``None`` takes the process's own.
+        argv: The arguments after the program's name; ``None``: those of the process.
 
     Returns:
         The exit code: 0 done, 1 the run failed, 2 bad input, 130 interrupted, 143 terminated.
@@ -80,10 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with terminate_as_interrupt():
             code = _call(list(sys.argv[1:] if argv is None else argv))
-            sys.stdout.flush()  # a reader that has gone is met here, not when Python ends
+            sys.stdout.flush()  # raise a closed pipe's error here, not at interpreter exit
             return code
-    except BrokenPipeError:  # `ebbtide --help | head -1`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes nowhere
+    except BrokenPipeError:  # `ebbtide --help | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discard the rest of the buffer
         return 0
     except KeyboardInterrupt as stop:
         terminated = isinstance(stop, Terminated)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(arguments: list[str]) -> int:
-    """Do what the arguments say, and return the exit code."""
+    """Run the command line and return the exit code."""
     if not arguments or arguments[0] in ("-h", "--help"):
         _overview(sys.stdout if arguments else sys.stderr)
         return 0 if arguments else EXIT_BAD_INPUT

@@ -1,9 +1,9 @@
-"""Reading a YAML file and flags into a config dataclass.
+"""Read a YAML file and flags into a config dataclass.
 
 [Note: one road for values]
-Values from the file and from flags are treated alike: both become text under a canonical name, flags replace the
-file's, and tyro parses the text into the dataclass. So a number in YAML and a number on the command line follow the
-same rules, and one place knows names, near names and refused flags.
+Values of the file and of flags become text under a canonical name, flags override the file, and tyro parses the text
+into the dataclass. So YAML and flags follow the same rules, and names, suggestions and unsupported flags are handled in
+one place.
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ def read_arguments(
     """Read ``[file.yaml] [--flag value ...]`` into a config.
 
     Args:
-        kind: A dataclass. A class attribute ``unsupported`` may map the names of known flags that this release cannot
-            serve to a hint; they are refused unless their value asks for nothing (``none``, ``false``) or is among
-            those that a class attribute ``granted`` maps the name to. A class attribute ``aliases`` may map other
-            names to fields; a dotted one is a key inside a section of the file, or ``section.key=value``. Fields in a
-            class attribute ``mappings`` also take a mapping in the file, as JSON.
+        kind: A dataclass. Optional class attributes: ``unsupported`` maps known but unsupported flags to a hint; they
+            are rejected unless their value turns them off (``none``, ``false``) or ``granted`` lists it for the name.
+            ``aliases`` maps other names to fields; a dotted one is a key inside a section of the file, or
+            ``section.key=value``. Fields in ``mappings`` also take a mapping in the file, as JSON.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
-        others: Names of flags read elsewhere; only suggested where an unknown flag is like one of them.
+        others: Names of flags read elsewhere, used only as suggestions for unknown flags.
 
     Returns:
-        The config, or ``None`` when help was asked for and printed.
+        The config, or ``None`` if help was printed.
 
     Raises:
         ConfigError: An unknown key or flag, a flag without its value or twice, a value that cannot be read.
@@ -90,7 +89,7 @@ def read_arguments(
 
 
 class _Names:
-    """The names a config knows, and what each takes."""
+    """The names that a config accepts, and the values of each."""
 
     def __init__(self, kind: type[Any], prog: str, others: Sequence[str]) -> None:
         self.prog, self.others = prog, others
@@ -106,20 +105,20 @@ class _Names:
         self.refused: dict[str, str] = {}  # as the user wrote it, with its value: the hint
 
     def known(self, written: str) -> str | None:
-        """Return the field's name for what was written, hyphen equals underscore; ``None`` if there is none."""
+        """Return the field of a written name, where hyphen equals underscore; ``None`` if there is none."""
         name = written.replace("-", "_")
         name = self.aliases.get(name, name)
         return name if name in self.fields or name in self.unsupported else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
-        """Return the field's name for what was written.
+        """Return the field of a written name.
 
         Raises:
             ConfigError: There is no such field.
         """
         name = self.known(written)
         if name is None:
-            # A dotted key is like other dotted ones; aliases without a dot are not suggested: fields are.
+            # Suggest dotted names for a dotted key, else fields; aliases without a dot are never suggested.
             known = (*self.fields, *self.others, *self.unsupported, *(key for key in self.aliases if "." in key))
             names = [key for key in known if ("." in key) is ("." in written)]
             close = nearest(written.replace("-", "_").lower(), names)
@@ -131,12 +130,12 @@ class _Names:
         return name
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
-        """Return the values for a field, ready to be read; ``None`` for a flag that this release cannot serve.
+        """Return the values for a field, ready to be parsed; ``None`` for a flag that this release cannot serve.
 
         Unless its value asks for nothing, such a flag is left to ``refuse``.
 
         Raises:
-            ConfigError: A boolean is no boolean; a value is empty.
+            ConfigError: A boolean field has another value; a value is empty.
         """
         if name in self.unsupported:
             harmless = (*_ASKS_FOR_NOTHING, *self.granted.get(name, ()))
@@ -214,7 +213,7 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
 
 
 def _override(written: str, value: str, found: Values, names: _Names) -> None:
-    """Take in one ``section.key=value``, hydra's form of a flag."""
+    """Read one ``section.key=value``, hydra's form of a flag."""
     name = names.canonical(written, what="key", where=" (of the form key=value)")
     listed = value[1:-1].split(",") if value[:1] + value[-1:] == "[]" else [value]
     texts = [text.strip().strip("'\"") for text in listed]
@@ -232,7 +231,7 @@ def _override(written: str, value: str, found: Values, names: _Names) -> None:
 
 
 def _stray(token: str, names: _Names) -> ConfigError:
-    """Make the error about a word that is neither a flag, nor a flag's value, nor the file in first place."""
+    """Return the error for a word that is neither a flag, nor a flag's value, nor the leading file."""
     name, equals, _ = token.lstrip("-\u2013\u2014").partition("=")
     if token[:1] in ("-", "\u2013", "\u2014"):
         hint = f"flags begin with two hyphens; see `{names.prog} --help`"
@@ -246,7 +245,7 @@ def _stray(token: str, names: _Names) -> ConfigError:
 
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
-    """Take the values that belong to a flag off the front of ``rest``."""
+    """Remove a flag's values from the front of ``rest`` and return them."""
     if name in names.booleans or name in names.unsupported:
         return [rest.pop(0)] if rest and not rest[0].startswith("--") else ["true"]
     values: list[str] = []
@@ -290,7 +289,7 @@ def _read_file(path: Path, names: _Names) -> Values:
 
 
 def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
-    """Return keys and values; a section whose keys are known with dots is one key a line."""
+    """Return keys and values; a section with known dotted names is flattened."""
     found: list[tuple[str, Any]] = []
     dotted = (*names.aliases, *names.unsupported)
     for key, value in content.items():
@@ -303,7 +302,7 @@ def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
 
 
 def _no_file(path: Path, names: _Names) -> DataError:
-    """Make the error about a YAML file that is not there."""
+    """Return the error for a missing YAML file."""
     name = str(path).partition("=")[0]
     others = [other.name for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
     hint = f"flags begin with two hyphens: --{name}" if names.known(name) else nearest(path.name, others)
@@ -312,10 +311,9 @@ def _no_file(path: Path, names: _Names) -> DataError:
 
 
 def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
-    """Make the config; name the flag whose value cannot be read.
+    """Make the config; an error names the flag whose value cannot be parsed.
 
-    Tyro reads into a copy of the dataclass without its checks, so that an error raised by a check reaches the user as
-    it was written.
+    Tyro parses into a copy of the dataclass without its checks, so errors of the checks reach the user unchanged.
     """
     bare = _bare(kind, [field.name for field in dataclasses.fields(typing.cast(Any, kind))])
     read = _try_tyro(bare, values, prog=prog)
@@ -335,7 +333,7 @@ def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
 
 
 def _bare(kind: type[Any], names: Sequence[str]) -> type[Any]:
-    """Return a dataclass with some of the fields of ``kind``, and none of its checks."""
+    """Return a dataclass with some of the fields of ``kind`` and without its checks."""
     hints = typing.get_type_hints(kind)
     fields = [
         (field.name, hints[field.name], dataclasses.field(default=field.default, default_factory=field.default_factory))
@@ -346,7 +344,7 @@ def _bare(kind: type[Any], names: Sequence[str]) -> type[Any]:
 
 
 def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
-    """Let tyro read values; ``None`` when it cannot. Its own account of why is dropped: ours names the flag."""
+    """Parse values with tyro; ``None`` if that fails. Its message is dropped: ours names the flag."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             return _tyro(kind, _as_flags(kind, values), prog=prog)
@@ -355,7 +353,7 @@ def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
 
 
 def _takes_several(hint: Any) -> bool:
-    """Whether a field takes a list of values, or none at all."""
+    """Whether a field takes a list of values, possibly empty."""
     return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
 
 
@@ -365,7 +363,7 @@ def _required(field: dataclasses.Field[Any]) -> bool:
 
 
 def _as_flags(kind: type[Any], values: Values) -> list[str]:
-    """Write values as arguments for tyro; ``=`` keeps a value that begins with a hyphen a value."""
+    """Format values as arguments for tyro; ``=`` protects values that begin with a hyphen."""
     hints = typing.get_type_hints(kind)
     flags: list[str] = []
     for name, flag in values.items():
@@ -382,7 +380,7 @@ def _tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
 
 
 def _description(kind: type[Any]) -> str:
-    """Return what the docstring says above its fields, in lines of 80. Indented: tyro joins lines that are not."""
+    """Return the docstring above its fields, in lines of 80; indented, because tyro joins other lines."""
     paragraphs = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip().split("\n\n")
     indent = "  "
     wrap = textwrap.TextWrapper(width=80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

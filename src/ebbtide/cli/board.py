@@ -1,4 +1,4 @@
-"""Collects the results of a comparison's runs, prints their lines and the table, and writes the summary."""
+"""Collect the results of a comparison's runs, print them, and write the summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
 _LEAST_COUNTED = 2
-"""Steps that count however late a plan was corrected: one whose time counts, and the trimmed one."""
+"""Steps that always count, however late a plan was corrected: a timed one and the trimmed one."""
 
 
 class Board:
@@ -26,7 +26,7 @@ class Board:
 
     Args:
         out: The comparison's folder.
-        modes: In the order in which they are listed.
+        modes: In display order.
         console: A rich console.
         warm_up: Steps of each child that do not count.
         flag: The flag that sets the number of steps.
@@ -60,7 +60,7 @@ class Board:
         self._print(head + "  ".join(lines))
 
     def finish(self, environment: dict[str, Any]) -> list[dict[str, Any]]:
-        """Merge, write ``summary.json`` and ``report.html``, print the table; return one summary a mode."""
+        """Merge, write ``summary.json`` and ``report.html``, print the table; return one summary per mode."""
         late = self._wait_for_plans()
         summaries = {index: {mode: run.summary for mode, run in by.items()} for index, by in self._rounds.items()}
         modes = merge(summaries, self._modes, self._failures)
@@ -96,10 +96,9 @@ class Board:
         return [late + f"more {self._flag} show the last."] if made > warm_up else []
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
-        """Compare the trained parameters with those of plain, and plain's rounds with one another; print the result.
+        """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.
 
-        A script that computes something else each time it runs, in plain as well, cannot be compared: its losses and
-        parameters are then not known to be equal or not.
+        If plain itself is not deterministic, losses and parameters cannot be compared.
         """
         sums = {
             mode: [
@@ -115,7 +114,7 @@ class Board:
             for mode in modes:
                 mode["loss_equal"] = mode["parameters_equal"] = None
             return [
-                "The script computes something else each time it runs: plain's rounds differ from one another, so "
+                "The script is not deterministic: plain's rounds differ from one another, so "
                 "losses and parameters are not compared.\nhint: set its seeds (torch, numpy, data loader workers)"
             ]
         for mode in modes:
@@ -132,7 +131,7 @@ class Board:
         from rich.table import Table
 
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
-        # report.html has what does not fit a narrow terminal.
+        # report.html has the columns that do not fit a narrow terminal.
         dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
         shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
@@ -161,15 +160,15 @@ def _counted(runs: Sequence[Run]) -> list[str]:
 
 
 def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Print what the modes with ebbtide saved, and what holds the rest of the peak."""
+    """Print the savings of the modes with ebbtide, and the contents of the remaining peak."""
     splits = {run.name: found for run in runs if (found := split(run)) is not None}
     return verdicts(modes, [str(mode["mode"]) for mode in modes], splits)
 
 
 def _read(mode: str, ended: Ended, warm_up: int) -> tuple[str, Run | None]:
-    """Read a child's run folder; a problem in words if it did not end well."""
+    """Read a child's run folder; also return a problem in words if it failed."""
     try:
-        # Once more, now that the outside samples are complete: the child wrote its own before it ended.
+        # Summarize again: the child wrote its summary before the outside samples were complete.
         summary = write_summary(ended.folder, warm_up=warm_up)
         run = dataclasses.replace(load_run(ended.folder), name=mode)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Runs a training run as a child process and watches its memory from outside."""
+"""Run a training run as a child process and sample its memory from outside."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TAIL_LINES = 25
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a child ended.
+    """The outcome of a child process.
 
     Attributes:
         folder: Its run folder.
-        code: Its exit code; below zero the signal that ended it.
-        seconds: How long it ran, its start and imports included.
+        code: Its exit code; if negative, the signal that ended it.
+        seconds: Its run time, including startup and imports.
         tail: The last lines of its output.
     """
 
@@ -51,18 +51,18 @@ def run_child(
 ) -> Ended:
     """Run a command and write the memory of its process family to ``outside.jsonl``.
 
-    Its output goes to ``output.txt``. The child leads a process group of its own: an interrupt ends the whole family,
-    whether it comes from the keyboard (which then reaches only this process) or by a signal.
+    Its output goes to ``output.txt``. The child leads its own process group, so a keyboard interrupt reaches only this
+    process, which then ends the whole family.
 
     Args:
         command: The program and its arguments.
-        folder: The child's run folder; made here.
-        environment: Its whole environment.
+        folder: The child's run folder; created here.
+        environment: Its complete environment.
         sample_seconds: Time between two samples.
-        look: Called now and then while the child runs.
+        look: Called repeatedly while the child runs.
 
     Raises:
-        KeyboardInterrupt: This process was interrupted; the child has been ended before.
+        KeyboardInterrupt: This process was interrupted; the child has already been ended.
     """
     folder.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
@@ -85,7 +85,7 @@ def run_child(
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int | None:
-    """Wait for a child, but not for long; return its exit code, ``None`` if it still runs."""
+    """Wait briefly for a child; return its exit code, ``None`` if it is still running."""
     try:
         return child.wait(_LOOK_SECONDS)
     except subprocess.TimeoutExpired:
@@ -94,7 +94,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int | None:
 
 @contextmanager
 def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen[bytes], None, None]:
-    """Start a child that leads a process group of its own; end the whole family when the context is left.
+    """Start a child that leads its own process group; end the whole family on exit.
 
     Args:
         command: The program and its arguments.
@@ -111,14 +111,14 @@ def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen
 
 
 def end_family(child: subprocess.Popen[bytes]) -> None:
-    """End a child and its descendants: ask with SIGINT, so that it closes its run file; then SIGTERM, then SIGKILL."""
+    """End a child and its descendants: SIGINT, so that it closes its run file; then SIGTERM, then SIGKILL."""
     for asking in (signal.SIGINT, signal.SIGTERM):
         if child.poll() is not None:
             break
         _signal(child, asking)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLITE_SECONDS)
-    # Also after a good end: a worker that outlives its parent would hold memory beside the next child.
+    # Also after success: a worker that outlives its parent would hold memory while the next child runs.
     _signal(child, signal.SIGKILL)
     child.wait()
 

@@ -1,6 +1,6 @@
 """``ebbtide compare``: the same few steps in fresh processes under several modes; see [Note: a fair comparison].
 
-A recipe is compared by its flags (here), any other script as it is (``compare_script``).
+Recipes are switched by their flags (here), other scripts from outside (``compare_script``).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ MODES: dict[str, tuple[str, str]] = {
     "ebbtide-minimal": ("true", "true"),
     "plain-malloc": ("false", "false"),
 }
-"""Each mode's values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
+"""Mode → values of ``--activation_cpu_offload`` and ``--gradient_checkpointing``."""
 
 OWN_FLAGS = ("activation_cpu_offload", "gradient_checkpointing", "output_dir")
-"""What compare sets for each child."""
+"""Flags that compare sets for each child."""
 
 DEFAULT_RECIPE = "sft"
 
@@ -62,17 +62,17 @@ def compare(
     """Run a recipe under several modes and compare memory, time and losses.
 
     Args:
-        arguments: The recipe's arguments, the same for all children; the flags of the mode come after them.
+        arguments: The recipe's arguments, equal for all children; the flags of the mode follow them.
         recipe: The verb.
         modes: Keys of ``MODES``.
         rounds: How often each mode is run.
-        out: The folder for everything; must not hold a comparison.
+        out: The output folder; must not hold a comparison.
         sample_seconds: Time between two memory samples.
-        command: What starts a child, in place of this Python and ``-m ebbtide.cli RECIPE``.
+        command: Starts a child; default: this Python and ``-m ebbtide.cli RECIPE``.
         console: A rich console; the terminal's if ``None``.
 
     Returns:
-        The result, already written to ``out``; also when children failed or the user interrupted.
+        The result, already written to ``out``, even after failed children or an interrupt.
 
     Raises:
         ConfigError: An unknown mode, a mode twice, no round, or arguments that set what the modes set.
@@ -102,7 +102,7 @@ def compare(
 
 
 def _steps(arguments: Sequence[str], config: Any) -> int | None:
-    """Return the steps of each child as the arguments or the recipe's config have them; ``None`` if they do not."""
+    """Return the steps of each child from the arguments or the recipe's config; ``None`` if not set."""
     if config is not None:
         return config.max_steps if config.max_steps > 0 else None
     following = dict(itertools.pairwise([*arguments, ""]))
@@ -117,7 +117,7 @@ def _flags(recipe: str, mode: str, arguments: Sequence[str], folder: Path) -> li
     if recipe in RECIPES and "save" not in _names(arguments):
         flags += ["--save", "false"]
     if recipe == "video" and "samples" not in _names(arguments):
-        flags += ["--samples", "0"]  # what is compared is training
+        flags += ["--samples", "0"]  # only training is compared
     return flags
 
 
@@ -138,13 +138,13 @@ def _check(arguments: Sequence[str], modes: Sequence[str], rounds: int, out: Pat
 
 
 def _check_recipe(recipe: str, arguments: Sequence[str], modes: Sequence[str], out: Path) -> None:
-    """Let the recipe refuse its arguments in each mode, before a child is started for them."""
+    """Check the recipe's arguments in each mode before any child is started."""
     for mode in modes:
         check(recipe, read(recipe, [*arguments, *_flags(recipe, mode, arguments, out / "round-1" / mode)]))
 
 
 def _set_twice(config: Any) -> list[str]:
-    """Return the names that a file sets and that compare sets for each child."""
+    """Return the names that both the file and compare set."""
     if config is None:
         return []
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
@@ -154,7 +154,7 @@ def _set_twice(config: Any) -> list[str]:
 def run(argv: Sequence[str]) -> int:
     """Compare as the arguments say: ``ebbtide compare [RECIPE] [--modes A,B] [--rounds N] [--out DIR] [recipe's own]``.
 
-    With ``--`` among them, what comes after it is a command: ``ebbtide compare [--steps N] -- python train.py``.
+    A command follows ``--``: ``ebbtide compare [--steps N] -- python train.py``.
 
     Args:
         argv: The arguments after ``compare``.
@@ -187,7 +187,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--steps is given, and no script", expected="-- and a command after it", hint=hint)
     has_length = {"max_steps", "num_train_epochs"} & _names(arguments)
     if not has_length and not any(a.endswith((".yaml", ".yml")) for a in arguments):
-        arguments += ["--max_steps", str(DEFAULT_STEPS)]  # a comparison is a few steps, never a whole epoch by accident
+        arguments += ["--max_steps", str(DEFAULT_STEPS)]  # never a whole epoch by accident
     return compare(arguments, recipe=recipe, modes=modes, rounds=rounds, out=out).exit_code
 
 
@@ -214,7 +214,7 @@ def _parser(recipe: str) -> Parser:
 
 
 def _recipe(rest: list[str]) -> str:
-    """Take the recipe's name off the front; without one it is the first recipe."""
+    """Remove the recipe's name from the front; default: the first recipe."""
     if not rest or rest[0].startswith("-"):
         return DEFAULT_RECIPE
     if rest[0] in RECIPES:

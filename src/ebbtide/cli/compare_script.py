@@ -26,7 +26,7 @@ from ebbtide.cli.run import check_command
 from ebbtide.script.request import Request, Switched, read_notes, why_untrained
 
 _SCRIPT_DOES = {
-    "plain": "the script as it is",
+    "plain": "the unchanged script",
     "checkpointing": "with activation checkpointing: the model's own switch, else around its blocks",
 }
 
@@ -44,22 +44,22 @@ def compare_script(
     """Run a training script under several modes and compare memory, time, losses and the trained parameters.
 
     Args:
-        command: The program and its arguments, as it would be typed.
+        command: The program and its arguments, as typed.
         modes: Keys of ``DOES``.
         rounds: How often each mode is run.
         steps: Steps of the optimizer after which each run is ended; ``None``: each runs to its own end.
-        out: The folder for everything; must not hold a comparison.
+        out: The output folder; must not hold a comparison.
         sample_seconds: Time between two memory samples.
         console: A rich console; the terminal's if ``None``.
 
     Returns:
-        The result, already written to ``out``; also when children failed or the user interrupted.
+        The result, already written to ``out``, even after failed children or an interrupt.
 
     Raises:
         ConfigError: No command or none that can be started, an unknown mode, a mode twice, or no round.
         DataError: ``out`` already holds a comparison, or cannot be written.
         EbbtideError: A package of the command line is not installed.
-        TrainingError: The first run trained nothing: there is nothing to compare.
+        TrainingError: The first run trained nothing, so there is nothing to compare.
     """
     check_packages("cli,track")
     from rich.console import Console
@@ -75,7 +75,7 @@ def compare_script(
     def start(mode: str, folder: Path) -> tuple[list[str], dict[str, str]]:
         folder.mkdir(parents=True, exist_ok=True)
         request = Request(mode=cast("Switched", mode), folder=str(folder.absolute()), compared=True, steps=steps)
-        # Sets and dicts of a script that sorts nothing have the same order in every run.
+        # Sets of strings have the same order in every run.
         return list(command), request.environment({"PYTHONHASHSEED": "0", **os.environ})
 
     result = run_rounds(plan, start, {"command": shlex.join(command), "steps": steps}, console, refuse=_refuse)
@@ -93,7 +93,7 @@ def _care(command: Sequence[str], steps: int | None) -> str:
 
 
 def _refuse(ended: Ended) -> None:
-    """Refuse to go on with a script that trained nothing.
+    """Raise if the script trained nothing.
 
     Raises:
         TrainingError: No model was trained in it.
@@ -109,7 +109,7 @@ def _refuse(ended: Ended) -> None:
 
 
 def _checkpoints(out: Path) -> list[str]:
-    """Say that plain training is not what it seems, where the script checkpoints its blocks itself."""
+    """Warn if the script checkpoints its blocks itself, in plain too."""
     for folder in sorted(out.glob("round-*/*")):
         for note in _notes(folder):
             if note["event"] == "model" and note["checkpoints_itself"]:

@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
         argv: The arguments after ``doctor``.
 
     Returns:
-        0, or 1 if there is a problem; notes are none.
+        1 if there is a problem, else 0; notes are not problems.
 
     Raises:
         ConfigError: An argument that cannot be read.
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def lines(found: Examination) -> list[str]:
-    """Return what is printed: the table, then the findings.
+    """Format the table and the findings.
 
     Args:
         found: What was found.
@@ -83,7 +83,7 @@ def lines(found: Examination) -> list[str]:
 
 
 def as_values(found: Examination) -> dict[str, Any]:
-    """Return what was found as values for JSON; what is not known is ``None``.
+    """Return the findings as JSON values; ``None``: not known.
 
     Args:
         found: What was found.

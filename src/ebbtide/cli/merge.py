@@ -1,4 +1,4 @@
-"""Joins the rounds of a comparison: arithmetic on summaries."""
+"""Merge the rounds of a comparison: arithmetic on summaries."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ebbtide.report.table import saved_percent
 T = TypeVar("T")
 Summary = Mapping[str, Any]
 Rounds = Mapping[int, Mapping[str, Summary]]
-"""Summaries of the children that ended well, by round and mode."""
+"""Summaries of the successful children, by round and mode."""
 
 
 QUARTILES_FROM = 5
-"""From so many rounds on the spread is the quartiles; of fewer, the extremes."""
+"""From this many rounds on, the spread is the quartiles; below, the extremes."""
 
 
 def merge(rounds: Rounds, modes: Sequence[str], failures: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    """Make one summary a mode.
+    """Make one summary per mode.
 
     Args:
-        rounds: What the children that ended well left.
-        modes: In the order in which they are to be listed. A mode no child of which ended well is listed too.
-        failures: By mode, what its failed children said.
+        rounds: Summaries of the successful children.
+        modes: In display order; a mode without a successful child is listed, too.
+        failures: By mode, the messages of its failed children.
     """
     merged: list[dict[str, Any]] = []
     for mode in modes:
@@ -46,9 +46,9 @@ def merge(rounds: Rounds, modes: Sequence[str], failures: Mapping[str, Sequence[
 
 
 def medians(values: Sequence[Any]) -> Any:
-    """Join values of the same meaning: numbers to their median, objects field by field, all else to the last.
+    """Merge corresponding values: numbers to their median, objects field by field, others to the last.
 
-    A number that one round does not know is not known.
+    A number that is None in one round is None.
     """
     last = values[-1]
     if any(isinstance(value, Mapping) for value in values):
@@ -65,9 +65,9 @@ def medians(values: Sequence[Any]) -> Any:
 
 
 def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
-    """Compare step times with plain's of the same round; ``low`` and ``high`` are as ``spread_of`` says.
+    """Compare step times with plain's of the same round; ``low`` and ``high`` as in ``spread_of``.
 
-    Pairs within a round are close in time, so a machine that slows down over the rounds does not show as a mode's cost.
+    Pairs within a round are close in time, so a machine that slows down is not counted as a mode's cost.
     """
     ratios: list[float] = []
     for by_mode in rounds.values():
@@ -87,7 +87,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def spread_of(rounds: int) -> str:
-    """Say what ``low`` and ``high`` are for so many rounds."""
+    """Describe ``low`` and ``high`` for a number of rounds."""
     return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "lowest and highest round"
 
 
@@ -101,7 +101,7 @@ def loss_equal(rounds: Rounds, mode: str) -> bool | None:
 
 
 def latest_complete_round(rounds: Mapping[int, Mapping[str, T]], modes: Sequence[str]) -> list[T]:
-    """Choose what the pictures show: the last round that has all modes, else the last that each mode has."""
+    """Choose the round of the pictures: the last with all modes, else the last of each mode."""
     ordered = [by_mode for _, by_mode in sorted(rounds.items())]
     complete = [by_mode for by_mode in ordered if len(by_mode) == len(modes)]
     latest = {mode: value for by_mode in (complete[-1:] or ordered) for mode, value in by_mode.items()}

@@ -1,4 +1,4 @@
-"""The argument parser of the verbs that have few flags of their own."""
+"""The argument parser of verbs with few flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ebbtide.base.errors import ConfigError, nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with the errors of this command line and without abbreviations of flags.
+    """argparse with this command line's errors and without abbreviated flags.
 
     Args:
         **options: As ``argparse.ArgumentParser``.
@@ -20,10 +20,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Parse arguments, all of which must be known.
+        """Parse arguments and reject unknown ones.
 
         Raises:
-            ConfigError: A flag is not known, or has no value; or there is a word too many.
+            ConfigError: A flag is unknown or lacks its value, or there is an extra word.
         """
         own, unknown = self.parse_known_args(list(argv))
         if unknown:
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         return own
 
     def error(self, message: str) -> NoReturn:
-        """Raise instead of leaving the process.
+        """Raise instead of exiting.
 
         Raises:
             ConfigError: Always.
@@ -64,7 +64,7 @@ def count(name: str, text: str) -> int:
     """Return a number that must be 1 or more.
 
     Raises:
-        ConfigError: It is no integer, or below 1.
+        ConfigError: It is not an integer, or below 1.
     """
     if not (text.isascii() and text.isdigit()) or int(text) < 1:
         raise ConfigError(f"{name} is {text!r}", expected="an integer, 1 or more", hint=f"such as {name} 3")

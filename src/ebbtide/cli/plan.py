@@ -1,4 +1,4 @@
-"""``ebbtide plan``: read flags into the recipe's config, then hand over to the recipe."""
+"""``ebbtide plan``: read flags into the recipe's config and call the recipe."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ RECIPE = "ebbtide_recipes.plan"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Say whether training fits on a device, and with what plan.
+    """Predict whether training fits on a device, and with which plan.
 
     Args:
         argv: The arguments after ``plan``.
 
     Returns:
-        The exit code: 0, also where nothing fits.
+        The exit code: 0, even if nothing fits.
 
     Raises:
-        EbbtideError: Anything in the arguments or the model's config that cannot be used, or simulated; no plan to
-            save that fits.
+        EbbtideError: An argument or the model's config cannot be used or simulated, or no plan to save fits.
     """
     config = read_arguments(importlib.import_module(f"{RECIPE}.config").PlanConfig, argv, prog="ebbtide plan")
     if config is None:

@@ -1,4 +1,4 @@
-"""How far a comparison is and how long it will still take: one changing line on a terminal, plain lines elsewhere."""
+"""Progress and remaining time of a comparison: one changing line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from ebbtide.base.runs import EVENTS_FILE
 
 REPORT_SECONDS = 10.0
-"""Between two plain lines of one run, unless something new began."""
+"""Between two plain lines of one run, unless a new phase began."""
 
 
 class RunProgress:
-    """Follows the runs of a comparison by their run files, and says how far they are.
+    """Follow the runs of a comparison through their run files and print their progress.
 
     Args:
-        console: A rich console. On a terminal one line changes in place; elsewhere lines are printed now and then.
-        runs: How many there are in all.
-        steps: Steps of each; ``None`` if that is not known before.
-        output: Name of the file in a run folder that has the run's output.
-        clock: Tells seconds.
+        console: A rich console. On a terminal one line changes in place; elsewhere lines are printed at intervals.
+        runs: Their total number.
+        steps: Steps of each; ``None``: not known in advance.
+        output: Name of the file of a run's output in its folder.
+        clock: Returns seconds.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunProgress:
 
         Args:
             what: Its round and mode.
-            folder: Its run folder, which need not be there yet.
+            folder: Its run folder, which may not exist yet.
         """
         self._number += 1
         self._what, self._folder = what, folder
@@ -59,7 +59,7 @@ class RunProgress:
             self._print()
 
     def look(self) -> None:
-        """See how far the run is, and say so."""
+        """Read the run's progress and print it."""
         done, running = self._done, self._running
         self._read()
         if self._status is not None:
@@ -79,7 +79,7 @@ class RunProgress:
             self._status = None
 
     def seconds_left(self) -> float | None:
-        """Return about how many seconds all runs that are not done will take; ``None`` before a step is done."""
+        """Estimate the seconds until all runs end; ``None`` before the first step ends."""
         if self._steps is None or not self._seconds:
             return None
         step, start = median(self._seconds), median(self._starts)
@@ -87,7 +87,7 @@ class RunProgress:
         return max(now, 0.0) + (self._runs - self._number) * (start + self._steps * step)
 
     def _read(self) -> None:
-        """Take in what the run has recorded since the last look."""
+        """Read the events recorded since the last call."""
         path = self._folder / EVENTS_FILE
         if not path.exists():
             return
@@ -95,7 +95,7 @@ class RunProgress:
             file.seek(self._offset)
             lines = (self._rest + file.read()).split("\n")
             self._offset = file.tell()
-        self._rest = lines.pop()  # may be half written
+        self._rest = lines.pop()  # may be incomplete
         for line in lines:
             if '"event": "phase"' in line and not self._running and json.loads(line).get("name") == "forward":
                 self._running = True
@@ -131,7 +131,7 @@ class RunProgress:
 
 
 def duration(seconds: float) -> str:
-    """Write a duration that is an estimate."""
+    """Format an estimated duration."""
     if seconds < 90:
         return f"about {max(round(seconds / 5) * 5, 5)} s"
     return f"about {seconds / 60:.0f} min"

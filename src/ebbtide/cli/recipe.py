@@ -1,4 +1,4 @@
-"""The verbs that train: read flags into a recipe's config, then hand over to the recipe.
+"""The verbs that train: read flags into a recipe's config and call the recipe.
 
 A recipe is a package ``ebbtide_recipes.NAME`` with a config class in ``config.py`` and ``RECIPE`` in ``recipe.py``.
 """
@@ -18,7 +18,7 @@ _SKELETON = "ebbtide_recipes.skeleton"
 
 
 def run(name: str, argv: Sequence[str]) -> int:
-    """Train as the arguments say; start torchrun where they mean several processes.
+    """Train; start torchrun if the arguments request several processes.
 
     Args:
         name: The recipe.
@@ -28,7 +28,7 @@ def run(name: str, argv: Sequence[str]) -> int:
         The exit code.
 
     Raises:
-        EbbtideError: Anything in the arguments, the model or the data that cannot be used; anything that failed.
+        EbbtideError: Arguments, model or data cannot be used, or training failed.
     """
     config = read(name, argv)
     if config is None:
@@ -46,7 +46,7 @@ def run(name: str, argv: Sequence[str]) -> int:
 
 
 def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
-    """Return the recipe's config as the arguments say; ``None`` when help was asked for and printed.
+    """Parse the arguments into the recipe's config; ``None`` if help was printed.
 
     Args:
         name: The recipe.
@@ -61,7 +61,7 @@ def read(name: str, argv: Sequence[str], *, others: Sequence[str] = ()) -> Any:
 
 
 def check(name: str, config: Any) -> None:
-    """Refuse what training would refuse before it loads, fetches or writes anything.
+    """Check everything that training checks before it loads, fetches or writes anything.
 
     Args:
         name: The recipe.

@@ -1,4 +1,4 @@
-"""``ebbtide report``: text, HTML, Chrome trace or JSON from a run folder, or several runs over each other."""
+"""``ebbtide report``: text, HTML, Chrome trace or JSON from a run folder, or a comparison of several runs."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def report(
 ) -> Path | None:
     """Report on a run folder, or on the folder of a comparison.
 
-    A run that was killed has no ``summary.json``; it is made here.
+    The missing ``summary.json`` of a killed run is written here.
 
     Args:
         run_folder: What a run or ``ebbtide compare`` wrote.
-        format: ``text`` and ``json`` are printed unless ``output`` is given; ``html`` and ``trace`` are files in the
-            run folder unless it is. A comparison has ``text`` and ``html``.
+        format: ``text`` and ``json`` are printed by default; ``html`` and ``trace`` are written into the run folder. A
+            comparison has ``text`` and ``html``.
         output: The file to write; ``-`` prints.
-        force: Make ``summary.json`` again, and replace ``output`` if it is there.
+        force: Rewrite ``summary.json``, and replace an existing ``output``.
 
     Returns:
-        The file written, ``None`` if the report was printed.
+        The written file; ``None`` if the report was printed.
 
     Raises:
-        DataError: The folder holds no run, or a damaged one; or ``output`` already exists.
-        ConfigError: A format that a comparison does not have.
+        DataError: The folder holds no run or a damaged one, or ``output`` already exists.
+        ConfigError: A comparison does not have this format.
     """
     _check_folder(run_folder)
     target = _target(output, _default_file(run_folder, format), force)
@@ -60,9 +60,9 @@ def report(
 def report_runs(
     folders: Sequence[Path], *, format: Format = "text", output: Path | None = None, force: bool = False
 ) -> Path | None:
-    """Report on several runs over each other.
+    """Compare several runs.
 
-    They are held against the run of the mode ``plain``, or against the first one.
+    The baseline is the run of the mode ``plain``, else the first.
 
     Args:
         folders: Folders of runs.
@@ -135,7 +135,7 @@ def _neighbours(folder: Path) -> list[str]:
 
 
 def _check_target(target: Path, *, replaces: bool) -> None:
-    """Refuse a file that cannot be written, before anything is read."""
+    """Check that a file can be written, before anything is read."""
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else f"cannot be written: there is no folder {str(target.parent)!r}"
         raise DataError(f"{target} {what}", expected="a file in an existing folder", hint="name one with --output")
@@ -154,7 +154,7 @@ def _put(words: str, target: Path | None) -> Path | None:
 
 
 def _comparison(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of a comparison; ``None`` if the folder is not one's."""
+    """Return the summary of a comparison; ``None`` if the folder holds none."""
     path = folder / SUMMARY_FILE
     if (folder / EVENTS_FILE).exists() or not path.exists():
         return None
@@ -183,7 +183,7 @@ def _report_comparison(folder: Path, summary: dict[str, Any], format: Format, ta
 
 
 def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
-    """Return the runs of the last round in which all modes ended well, or what the last rounds have."""
+    """Return the runs of the last round in which all modes succeeded, else the last run of each mode."""
     rounds: dict[int, dict[str, Run]] = {}
     for part in folder.glob("round-*"):
         for mode in modes:
@@ -195,7 +195,7 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Report as the arguments say: ``ebbtide report FOLDER... [--format F] [--output FILE] [--force]``.
+    """Print or write a report: ``ebbtide report FOLDER... [--format F] [--output FILE] [--force]``.
 
     Args:
         argv: The arguments after ``report``.
@@ -207,7 +207,7 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: An argument that cannot be read.
         DataError: As ``report``.
     """
-    about = "A report of a run folder, of a comparison, or of several runs over each other."
+    about = "Report on a run folder or a comparison, or compare several runs."
     parser = Parser(prog="ebbtide report", description=about)
     listed = "folder of a run or of `ebbtide compare`; folders of several runs to compare them"
     parser.add_argument("run_folder", type=Path, nargs="+", help=listed)

@@ -1,10 +1,9 @@
-"""The rounds of a comparison, whatever is compared: a recipe's runs or those of a script.
+"""The rounds of a comparison of a recipe or a script.
 
 [Note: a fair comparison]
-Each child is a fresh process, so nothing warm is handed from one mode to the next. Modes take turns as first, second
-and third over the rounds, and step times are compared within a round. Memory is watched from this process, the same
-way for all modes, with the engine in them or without. Every child gets the caller's environment as it is: plain
-training is plain as users have it. ``Auto`` makes its plan after some steps; these warm up, and count in no mode.
+Each child is a fresh process, so no mode profits from another's caches. The order of modes rotates over the rounds, and
+step times are compared within a round. Memory is sampled by this process in the same way for all modes. Every child
+gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
 """
 
 from __future__ import annotations
@@ -32,39 +31,38 @@ DOES: dict[str, str] = {
     "ebbtide-minimal": "the policy Minimal: checkpointing's memory or less",
     "plain-malloc": "ordinary training; glibc gives freed memory back at once",
 }
-"""The modes, in words."""
+"""Mode → description."""
 
 _ALLOCATORS = ("MALLOC_", "GLIBC_TUNABLES", "THP_MEM_ALLOC_ENABLE", "LD_PRELOAD", "OMP_NUM_THREADS")
-"""Variables of the caller's own that change memory or time: recorded, never set."""
+"""Caller's environment variables that change memory or time: recorded, never set."""
 
 VARIABLES: dict[str, dict[str, str]] = {
     "plain-malloc": {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"},
 }
-"""Environment variables of a mode, beside the caller's own; the other modes have none."""
+"""Mode → additional environment variables."""
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
 DEFAULT_STEPS = 7
-"""Steps of each child when nothing else sets their number: three warm up, three are timed, one measures activation
-memory."""
+"""Default steps of each child: three warm-up, three timed, one that measures activation memory."""
 
 SCRIPT_STEPS = 12
-"""Steps of each run of a script: its first plan, and those that follow a measured one, leave some to be timed."""
+"""Default steps of each run of a script: enough to time some after the first and the measured plans."""
 
 Stopped = Literal["", "interrupted", "terminated"]
 
 Start = Callable[[str, Path], tuple[list[str], dict[str, str]]]
-"""Returns a child's command and environment, from its mode and its run folder."""
+"""Mode and run folder → a child's command and environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompareResult:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         out: The folder with ``summary.json``, ``report.html`` and the run folders.
-        modes: One merged summary a mode.
-        environment: What was the same for all children.
-        stopped: What ended it before all rounds were done: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
+        modes: One merged summary per mode.
+        environment: Settings and versions common to all children.
+        stopped: Why it ended early: ``"interrupted"`` (Ctrl-C), ``"terminated"`` (SIGTERM).
     """
 
     out: Path
@@ -82,13 +80,13 @@ class CompareResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """What is run how often, and where.
+    """The runs of a comparison.
 
     Attributes:
         modes: Keys of ``DOES``.
         rounds: How often each mode is run.
-        out: The folder for everything.
-        steps: Steps of each child; ``None`` if that is not known before.
+        out: The output folder.
+        steps: Steps of each child; ``None``: not known in advance.
         sample_seconds: Time between two memory samples.
         flag: The flag that sets the number of steps.
     """
@@ -102,7 +100,7 @@ class Rounds:
 
     @property
     def orders(self) -> list[list[str]]:
-        """The modes of each round in the order in which they run."""
+        """The modes of each round, in run order."""
         modes = list(self.modes)
         return [[*modes[first % len(modes) :], *modes[: first % len(modes)]] for first in range(self.rounds)]
 
@@ -115,14 +113,14 @@ def run_rounds(
     *,
     refuse: Callable[[Ended], None] = lambda ended: None,
 ) -> CompareResult:
-    """Run all children, and write what they left.
+    """Run all children and write the results.
 
     Args:
-        plan: What is run.
-        start: Says how a child is started.
+        plan: The runs.
+        start: Returns a child's command and environment.
         environment: Further fields of the result's environment.
         console: A rich console.
-        refuse: Called with each finished child; raises if the others need not run.
+        refuse: Called with each finished child; raises to skip the others.
     """
     warm_up = warm_up_steps()
     console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
@@ -157,7 +155,7 @@ def run_rounds(
 
 
 def check_packages(extra: str) -> None:
-    """Refuse to begin without the packages that watch, draw and print, before anything runs.
+    """Check, before anything runs, that the packages for sampling, pictures and tables are installed.
 
     Args:
         extra: The extra of ebbtide to install where one is missing.
@@ -170,14 +168,14 @@ def check_packages(extra: str) -> None:
 
 
 def warm_up_steps() -> int:
-    """Return how many steps of a run do not count, in any mode: those that ``Auto`` needs for its plan."""
+    """Return the number of warm-up steps in every mode: those that ``Auto`` needs for its plan."""
     from ebbtide.profiling.measured import MEASURED_STEPS
 
     return 1 + MEASURED_STEPS
 
 
 def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:
-    """Announce the comparison before anything runs, slow imports included."""
+    """Announce the comparison before the slow imports."""
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
     lines = [
@@ -191,10 +189,10 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
 
 
 def check_modes(modes: Sequence[str], rounds: int) -> None:
-    """Refuse modes that do not exist or stand twice, and no round.
+    """Check the modes and the number of rounds.
 
     Raises:
-        ConfigError: One of these.
+        ConfigError: A mode is unknown or repeated, or there are no rounds.
     """
     for mode in modes:
         if mode not in DOES:
@@ -208,9 +206,9 @@ def check_modes(modes: Sequence[str], rounds: int) -> None:
 
 
 def check_folder(out: Path) -> None:
-    """Refuse a folder that holds a result or cannot be made.
+    """Check that the folder can be created and holds no result.
 
-    A comparison no child of which came as far as training has left nothing to keep, and does not stand in the way.
+    The leftovers of a comparison that never trained are no result.
 
     Raises:
         DataError: It holds one, or cannot be made.
@@ -230,7 +228,7 @@ def check_folder(out: Path) -> None:
 
 
 def _counted_words(plan: Rounds, warm_up: int) -> str:
-    """Return which steps will count, or that there are too few."""
+    """Describe which steps count, or warn that there are too few."""
     if plan.steps is None or plan.steps >= warm_up + 2:
         return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
     return (

@@ -1,9 +1,8 @@
-"""``ebbtide run -- COMMAND``: a training script as it is, with activation offloading.
+"""``ebbtide run -- COMMAND``: an unedited training script, with activation offloading.
 
 [Note: a command's end]
-The command has the terminal, the exit code and the signals as if it had been started without ebbtide: Ctrl-C reaches
-it from the keyboard, SIGTERM is handed on, and this process only waits. Afterwards one line says what was offloaded,
-or why nothing was.
+The command keeps its terminal, exit code and signals: Ctrl-C reaches it from the keyboard, SIGTERM is forwarded, and
+this process only waits. At the end one line reports the offloaded bytes, or why nothing was offloaded.
 """
 
 from __future__ import annotations
@@ -85,14 +84,14 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check_command(command: Sequence[str], *, verb: str) -> None:
-    """Refuse a command that cannot be started.
+    """Check that a command can be started.
 
     Args:
         command: The program and its arguments.
         verb: The verb it was given to.
 
     Raises:
-        ConfigError: There is none, or no such program.
+        ConfigError: There is no command, or no such program.
     """
     if not command or not command[0].strip():
         hint = f"such as `ebbtide {verb} {EXAMPLE}`"
@@ -111,7 +110,7 @@ def check_command(command: Sequence[str], *, verb: str) -> None:
 
 
 def _policy(policy: str | None) -> str | None:
-    """Return a policy's name, or the whole path of a plan file: the script may change its directory.
+    """Return a policy's name, or the absolute path of a plan file: the script may change its directory.
 
     Raises:
         ConfigError: There is no such policy.
@@ -129,10 +128,10 @@ def _policy(policy: str | None) -> str | None:
 
 
 def _folder(out: Path) -> Path:
-    """Make the folder of a recorded run.
+    """Create the folder of a recorded run.
 
     Raises:
-        DataError: It holds a run, or cannot be made.
+        DataError: It holds a run, or cannot be created.
     """
     if (out / EVENTS_FILE).exists():
         hint = "name another with --out"
@@ -154,7 +153,7 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
         for child in started:
             child.send_signal(number)
 
-    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would disturb its closing up.
+    # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
     handlers = {signal.SIGINT: (lambda *_: None) if os.isatty(0) else hand_on, signal.SIGTERM: hand_on}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -167,11 +166,11 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
 
 
 def _ending(notes: Sequence[Event], code: int) -> list[str]:
-    """Say what was offloaded, or why nothing was."""
+    """Print the offloaded bytes, or why nothing was offloaded."""
     reason = why_untrained(notes)
     if reason is not None:
         what, hint = reason
-        # A script that failed has said so itself; what it did not come to is no news.
+        # A failed script has printed its own error.
         return [] if code else [f"ebbtide: nothing was offloaded: {what}", f"hint: {hint}"]
     lines = [f"ebbtide: the script enables ebbtide on {n['model']} itself; left as it is" for n in _of(notes, "own")]
     if any(note["checkpoints_itself"] for note in _of(notes, "model")):

@@ -1,4 +1,4 @@
-"""SIGTERM ends a command like Ctrl-C does: files are closed, children are ended, summaries are written."""
+"""Make SIGTERM end a command as Ctrl-C does: files closed, children ended, summaries written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import NoReturn
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. Whoever closes up on Ctrl-C does so on this too."""
+    """SIGTERM was received. Cleanup code for Ctrl-C handles it, too."""
 
 
 @contextmanager
 def terminate_as_interrupt() -> Generator[None, None, None]:
-    """Raise ``Terminated`` in the main thread when SIGTERM comes; by its default it would end the process on the spot.
+    """Raise ``Terminated`` in the main thread on SIGTERM, instead of ending the process at once.
 
-    A second SIGTERM does not disturb the closing up. In another thread than the main one nothing is changed.
+    A second SIGTERM is ignored during cleanup. Outside the main thread this does nothing.
 
     Raises:
         Terminated: SIGTERM was received.
@@ -41,10 +41,10 @@ def terminate_as_interrupt() -> Generator[None, None, None]:
 
 @contextmanager
 def hold_interrupts() -> Generator[None, None, None]:
-    """Let SIGINT and SIGTERM wait until the end of the context, for what must not be done by halves.
+    """Delay SIGINT and SIGTERM until the end of the context.
 
-    A child that was started and not yet noted down would outlive whoever started it. In another thread than the main
-    one nothing is changed.
+    For example, a child that was started but not yet recorded would outlive this process. Outside the main thread this
+    does nothing.
     """
     came: list[int] = []
     before = {}

@@ -38,7 +38,7 @@ def lines() -> list[str]:
 
 
 def _installed(name: str) -> str:
-    """Return a package's version, or that it is not installed."""
+    """Return a package's version, or "not installed"."""
     try:
         return version(name)
     except PackageNotFoundError:

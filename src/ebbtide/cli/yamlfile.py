@@ -1,4 +1,4 @@
-"""Reading a YAML file of settings."""
+"""Read a YAML file of settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbtide.base.extras import require
 
 
 def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
-    """Return what a YAML file of ``key: value`` lines holds; nothing if it is empty.
+    """Read ``key: value`` lines; an empty file has none.
 
     Args:
         path: The file.
@@ -19,8 +19,8 @@ def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        DataError: It cannot be read, or a key stands in it twice.
-        ConfigError: It holds something else than keys and values.
+        DataError: It cannot be read, or repeats a key.
+        ConfigError: It does not consist of keys and values.
     """
     yaml = require("yaml", extra="cli", use="settings in a file")
     try:
@@ -45,7 +45,7 @@ def load_settings(path: Path, *, example: str) -> Mapping[Any, Any]:
 
 
 def _loader(yaml: Any) -> Any:
-    """Return PyYAML's safe loader, but for a key that stands twice: by itself it takes the last and says nothing."""
+    """Return PyYAML's safe loader, with an error for repeated keys, of which PyYAML silently takes the last."""
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -62,7 +62,7 @@ def _loader(yaml: Any) -> Any:
 
 
 def _why(error: Exception) -> str:
-    """Say in one line why a file cannot be read."""
+    """Return the reason in one line."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is not None and problem:
         return f"line {mark.line + 1}: {problem}"

@@ -1,6 +1,6 @@
-"""Examines a machine: facts, measured rates, and findings with their remedies.
+"""Examine a machine: facts, measured rates, and findings with remedies.
 
-``facts`` and ``device`` read the machine, ``examine`` joins all; ``findings`` and ``table`` know only plain facts.
+``facts`` and ``device`` read the machine, ``examine`` combines everything; ``findings`` and ``table`` use facts only.
 """
 
 from ebbtide.doctor.examine import Examination as Examination

@@ -1,4 +1,4 @@
-"""What torch says of the device."""
+"""The facts that torch reports about the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ebbtide.profiling.hardware import device_bytes, device_here, free_bytes
 
 
 def look_at_device() -> DeviceFacts:
-    """Return what torch says of the accelerator, or without one of the CPU."""
+    """Return torch's facts about the accelerator, or without one about the CPU."""
     device = device_here()
     accelerated = device.type != "cpu"
     pinned, asynchronous = _copying() if accelerated else (None, None)
@@ -30,8 +30,8 @@ def look_at_device() -> DeviceFacts:
 
 
 def _copying() -> tuple[bool | None, bool | None]:
-    """Return whether host memory can be pinned, and whether copies overlap compute, as the host tier tries it."""
-    from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
+    """Return whether host memory can be pinned, and whether copies overlap compute, as the host tier determines it."""
+    from ebbtide.store.accelerator import AcceleratorDevice  # imported only if needed
 
     try:
         found = AcceleratorDevice().capabilities
@@ -50,7 +50,7 @@ def _computes_bfloat16(device: torch.device) -> bool:
 
 
 def _address(device: torch.device) -> str | None:
-    """Return where the device is on the PCI bus, as the system's files call it."""
+    """Return the device's PCI address in the format of the system's files."""
     with contextlib.suppress(RuntimeError, AttributeError, NotImplementedError):
         found = torch.get_device_module(device).get_device_properties(device)
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"

@@ -1,6 +1,6 @@
-"""Rules about the device, its link, and what the environment says.
+"""Rules about the device, its link, and environment variables.
 
-Each returns what there is and what to do, or ``None``.
+Each returns a finding and a hint, or ``None``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALLOCATORS = {
     "cuda": ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     "npu": ("PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"),
 }
-"""Variables that set the allocator of a kind of device; the last is the usual one."""
+"""Device kind → variables of its allocator, the current one last."""
 
 _EXPANDABLE = "expandable_segments:true"
 _OF_NPU = {"TASK_QUEUE_ENABLE": "2", "COMBINED_ENABLE": "1", "CPU_AFFINITY_CONF": "1", "TORCH_HCCL_ZERO_COPY": "1"}

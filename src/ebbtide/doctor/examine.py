@@ -1,4 +1,4 @@
-"""The examination: read, measure, and derive findings."""
+"""Read, measure, and derive findings."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from ebbtide.store.share import ranks_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examination:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
-        facts: What the machine says of itself, and what was measured.
-        findings: What is wrong or worth knowing, by code.
+        facts: Facts about the machine and measured rates.
+        findings: Problems and notes, by code.
     """
 
     facts: Facts
@@ -34,7 +34,7 @@ class Examination:
 
     @property
     def healthy(self) -> bool:
-        """Whether there is no problem; notes are none."""
+        """Whether there is no problem; notes do not count."""
         return all(finding.severity != "problem" for finding in self.findings)
 
 
@@ -51,12 +51,12 @@ def examine(
         target: ``"host"``, ``"disk"``, or ``"auto"``: host memory with an accelerator, disk without.
         disk_path: Directory for the disk tier; ``None``: a usual one.
         environment: The environment's variables; ``None``: the process's.
-        root: Where ``proc`` and ``sys`` lie.
+        root: The folder of ``proc`` and ``sys``.
 
     Returns:
-        Facts and findings; what fails is a finding, not an error.
+        Facts and findings; failures are findings, not errors.
     """
-    with _quiet("ebbtide.store"):  # what it would warn of is a finding here
+    with _quiet("ebbtide.store"):  # its warnings are findings here
         facts = measure(look(target, disk_path, environment=environment, root=root), root=root)
     return Examination(facts=facts, findings=findings(facts))
 
@@ -68,7 +68,7 @@ def look(
     environment: Mapping[str, str] | None = None,
     root: Path = Path("/"),
 ) -> Facts:
-    """Look at this machine without measuring it; arguments as of ``examine``.
+    """Read this machine's facts without measuring; arguments as for ``examine``.
 
     Returns:
         The facts.
@@ -92,16 +92,16 @@ def look(
 
 
 def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
-    """Measure what was looked at.
+    """Measure the machine.
 
     Args:
         facts: As ``look`` returns them.
-        root: Where ``sys`` lies.
+        root: The folder of ``sys``.
 
     Returns:
-        The facts with the machine, or with why it could not be measured.
+        The facts with measured rates, or with the reason that there are none.
     """
-    # A disk that cannot serve is a finding of its own; the way to host memory is measured without it.
+    # An unusable disk is a finding; the link to host memory is measured without it.
     disk_path = facts.disk.path if facts.disk.requested and facts.disk.refused is None else None
     if facts.target == "disk" and facts.disk.refused is not None:
         return replace(facts, unmeasured=facts.disk.refused)
@@ -110,7 +110,7 @@ def measure(facts: Facts, *, root: Path = Path("/")) -> Facts:
         machine = machine_with(speed)
     except EbbtideError as error:
         return replace(facts, unmeasured=error.found, advice=error.hint or None)
-    # A device that sleeps lowers the speed of its link: it has just worked.
+    # An idle device lowers the speed of its link; it has just been busy.
     bus = None if facts.bus is None else look_at_bus(facts.device.address, root=root)
     return replace(facts, machine=machine, both_ways=speed.both_ways, bus=bus)
 

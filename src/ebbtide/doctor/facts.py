@@ -41,7 +41,7 @@ VARIABLES = (
     "UNSLOTH_GC_OFFLOAD_BACKEND",
     "UNSLOTH_GC_PREFETCH",
 )
-"""Environment variables that are looked at; no other one is read, shown or written."""
+"""The only environment variables that are read, shown or written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class DeviceFacts:
 
     Attributes:
         kind: ``"cpu"``, ``"cuda"`` and so on.
-        name: As its maker calls it.
-        count: How many there are.
-        memory_bytes: Of one.
-        free_bytes: What of that nobody has taken.
-        bfloat16: Whether it computes in bfloat16 itself.
+        name: The vendor's name.
+        count: The number of devices.
+        memory_bytes: Memory of one device.
+        free_bytes: Free part of it.
+        bfloat16: Whether it computes in bfloat16 natively.
         pinned: Whether host memory can be pinned for it; ``None`` on a CPU.
         asynchronous: Whether copies overlap compute; ``None`` on a CPU.
         address: On the PCI bus, such as ``"0000:17:00.0"``.
@@ -73,14 +73,14 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PcieLink:
-    """How a device hangs on the PCI bus.
+    """A device's link to the PCI bus.
 
     Attributes:
-        width: Lanes now.
-        most_width: Lanes the device has.
-        speed: Gigatransfers a second of a lane now, or while the device slept.
-        most_speed: The most the device can.
-        node: The memory node it hangs on; ``None``: the machine has one, or does not say.
+        width: Current lanes.
+        most_width: Lanes of the device.
+        speed: Current gigatransfers per second and lane; lower while the device is idle.
+        most_speed: The device's maximum.
+        node: Its memory node; ``None``: the only one, or unknown.
     """
 
     width: int | None = None
@@ -92,15 +92,15 @@ class PcieLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
-    """Where bytes of the disk tier would lie.
+    """The directory of the disk tier.
 
     Attributes:
-        path: The directory; ``None``: none of the usual ones serves.
-        requested: Whether it was asked for.
+        path: The directory; ``None``: none of the usual ones is usable.
+        requested: Whether the user named it.
         filesystem: Its type, ``""`` if not known.
-        free_bytes: What this user could write.
-        direct: Whether the page cache can be gone round.
-        refused: Why it cannot serve.
+        free_bytes: Space available to this user.
+        direct: Whether it supports direct I/O.
+        refused: Why it is unusable.
     """
 
     path: str | None
@@ -116,19 +116,19 @@ class Host:
     """Host memory, and the system's limits on a process.
 
     Attributes:
-        memory_bytes: The machine's.
-        limit_bytes: The machine's, or the smallest control group's around this process.
-        available_bytes: What of the machine's is not in use.
-        share_bytes: Most that one rank's offloaded bytes may take.
+        memory_bytes: Memory of the machine.
+        limit_bytes: The smallest memory limit of this process's control groups, or the machine's memory.
+        available_bytes: Unused memory of the machine.
+        share_bytes: Limit of one rank's offloaded bytes.
         swap_bytes: Swap space.
-        swap_used_bytes: What of that is in use.
-        locked_bytes: Most that a process may lock; ``None``: no limit.
-        open_files: Most files that a process may have open; ``None``: no limit.
-        nodes: Memory nodes, and the CPUs of each.
+        swap_used_bytes: Used part of it.
+        locked_bytes: Limit of locked memory per process; ``None``: unlimited.
+        open_files: Limit of open files per process; ``None``: unlimited.
+        nodes: Memory node → its CPUs.
         cpus: CPUs this process may run on; empty if not known.
         huge_pages: ``"always"``, ``"madvise"`` or ``"never"``.
         libc: The C library, such as ``"glibc 2.36"``; ``None``: another one.
-        load: Threads of the whole machine that ran or waited to run, over the last minute.
+        load: The machine's load average over the last minute.
     """
 
     memory_bytes: int
@@ -148,22 +148,22 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """All that findings are made from.
+    """The input of all rules.
 
     Attributes:
-        torch: Its version.
-        torch_oldest: The oldest that is tested; ``None``: not known.
-        target: Where offloaded bytes would wait, ``"host"`` or ``"disk"``.
-        device: The device whose memory is scarce.
-        bus: How it hangs on the PCI bus; ``None`` on a CPU.
-        disk: The disk tier's place.
+        torch: Version of torch.
+        torch_oldest: Oldest tested version; ``None``: not known.
+        target: Target of offloaded bytes, ``"host"`` or ``"disk"``.
+        device: The device whose memory is to be saved.
+        bus: Its PCI link; ``None`` on a CPU.
+        disk: Directory of the disk tier.
         host: Host memory and limits.
-        ranks: Ranks of this node, as ``LOCAL_WORLD_SIZE`` says.
+        ranks: Ranks of this node, from ``LOCAL_WORLD_SIZE``.
         environment: Those of ``VARIABLES`` that are set.
-        machine: What was measured; ``None``: it could not be.
-        both_ways: Both rates while copies run both ways, as a share of both alone.
-        unmeasured: Why it could not be.
-        advice: What the error said to do about that.
+        machine: Measured rates; ``None``: measuring failed.
+        both_ways: Sum of both rates while copies run both ways, relative to the sum of each alone.
+        unmeasured: Why measuring failed.
+        advice: The hint of that error.
     """
 
     torch: str
@@ -182,14 +182,14 @@ class Facts:
 
 
 def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
-    """Read what the system says of host memory and of a process's limits.
+    """Read the system's facts about host memory and process limits.
 
     Args:
         ranks: Ranks that share this node.
-        root: Where ``proc`` and ``sys`` lie.
+        root: The folder of ``proc`` and ``sys``.
 
     Returns:
-        What it says.
+        The facts.
     """
     memory = _pairs(root / "proc/meminfo")
     limits = _limits(root / "proc/self/limits")
@@ -216,11 +216,11 @@ def look_at_host(*, ranks: int, root: Path = Path("/")) -> Host:
 
 
 def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
-    """Find where the disk tier's bytes would lie, and try that a file can be made there.
+    """Find the directory of the disk tier, and test whether a file can be created there.
 
     Args:
-        disk_path: The directory that was asked for; ``None``: a usual one.
-        root: Where ``proc`` lies.
+        disk_path: The requested directory; ``None``: a usual one.
+        root: The folder of ``proc``.
 
     Returns:
         The facts; errors are recorded, not raised.
@@ -245,14 +245,14 @@ def look_at_disk(disk_path: str | None, *, root: Path = Path("/")) -> Disk:
 
 
 def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
-    """Read how a device hangs on the PCI bus.
+    """Read the facts about a device's PCI link.
 
     Args:
         address: Such as ``"0000:17:00.0"``; ``None``: not known.
-        root: Where ``sys`` lies.
+        root: The folder of ``sys``.
 
     Returns:
-        What the system says; nothing without an address.
+        The facts; unknown without an address.
     """
     if address is None:
         return PcieLink()
@@ -268,7 +268,7 @@ def look_at_bus(address: str | None, *, root: Path = Path("/")) -> PcieLink:
 
 
 def look_at_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return those of ``VARIABLES`` that are set to something.
+    """Return those of ``VARIABLES`` that are set and not empty.
 
     Args:
         environment: All variables.
@@ -284,13 +284,13 @@ def _text(path: Path) -> str | None:
 
 
 def _number(path: Path) -> float | None:
-    """Return the number that a file begins with."""
+    """Return the number at the start of a file."""
     found = re.match(r"\s*(-?\d+(?:\.\d+)?)", _text(path) or "")
     return float(found[1]) if found else None
 
 
 def _lanes(path: Path) -> int | None:
-    """Return a link's width; 0 and 255 stand for one that is down or not known."""
+    """Return a link's width; 0 and 255 mean down or unknown."""
     found = _number(path)
     return int(found) if found is not None and 0 < found <= 32 else None
 
@@ -313,7 +313,7 @@ def _kib(pairs: Mapping[str, str], name: str) -> int | None:
 
 
 def _limits(path: Path) -> dict[str, int]:
-    """Return the soft limits of ``/proc/self/limits``; ``unlimited`` is none."""
+    """Return the soft limits of ``/proc/self/limits``; ``unlimited`` is ``None``."""
     found: dict[str, int] = {}
     for line in (_text(path) or "").splitlines():
         row = re.match(r"(Max [a-z ]+?)\s{2,}(\d+)\s", line)

@@ -1,8 +1,8 @@
-"""Findings: from plain facts to what is wrong or worth knowing, and what to do about it.
+"""Derive findings from facts: problems, notes, and their remedies.
 
 [Note: a code's life]
-A code stays what it is: people search for it and scripts wait for it. A rule that goes leaves its number unused. Tens
-belong together: 00 versions and devices, 10 the disk, 20 host memory and limits, 30 the link, 40 the environment. A
+Codes are stable, because people search for them and scripts match them; the number of a removed rule is not reused.
+Tens are topics: 00 versions and devices, 10 the disk, 20 host memory and limits, 30 the link, 40 the environment. A
 *problem* keeps offloading from working, or makes it useless; a *note* is worth knowing.
 """
 
@@ -21,13 +21,13 @@ Severity = Literal["problem", "note"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is wrong or worth knowing.
+    """A problem or a note.
 
     Attributes:
         code: Such as ``"EBB010"``. See [Note: a code's life].
         severity: ``"problem"`` or ``"note"``.
-        what: What there is.
-        hint: What to do about it.
+        what: The observation.
+        hint: The remedy.
     """
 
     code: str
@@ -38,13 +38,13 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """What is looked for.
+    """A check for one finding.
 
     Attributes:
         code: See [Note: a code's life].
-        severity: Of its finding.
-        about: What it finds, for the page of codes.
-        check: From facts to what there is and what to do; ``None``: nothing to say.
+        severity: Severity of its finding.
+        about: Description on the page of codes.
+        check: Facts → observation and remedy; ``None``: no finding.
     """
 
     code: str
@@ -54,10 +54,10 @@ class Rule:
 
 
 def findings(facts: Facts) -> tuple[Finding, ...]:
-    """Return what is wrong or worth knowing: problems first, then by code.
+    """Return all findings: problems first, then by code.
 
     Args:
-        facts: What is known of a machine.
+        facts: The facts about a machine.
     """
     found: list[Finding] = []
     for rule in RULES:
@@ -162,4 +162,4 @@ RULES = (
         check=device_rules.unset,
     ),
 )
-"""Everything that is looked for, by code."""
+"""All rules, by code."""

@@ -1,6 +1,6 @@
-"""Rules about where offloaded bytes wait: the disk, host memory, and the system's limits on both.
+"""Rules about the store: disk, host memory, and the system's limits on both.
 
-Each returns what there is and what to do, or ``None``.
+Each returns a finding and a hint, or ``None``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from ebbtide.doctor.facts import Facts
 from ebbtide.store.location import RAM_FILESYSTEMS
 
 Advice = tuple[str, str]
-"""What there is, and what to do."""
+"""The observation and the remedy."""
 
 NETWORK_FILESYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs", "afs"}
@@ -31,7 +31,7 @@ def accelerated(facts: Facts) -> bool:
 
 
 def wants_disk(facts: Facts) -> bool:
-    """Whether it matters that the disk serves: it is the target, or was asked for."""
+    """Whether the disk must be usable: it is the target, or the user named it."""
     return facts.target == "disk" or facts.disk.requested
 
 

@@ -1,4 +1,4 @@
-"""What was found, as a table: what, value, and what that means for whoever trains here."""
+"""The facts as a table: fact, value, and its meaning for training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def table(facts: Facts) -> Table:
     """Make the table.
 
     Args:
-        facts: What is known of a machine.
+        facts: The facts about a machine.
     """
     rows = [*_device_rows(facts), *_measured_rows(facts), *_place_rows(facts), *_host_rows(facts)]
     return Table(columns=("what", "value", "meaning"), rows=tuple(rows))
@@ -155,7 +155,7 @@ def _node(facts: Facts) -> str:
 
 
 def _freed(facts: Facts) -> tuple[str, str]:
-    """Return what becomes of freed memory on a CPU. See ``store/allocator.py``."""
+    """Describe whether freed memory is returned, on a CPU. See ``store/allocator.py``."""
     if "malloc" in facts.environment.get("LD_PRELOAD", ""):
         return "another allocator", "LD_PRELOAD names it: it decides when memory is returned"
     threshold = facts.environment.get("MALLOC_MMAP_THRESHOLD_")

@@ -1,1 +1,1 @@
-"""One module a host framework: ebbtide's public names and that host, nothing else. Nobody but users imports them."""
+"""One module per host framework. Each imports only ebbtide's public names and its host; only users import it."""

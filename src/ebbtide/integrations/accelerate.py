@@ -1,11 +1,11 @@
 """Memory-efficient loading under ``accelerate``: ``from_pretrained``, then ``prepare``; no rank holds a whole model.
 
 [Note: loading in prepare]
-``from_pretrained`` inside the context gives a model on meta (see [Note: weights that come later]). ``prepare`` of the
-accelerator then does its usual work, including activation checkpointing, compilation and sharding, on meta, as the
-``shard`` function of ``load_sharded``, which fills the shards afterwards. Accelerate's own loading, a broadcast of
-whole tensors from one rank that holds everything, is switched off meanwhile. Changes in the plugin and in the
-accelerator are undone once the model is loaded; the environment is never touched.
+``from_pretrained`` inside the context returns a model on meta (see [Note: weights that come later]). ``prepare`` then
+does its usual work (activation checkpointing, compilation, sharding) on meta as the ``shard`` function of
+``load_sharded``, which fills the shards. Accelerate's own loading, which broadcasts whole tensors from a rank that
+holds everything, is disabled meanwhile. Changes to plugin and accelerator are reverted once the model is loaded; the
+environment is never touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def memory_efficient_init(
     allow_pickle: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Generator[Later | None, None, None]:
-    """Load models without a copy on any rank: they are made on meta here and filled in ``accelerator.prepare``.
+    """Load models without a full copy on any rank: on meta here, filled in ``accelerator.prepare``.
 
     ::
 
@@ -50,16 +50,16 @@ def memory_efficient_init(
 
     Args:
         accelerator: Prepares the models afterwards.
-        missing: As for ``load_sharded``; what is initialised is logged, as ``from_pretrained`` does.
-        unexpected: As for ``load_sharded``; what is ignored is logged.
+        missing: As for ``load_sharded``; initialised names are logged, as ``from_pretrained`` does.
+        unexpected: As for ``load_sharded``; ignored names are logged.
         allow_pickle: As for ``load_sharded``.
         progress: As for ``load_sharded``.
 
     Yields:
-        The record of the models' weights; ``None`` where nothing is sharded.
+        The record of the models' weights; ``None`` if nothing is sharded.
 
     Raises:
-        ConfigError: ``accelerator`` is none, or an option of ``from_pretrained`` needs weights at once.
+        ConfigError: ``accelerator`` is not an Accelerator, or an option of ``from_pretrained`` needs weights at once.
     """
     if not isinstance(accelerator, Accelerator):
         raise ConfigError(
@@ -142,7 +142,7 @@ def _on_meta(accelerator: Any) -> Generator[None, None, None]:
 
         def emptied(module: nn.Module) -> nn.Module:
             empty(module)
-            return module  # accelerate ties again what it is given back
+            return module  # accelerate ties the returned model's weights again
 
         changed |= {"sync_module_states": False, "param_init_fn": emptied}
     before = {name: getattr(plugin, name) for name in changed}

@@ -1,10 +1,9 @@
 """ebbtide in Lightning: a callback for its ``Trainer``. Fabric needs none: enable offloading after ``fabric.setup``.
 
 [Note: when offloading begins in Lightning]
-The strategy wraps the module (DDP, FSDP) before the first batch. ``on_train_start`` comes after that, and after a
-checkpoint was restored; it is paired with ``on_train_end``, and an exception comes to ``on_exception``. Lightning calls
-``training_step`` without the module's own ``forward`` unless a strategy wraps it, so a pass is delimited by the blocks:
-the first that runs a second time begins the next.
+``on_train_start`` follows wrapping (DDP, FSDP) and restoring a checkpoint; it is paired with ``on_train_end``, or
+``on_exception``. Unless a strategy wraps the module, Lightning calls ``training_step`` without the module's
+``forward``, so blocks delimit a pass: the first repeated block starts the next.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from ebbtide.config import MIN_BYTES, Policy, Strategy, Target
 from ebbtide.integrations.options import check_options
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""One library under two names; a process that has imported one uses that one."""
+"""Two names of one library; the one that the process has imported is used."""
 
 
 def _callback_class() -> type:
@@ -68,7 +67,7 @@ class OffloadCallback(Callback):
     Args: as of ``ebbtide.enable_activation_offloading``, without the model.
 
     Attributes:
-        handle: That of the latest training; None before the first.
+        handle: The handle of the latest training; None before the first.
 
     Raises:
         ConfigError: A value cannot be used; raised here, before anything is set up.

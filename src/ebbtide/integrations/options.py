@@ -1,4 +1,4 @@
-"""The options that the callbacks of every host take: checked where the callback is made, before anything is loaded."""
+"""Check the options of the hosts' callbacks when a callback is made, before anything is loaded."""
 
 from __future__ import annotations
 

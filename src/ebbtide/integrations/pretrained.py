@@ -1,11 +1,10 @@
-"""``from_pretrained`` of transformers without the weights, which are loaded later, per rank.
+"""transformers' ``from_pretrained`` without weights, which are loaded later, per rank.
 
 [Note: weights that come later]
-``from_pretrained`` finds and downloads the files, reads the configuration, chooses dtype and attention, replaces
-layers by those of a quantiser, and then reads weights. Inside ``weights_later`` the last step is replaced: it returns
-the model on meta and remembers the files. The library is restored when the context ends. transformers 4 and 5 call
-that step with different arguments, and 5 has one more step that initialises missing weights: that is left to
-``load_sharded`` too.
+``from_pretrained`` downloads the files, reads the configuration, chooses dtype and attention, replaces layers for
+quantisation, and then reads weights. ``weights_later`` patches the last step while it is open, so that it returns the
+model on meta and remembers the files. transformers 4 and 5 call that step with different arguments; 5 also initialises
+missing weights, which is left to ``load_sharded``.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from ebbtide.base.errors import ConfigError
 _READ, _FINALIZE = "_load_pretrained_model", "_finalize_model_loading"
 
 Found = Sequence[Path] | Mapping[str, torch.Tensor]
-"""Where the weights of a model are: its files, or the state dict that was given."""
+"""The source of a model's weights: its files or a state dict."""
 
 
 class Later:
-    """Models made without weights, and the places of their weights."""
+    """Models made without weights, and the sources of their weights."""
 
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[nn.Module, Found] = weakref.WeakKeyDictionary()
@@ -40,22 +39,22 @@ class Later:
         return len(self._found)
 
     def note(self, model: nn.Module, found: Found) -> None:
-        """Remember where a model's weights are."""
+        """Remember the source of a model's weights."""
         self._found[model] = found
 
     def of(self, model: nn.Module) -> Found | None:
-        """Return where the weights of a model are, or of the one that it wraps; ``None``: it was not made here."""
+        """Return the source of the weights of a model, or of the one that it wraps; ``None``: it was not made here."""
         return next((self._found[m] for m in model.modules() if m in self._found), None)
 
     def done(self, model: nn.Module) -> None:
-        """Forget a model: its weights are there."""
+        """Forget a model whose weights are loaded."""
         for module in model.modules():
             self._found.pop(module, None)
 
 
 @contextmanager
 def weights_later() -> Generator[Later, None, None]:
-    """Make ``from_pretrained`` of transformers give models on meta. See [Note: weights that come later].
+    """Make transformers' ``from_pretrained`` return models on meta. See [Note: weights that come later].
 
     ::
 
@@ -63,13 +62,14 @@ def weights_later() -> Generator[Later, None, None]:
             model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
         model = ebbtide.load_sharded(model, later.of(model), shard=shard)
 
-    Not for several threads at a time: it changes the library.
+    Not thread-safe: it patches the library.
 
     Yields:
         The record of the models' weights.
 
     Raises:
-        ConfigError: An option of ``from_pretrained`` needs weights at once, or this transformers is not known.
+        ConfigError: An option of ``from_pretrained`` needs weights at once, or this version of transformers is not
+            supported.
     """
     read = inspect.getattr_static(PreTrainedModel, _READ, None)
     finalize = inspect.getattr_static(PreTrainedModel, _FINALIZE, None)
@@ -108,14 +108,14 @@ def _reading(later: Later, read: Any) -> Any:
     def noted(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         arguments = dict(zip(names, args, strict=False)) | kwargs
         model = arguments["model"]
-        # Version 5 gathers into one value what version 4 hands over one by one.
+        # Version 5 passes one object in place of version 4's separate arguments.
         _check(model, lambda name: arguments.get(name, getattr(arguments.get("load_config"), name, None)))
         files: Sequence[str | os.PathLike[str]] | None = arguments["checkpoint_files"]
         state_dict: Mapping[str, torch.Tensor] | None = arguments["state_dict"]
         if state_dict is None and not files:
             raise ConfigError("there are no weights", expected="a checkpoint", hint="pass the folder of the checkpoint")
         later.note(model, state_dict if state_dict is not None else [Path(file) for file in files or ()])
-        if (kept := arguments.get("keep_in_fp32_regex")) is not None:  # version 5 tells by a method which these are
+        if (kept := arguments.get("keep_in_fp32_regex")) is not None:  # version 5 has a method for them
             for name, parameter in model.named_parameters():
                 if kept.search(name):
                     parameter.data = parameter.data.to(torch.float32)

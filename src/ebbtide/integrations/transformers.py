@@ -2,13 +2,13 @@
 
 [Note: when offloading begins]
 A trainer wraps its model (DDP, FSDP) inside ``train()``, just before ``on_train_begin``. The callback enables
-offloading there, on the model as it is wrapped, and closes the handle at ``on_train_end``. A callback does not see an
-exception: the handle that was left open then is closed when the next training begins, or by ``close()``.
+offloading there, on the wrapped model, and closes the handle at ``on_train_end``. Callbacks are not notified of
+exceptions: a handle left open is closed when the next training begins, or by ``close()``.
 
 [Note: figures in the trainer's own logs]
-A trainer hands one dictionary of logs to its callbacks in turn, and adds those of TensorBoard, W&B and the like before
-the user's. So that they see ebbtide's figures too, the callback moves to the front of the trainer's list when training
-begins. transformers gives a callback no way to its trainer; the list is that of the ``CallbackHandler`` that calls it.
+A trainer passes one dictionary of logs to its callbacks in turn, and those of TensorBoard, W&B and similar trackers
+come before the user's. So the callback moves to the front of the list when training begins. transformers gives
+callbacks no reference to the trainer; the list is taken from the calling ``CallbackHandler``.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class OffloadCallback(TrainerCallback):
         trainer = SFTTrainer(model, args=args, train_dataset=rows, callbacks=[OffloadCallback(policy="minimal")])
         trainer.train()
 
-    Each training log gets these figures, which TensorBoard, W&B and the other trackers of ``report_to`` show. Seconds
-    are those since the log before.
+    Each training log gets these figures, which TensorBoard, W&B and other trackers of ``report_to`` show. Seconds count
+    since the previous log.
 
     ==================== =================================================================
     ``memory_saved(GiB)`` of what blocks save for backward, what is not kept (latest pass)
@@ -99,10 +99,10 @@ class OffloadCallback(TrainerCallback):
         self._trainer: Callable[[], Trainer | None] = lambda: None
 
     def follow(self, trainer: Trainer) -> OffloadCallback:
-        """Add this callback to a trainer, and take the model from it as it is wrapped.
+        """Add this callback to a trainer, and offload the trainer's wrapped model.
 
-        Without it the callback offloads the model the trainer tells of: under DDP that is the one inside the wrapper,
-        which saves the same, but is announced as a model on a single device.
+        Without this call the callback gets the model from the trainer's events: under DDP the unwrapped one, which
+        saves the same tensors but is logged as a single-device model.
         """
         self._trainer = weakref.ref(trainer)
         trainer.add_callback(self)
@@ -146,14 +146,14 @@ class OffloadCallback(TrainerCallback):
             "recompute(s)": stats.total_recompute_seconds - self._logged.total_recompute_seconds,
         }
         self._logged = stats
-        for known in (logs, *state.log_history[-1:]):  # the trainer has put a copy of the logs into its history
+        for known in (logs, *state.log_history[-1:]):  # the trainer's history already has a copy of the logs
             known.update({name: value for name, value in figures.items() if name not in known})
         BUS.emit("log", step=state.global_step, logs=dict(logs))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Close the handle; it still tells its figures."""
+        """Close the handle; its figures remain."""
         if self.handle is not None:
             self.handle.close()
 
@@ -168,7 +168,7 @@ _GIB = 1024**3
 
 
 def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
-    """Move a callback before the trackers' ones. See [Note: figures in the trainer's own logs].
+    """Move a callback before those of the trackers. See [Note: figures in the trainer's own logs].
 
     Args:
         callback: The callback that is being called.
@@ -181,16 +181,16 @@ def _move_to_front(callback: TrainerCallback, frame: FrameType | None) -> None:
 
 
 def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
-    """Add the callback if the trainer's ``fsdp_config`` says ``"activation_cpu_offload": true``.
+    """Add the callback if the trainer's ``fsdp_config`` has ``"activation_cpu_offload": true``.
 
-    ``"activation_checkpointing": true`` beside it leaves the checkpoints in place: what they keep is offloaded.
+    With ``"activation_checkpointing": true`` as well, the tensors that the checkpoints keep are offloaded.
 
     Args:
         trainer: Any trainer of transformers or TRL, before ``train()``.
         **options: As ``OffloadCallback`` takes them.
 
     Returns:
-        The callback, the one that already exists if there is one; ``None`` if the switch is off or absent.
+        The new or existing callback; ``None`` if the switch is off or absent.
 
     Raises:
         ConfigError: The switch is neither true nor false.
@@ -202,7 +202,7 @@ def add_offloading(trainer: Trainer, **options: Any) -> OffloadCallback | None:
 
 
 class OffloadMixin:
-    """Makes a trainer add the callback by itself when its ``fsdp_config`` says ``"activation_cpu_offload": true``.
+    """Makes a trainer add the callback if its ``fsdp_config`` has ``"activation_cpu_offload": true``.
 
     ::
 
@@ -215,7 +215,7 @@ class OffloadMixin:
 
 
 def wanted(fsdp_config: Mapping[str, Any] | str | None) -> bool:
-    """Whether a trainer's ``fsdp_config`` asks for activation offloading.
+    """Whether a trainer's ``fsdp_config`` enables activation offloading.
 
     Args:
         fsdp_config: A mapping, a path of a JSON file, or JSON; ms-swift's form with an inner ``fsdp_config`` too.
@@ -256,7 +256,7 @@ def settings_of(fsdp_config: Mapping[str, Any] | str | None) -> Mapping[str, Any
 
 
 def refuse_other_offloaders(args: TrainingArguments) -> None:
-    """Refuse a trainer whose own arguments offload activations too: only the innermost hooks would work.
+    """Raise if the trainer's own arguments offload activations: only the innermost hooks would work.
 
     Raises:
         ConflictError: One of them is set.

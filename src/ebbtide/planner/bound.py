@@ -1,19 +1,19 @@
 """The bound: the least time of a step at given memory, whatever the schedule.
 
 [Note: the linear program]
-Each storage is kept (its size counts against ``K`` bytes), offloaded (what crosses the link counts against ``M``) or
+Each storage is kept (its size counts against ``K`` bytes), offloaded (its copied bytes count against ``M``) or
 recomputed (its time counts). ``R(K, M)`` is the least time of recomputes, where a storage may be split; it is convex.
-Copies out hide behind the blocks' forwards (``F``), copies in behind their backwards (``B``) and the recomputes; what
-does not hide is a stall:
+Copy-outs hide behind the blocks' forwards (``F``), copy-ins behind their backwards (``B``) and the recomputes; the rest
+stalls:
 
     overhead(K) = min over M of  max(0, M / out_rate - F) + max(R(K, M), M / in_rate - B)
 
-``K`` counts what is on the device when the head begins. Time of the head hides no copy: bytes that leave during it are
-on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
+``K`` counts the bytes on the device when the head begins. Time of the head hides no copy: bytes copied out during it
+are on the device when it begins, and count as kept. No schedule of whole storages in a real order is faster.
 
-``R`` is computed from its dual: with a price for a kept byte and one for a byte that crosses, every storage takes the
-cheapest of its three actions, and the best prices give the same value as the program. The prices also say what to
-recompute first (``Prices.rank``), which the search for a plan follows.
+``R`` is computed from its dual: given prices for a kept byte and for a copied byte, every storage takes the cheapest of
+its three actions, and the best prices give the value of the program. The prices also order the recomputes
+(``Prices.rank``), which the search for a plan uses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from ebbtide.planner.profile import Profile, Unit
 
 HALVINGS = 50
-"""Steps of the search for the bytes at which copies in take as long as all that hides them: to float precision."""
+"""Bisection steps, to float precision, for the bytes at which copy-ins take as long as the work that hides them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class _Sort:
-    """Units that the program does not distinguish."""
+    """Units that are equal to the program."""
 
     count: int
     nbytes: int
@@ -60,7 +60,7 @@ class _Sort:
     seconds: float
 
     def unkept(self, price: float) -> float:
-        """Return the cost of not keeping one of them, at a price for each byte across the link."""
+        """Return the cost of not keeping one of them, at a price per copied byte."""
         crossing = price * self.moved if self.moved < math.inf else math.inf
         return min(crossing, self.seconds)
 
@@ -93,7 +93,7 @@ class Bound:
         out, back = self._rates.out_bytes_per_second, self._rates.in_bytes_per_second
         free = out * self._hides_out
         marginal = self.prices(kept_bytes, free)
-        if marginal.seconds == math.inf or marginal.moved * out > 1:  # waiting for a copy is cheaper than a recompute
+        if marginal.seconds == math.inf or marginal.moved * out > 1:  # stalling for a copy is cheaper than a recompute
             free = max(free, self._wanted(kept_bytes, 1 / out))
         moved = max(0.0, min(free, self._wanted(kept_bytes, 0.0)))
         if self.seconds(kept_bytes, moved) < moved / back - self._hides_in:

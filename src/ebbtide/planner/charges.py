@@ -2,8 +2,8 @@
 
 [Note: charges]
 A step with offloading takes longer than the plain step plus its recomputes: hooks, fresh memory, shared cores and
-links. No single copy or recompute can be blamed, so this unexplained time is charged to all of them in proportion to
-their prices, copies in both directions counted as if none were hidden. The charge for copies is split into the host's
+links. This unexplained time cannot be attributed to single copies or recomputes, so it is charged to all in proportion
+to their prices, with copies in both directions counted as if none were hidden. The charge for copies is split into host
 time per storage, and the rest per byte.
 """
 

@@ -1,9 +1,9 @@
 """Activation checkpointing: the cost of checkpointing every block, and plans that checkpoint some.
 
 [Note: simulated checkpointing]
-Every block keeps its inputs and nothing else; in backward it repeats its forward, saves everything, and runs its
-backward. So the peak in a block's backward is the inputs of the blocks up to it, everything that this one block
-saves, and the base; and the step is longer by the forwards of the blocks.
+Every block keeps only its inputs; in backward it repeats its forward, saves everything, and runs its backward. So the
+peak in a block's backward is the inputs of the blocks up to it, everything that this block saves, and the base; and the
+step is longer by the blocks' forwards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def checkpointed_step(profile: Profile, input_bytes: Sequence[int] | None = None
 
     Args:
         profile: The step that keeps everything.
-        input_bytes: For each executed block, bytes of its inputs; None: the bytes of them that it saves, which is
-            more where a block saves its input in a wider type, and less where it saves none of it.
+        input_bytes: For each executed block, bytes of its inputs; None: the saved part of them, which is more if a
+            block saves its input in a wider type, and less if it does not save it.
 
     Raises:
         ConfigError: ``input_bytes`` is not for these blocks.

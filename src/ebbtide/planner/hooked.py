@@ -1,9 +1,9 @@
 """Choosing which blocks have hooks, given the price of hooks.
 
 [Note: the price of hooks]
-A block with anything offloaded or recomputed has hooks, which cost the host some time for each saved tensor, whatever
-its action. A block that keeps everything has none. So within the same slowdown, treating fewer blocks more thoroughly
-may save more. Plans for the first n blocks, whose bytes stay longest, are searched for several n, each within the
+A block with anything offloaded or recomputed has hooks, which cost host time for each saved tensor, whatever its
+action. A block that keeps everything has none. So offloading and recomputing more in fewer blocks may save more within
+the same slowdown. The search runs for the first n blocks, whose bytes stay longest, for several n, each within the
 slowdown left after the hooks of n blocks; all other blocks keep everything. If hooks cost nothing, or were not
 measured, there is one search over all blocks.
 """
@@ -18,7 +18,7 @@ from ebbtide.planner.simulate import Assignment
 from ebbtide.planner.solve import GRAIN, Search, Solution
 
 PARTS = (1.0, 0.75, 0.5, 0.25, 0.125)
-"""Of all blocks, how many are treated: the parts that are tried."""
+"""The tried shares of blocks with hooks."""
 
 
 def shrink_hooked(profile: Profile, max_slowdown: float) -> Solution:

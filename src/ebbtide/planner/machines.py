@@ -1,7 +1,7 @@
 """Named machines: rates of compute, memory and links, for plans made elsewhere.
 
-Rates are those of single measurements that others published, at their best; a step reaches less of them, all alike, so
-that ratios (what hides, what is worth recomputing) are nearer to the truth than times are.
+Rates are published best measurements of single operations. A step reaches less of each, in similar proportion, so
+ratios (which copies hide, which recomputes pay off) are more accurate than times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Machine:
         flop32_per_second: The same in float32.
         attention_flop_per_second: Fused attention of one device.
         memory_bytes_per_second: Of one device's own memory.
-        out_bytes_per_second: Copies from one device to the store, when nobody else copies.
+        out_bytes_per_second: Copies from one device to the store, without concurrent copies.
         in_bytes_per_second: Copies back.
         host_memory_bytes: Of the node.
         host_bytes_per_second: Rate of the node's memory, all channels.
@@ -62,7 +62,7 @@ class Machine:
                 )
 
     def rates(self, ranks: int = 1) -> Rates:
-        """Return the copy rates of one of ``ranks`` devices that copy at once: its link, or its share of the host."""
+        """Return the copy rates of each of ``ranks`` devices that copy at once: its link, or its share of the host."""
         share = self.host_bytes_per_second / ranks
         return Rates(
             out_bytes_per_second=min(self.out_bytes_per_second, share),

@@ -16,12 +16,12 @@ from ebbtide.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """One storage that one executed block saves: what gets an action.
+    """One storage that one executed block saves; actions are assigned to units.
 
     Attributes:
         site: Where it is saved.
         nbytes: Its size in bytes.
-        narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not.
+        narrow_bytes: Its size in the narrower type that it was cast up from and is offloaded in; None: it was not cast.
         block_input: It came into the block from outside.
         movable: It may be offloaded.
         recompute_seconds: Time of recomputing it from other saved tensors; None if it has no recipe.
@@ -43,7 +43,7 @@ class Unit:
 
     @property
     def must_keep(self) -> bool:
-        """Whether it stays under every plan, because it can be neither moved nor recomputed."""
+        """Whether it stays under every plan, because it can be neither offloaded nor recomputed."""
         return not self.movable and self.recompute_seconds is None
 
 
@@ -56,12 +56,12 @@ class BlockProfile:
         kind: Its class.
         forward_seconds: From the start of its forward to the start of what follows, without stalls.
         backward_seconds: The same of its backward, without stalls and recomputes.
-        units: What it saves, in that order.
+        units: Its saved storages, in order.
         forward_base_bytes: Most device memory while its forward runs, without what blocks have saved.
         backward_base_bytes: The same while its backward runs.
         checkpointable: It may be checkpointed.
         input_bytes: Bytes of its inputs, which a checkpoint keeps.
-        hook_seconds: What hooks around it cost where they keep all that it saves, as far as that was measured.
+        hook_seconds: Cost of its hooks when everything is kept, if measured.
     """
 
     name: str
@@ -83,14 +83,14 @@ class BlockProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What moving costs.
+    """The cost of offloading.
 
     Attributes:
-        out_bytes_per_second: From the device to the store, all ranks of the machine at once.
+        out_bytes_per_second: From the device to the store, with all ranks of the machine copying.
         in_bytes_per_second: From the store to the device.
-        handling_seconds: Compute time that each moved storage costs besides its copy, each way.
-        handling_seconds_per_byte: Compute time that each of its bytes costs, each way: copies, direct I/O and fresh
-            memory take cores on a CPU.
+        handling_seconds: Compute time per offloaded storage besides its copy, each way.
+        handling_seconds_per_byte: Compute time per byte, each way: copies, direct I/O and fresh memory take cores on a
+            CPU.
     """
 
     out_bytes_per_second: float
@@ -111,10 +111,10 @@ class Profile:
 
     Attributes:
         blocks: In the order in which their forwards began.
-        rates: What moving costs.
+        rates: The cost of offloading.
         lead_seconds: Before the first block's forward.
         head_seconds: From the end of the last block's forward to its backward: the head and the loss.
-        tail_seconds: After the first block's backward: what is before the blocks, the optimizer.
+        tail_seconds: After the first block's backward: the backward of the parts before the blocks, and the optimizer.
         head_base_bytes: Most device memory while the head and the loss run, without what blocks have saved.
         window_bytes: Bytes allowed in flight each way; None: follows the largest block.
     """
@@ -141,7 +141,7 @@ class Profile:
                 _check(f"recompute_seconds of {unit.site}", unit.recompute_seconds or 0.0)
 
     def units(self) -> Iterator[tuple[int, int, Unit]]:
-        """Yield every unit with the place of its block and its own place there."""
+        """Yield every unit with the index of its block and its index in it."""
         for place, block in enumerate(self.blocks):
             for number, unit in enumerate(block.units):
                 yield place, number, unit
@@ -168,7 +168,7 @@ class Profile:
 
     @property
     def step_seconds(self) -> float:
-        """Time of the step when everything stays: no copies, no recomputes."""
+        """Time of the step when everything is kept: no copies, no recomputes."""
         others = self.lead_seconds + self.head_seconds + self.tail_seconds
         return self.forward_seconds + self.backward_seconds + others
 

@@ -1,4 +1,4 @@
-"""Plans that follow from a policy alone: that of ``Auto`` until its steps are measured, and all others."""
+"""Plans determined by a policy alone: all but those that ``Auto`` makes from measured steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _MinimalPlan(_PolicyPlan):
 
 
 def unsaved(policy: str) -> ConfigError:
-    """Return the error of saving a plan that follows from its policy alone."""
+    """Return the error of saving a plan that is determined by its policy alone."""
     return ConfigError(
         f"the plan of policy {policy!r} follows from the policy",
         expected="a plan of Auto, of make_plan, or of a plan file",
@@ -84,25 +84,29 @@ def unsaved(policy: str) -> ConfigError:
 
 
 def plan_for(policy: Policy) -> Plan:
-    """Return the plan that follows from ``policy`` alone."""
+    """Return the plan that ``policy`` alone determines."""
     match policy:
         case Keep():
             return _KeepPlan(policy, "keep", "everything stays on the device; bytes are counted, nothing is saved")
         case Offload():
-            return _OffloadPlan(policy, "offload", "every storage worth moving leaves once; nothing is recomputed")
+            return _OffloadPlan(
+                policy, "offload", "every storage of min_bytes or more is offloaded; nothing is recomputed"
+            )
         case Inputs():
-            return _InputsPlan(policy, "inputs", "what comes into a block is offloaded; the rest stays")
+            return _InputsPlan(
+                policy, "inputs", "block inputs are offloaded; all other saved tensors stay on the device"
+            )
         case Minimal():
             return _MinimalPlan(
                 policy,
                 "minimal",
-                "all that can be recomputed is, matrix products too; block inputs, attention outputs and what no "
-                "rule covers are offloaded; blocks that the rules cover badly are checkpointed",
+                "everything with a recompute rule is recomputed, matrix products too; block inputs, attention outputs "
+                "and the rest are offloaded; blocks that the rules cover badly are checkpointed",
             )
         case Auto():
             return _AutoPlan(
                 policy,
                 "auto",
-                "by rule: what is cheap is recomputed (element-wise chains, casts, norms, views: at most "
+                "heuristic: cheap tensors are recomputed (element-wise chains, casts, norms, views: at most "
                 f"{CHEAP_FLOP_PER_BYTE:g} FLOP a byte), the rest is offloaded",
             )

@@ -1,11 +1,11 @@
-"""One step, event by event: compute, copy-outs, copy-ins, device memory.
+"""Simulate one step, event by event: compute, copy-outs, copy-ins, device memory.
 
 [Note: the simulated schedule]
-It is the engine's own (``ebbtide.engine.flow``). Offloaded storages are copied out in the order in which they were
-saved, one at a time; when more than the window is in flight, compute waits for the oldest. At the start of backward,
-copies that have not begun are cancelled, because their bytes are still on the device. From a block's backward on, the
-next bytes are prefetched in the order in which they will be read, at most one window ahead of their reader; a reader
-whose bytes have not arrived waits. Recipes are evaluated just before their result is read.
+The schedule is the engine's (``ebbtide.engine.flow``). Offloaded storages are copied out in saved order, one at a time;
+when more than the window is in flight, compute waits for the oldest. At the start of backward, copies that have not
+begun are cancelled, because their bytes are still on the device. From a block's backward on, the next bytes are
+prefetched in reading order, at most one window ahead of their reader; a reader whose bytes have not arrived waits.
+Recipes are evaluated just before their result is read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Assignment = Sequence[Sequence[Action]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulated:
-    """What a step would do.
+    """The predicted cost of a step.
 
     Attributes:
         step_seconds: Its time.
-        overhead_seconds: Beyond the step that keeps everything.
-        recompute_seconds: Time of recomputes in it.
-        stalls: Seconds that each block waited for copies, forward and backward together.
+        overhead_seconds: Time beyond the step that keeps everything.
+        recompute_seconds: Time of its recomputes.
+        stalls: Stall seconds of each block, forward and backward together.
         levels_bytes: Most saved bytes on the device: in each block's forward, at the start of backward, and in each
             block's backward, the last block's first.
         peak_bytes: Most device memory, base included.
@@ -40,9 +40,9 @@ class Simulated:
         kept_bytes: Bytes that stay.
         offloaded_bytes: Bytes to offload, cancelled copies included.
         moved_bytes: Bytes across the link: fewer where they are stored in a narrower type.
-        served_bytes: Offloaded bytes still on the device at the start of backward, which reads them there.
+        served_bytes: Offloaded bytes that are still on the device at the start of backward and are read there.
         recomputed_bytes: Bytes that are dropped and recomputed.
-        handling_seconds: Compute time that moving took besides the copies.
+        handling_seconds: Compute time of offloading besides the copies.
     """
 
     step_seconds: float
@@ -101,12 +101,12 @@ class _Step:
         self.served_bytes, self.handling_seconds = 0, 0.0
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
-        """Record the memory of one stretch of the step.
+        """Record the memory of one part of the step.
 
         Args:
             level_bytes: Most saved bytes on the device.
-            base_bytes: All other.
-            where: Forward, turn or backward.
+            base_bytes: All other memory.
+            where: Forward, head or backward.
             name: The block.
         """
         self.levels.append(level_bytes)
@@ -114,7 +114,7 @@ class _Step:
             self.peak, self.peak_at = level_bytes + base_bytes, (where, name)
 
     def handle(self, nbytes: int) -> None:
-        """Spend the compute time of moving one storage."""
+        """Spend the compute time of offloading one storage."""
         rates = self.profile.rates
         seconds = rates.handling_seconds + nbytes * rates.handling_seconds_per_byte
         self.now += seconds
@@ -246,13 +246,13 @@ class _CopyIn:
             self._begin(self._order.popleft())
 
     def arrival(self, place: int, number: int) -> float:
-        """Return when the bytes of a unit arrive; begin its copy if necessary: then it is the next in order."""
+        """Return when the bytes of a unit arrive; if its copy has not begun, begin it: it is the next in order."""
         if (place, number) not in self._arrivals:
             self._begin(self._order.popleft())
         return self._arrivals[place, number]
 
     def read(self, place: int, number: int) -> None:
-        """A unit is read: its bytes no longer count as ahead."""
+        """Note that a unit was read: its bytes no longer count as ahead."""
         self.ahead_bytes -= self._step.parked[place, number].nbytes
         self.advance()
 

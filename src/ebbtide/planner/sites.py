@@ -13,7 +13,7 @@ from ebbtide.planner.profile import Profile, Unit
 
 @dataclass(frozen=True, slots=True)
 class SiteUnits:
-    """Equally large units of one site: one of them, and the places of all, spread over the blocks."""
+    """Equally large units of one site: one of them, and the indices of all, spread over the blocks."""
 
     unit: Unit
     places: Sequence[tuple[int, int]]
@@ -22,7 +22,7 @@ class SiteUnits:
 def by_site(profile: Profile) -> list[SiteUnits]:
     """Return the units that can be recomputed, by site.
 
-    Times that were measured differ a little from block to block: a site has the mean of its blocks.
+    Measured times vary between blocks; a site has the mean of its blocks.
     """
     per_site: dict[tuple[Site, int, int | None, bool], list[tuple[int, int]]] = defaultdict(list)
     seconds: dict[tuple[Site, int, int | None, bool], float] = defaultdict(float)
@@ -44,9 +44,9 @@ def by_site(profile: Profile) -> list[SiteUnits]:
 
 
 def _spread(count: int) -> list[int]:
-    """Return the numbers below ``count`` so that every beginning of the list is spread over all of them.
+    """Return the numbers below ``count`` ordered so that every prefix is evenly spread.
 
-    The golden section: each next one falls into one of the widest gaps (Weyl's equidistribution).
+    By the golden ratio, each number falls into one of the widest gaps (Weyl's equidistribution).
     """
     step = (math.sqrt(5) - 1) / 2
     return sorted(range(count), key=lambda i: (i + 1) * step % 1.0)

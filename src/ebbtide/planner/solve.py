@@ -1,12 +1,12 @@
-"""Choosing: the fastest step that fits a budget, or the least memory within a slowdown.
+"""Find the fastest step that fits a budget, or the least memory within a slowdown.
 
 [Note: the search]
-Two numbers name a candidate: the bytes to keep, ``K``, and the bytes across the link, ``M``. For these, the linear
-program of the bound says which storages to recompute; the others are kept or offloaded. Some of the last blocks keep
-their bytes (backward reads them first), and the rest is spread evenly over the blocks, so that copies come at an even
-pace. A *family* fixes three things: how much of the bound's ``M`` is offloaded (real copies come in blocks and in
-order), whether moving has a price, and how many of the last blocks keep. Within a family, time falls and memory rises
-with ``K``; interpolation finds the last candidate within the limit. The best of these is the plan.
+Two numbers define a candidate: the bytes to keep, ``K``, and the bytes across the link, ``M``. For these, the linear
+program of the bound determines which storages to recompute; the others are kept or offloaded. Some of the last blocks
+keep their bytes (backward reads them first), and the rest is spread evenly over the blocks, so that copies are evenly
+paced. A *family* fixes three things: how much of the bound's ``M`` is offloaded (real copies come in blocks and in
+order), whether offloading has a price, and how many of the last blocks keep. Within a family, time falls and memory
+rises with ``K``; interpolation finds the last candidate within the limit. The best of these is the plan.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from ebbtide.planner.simulate import Assignment, Simulated, simulate
 from ebbtide.planner.sites import by_site
 
 SHARES = (1.0, 0.97, 0.93, 0.85, 0.7, 0.4, 0.0)
-"""Of the bytes that the bound would have cross the link, how many are tried."""
+"""The tried shares of the bytes that the bound moves across the link."""
 
 TAILS = (2, 0, 1, 4, 8)
-"""Of how many last blocks all that is not recomputed stays, if there is room: the numbers tried, likeliest first."""
+"""The tried numbers of last blocks that keep everything not recomputed, if there is room; likeliest first."""
 
 DISTURBANCE = 0.05
-"""Part of a copy's time that it is taken to cost others even where it hides: it shares memory, link and store with
-them. What is recomputed faster than that is not moved."""
+"""Assumed cost of a hidden copy, as a share of its time: others share its memory, link and store. Tensors that are
+recomputed faster than that are not offloaded."""
 
 GRAIN = 0.01
-"""Peaks that differ by less than this part of what is saved are alike when the least memory is looked for."""
+"""Peaks that differ by less than this share of the saved bytes are equal in the search for the least memory."""
 
 CLOSE = 1 / 512
-"""Part of what is saved, or of the slack, to which a border is found."""
+"""Precision of a border, as a share of the saved bytes or of the slack."""
 
 STEPS = 8
 """Most candidates that the search for one border simulates."""
@@ -87,7 +87,7 @@ def fit(profile: Profile, budget_bytes: int) -> Solution:
 
 
 def smallest(profile: Profile) -> Solution:
-    """Return the plan with the smallest simulated peak, whatever it costs."""
+    """Return the plan with the smallest simulated peak, at any cost."""
     return Search(profile).smallest
 
 
@@ -106,7 +106,7 @@ def follow(profile: Profile, plan: Plan) -> Solution:
 
     Args:
         profile: The step.
-        plan: Asked for every unit.
+        plan: Chooses the action of every unit.
     """
 
     def action(place: int, unit: Unit) -> Action:
@@ -213,7 +213,7 @@ class Search:
         found = self._best(lambda family: self._border(family, beyond, close, rising=False), cost)
         best = min((s for s in (found, self.everything) if s is not None), key=cost)
         checkpointed = [s for s in self._checkpointed(lambda s: beyond(s) > 0, fewest=False) if beyond(s) <= 0]
-        # As good as the others is not enough: checkpointed blocks are those that no recipe is known to serve.
+        # Checkpoint only for a real gain over recipes.
         least = min(checkpointed, key=_peak, default=best)
         return least if _peak(least) < _peak(best) - grain else best
 
@@ -257,7 +257,7 @@ class Search:
         Args:
             family: The candidates.
             beyond: By how much a candidate exceeds the limit.
-            close: Slack below the limit that is near enough.
+            close: Acceptable slack below the limit.
             rising: Whether the limited quantity rises with the kept bytes, or falls.
         """
         ends = (self.profile.must_keep_bytes, self.profile.saved_bytes)
@@ -331,10 +331,10 @@ class Search:
     def _recomputed_first(
         self, family: _Family, kept_bytes: int, moved_bytes: float
     ) -> Iterator[tuple[int, int, bool]]:
-        """Yield the units that have a recipe, those first that the program would recompute.
+        """Yield the units that have a recipe, in the program's order of recomputing.
 
-        Yields:
-            The place of a block, that of a unit there, and whether that is cheaper than its copy whatever the room.
+        Yields: Index of the block, index of the unit in it, and whether recomputing is cheaper than its copy at any
+        budget.
         """
         prices = self._bound.prices(kept_bytes, moved_bytes, self._price if family.priced else 0.0)
         ranked = sorted((prices.rank(site.unit), i) for i, site in enumerate(self._sites))
@@ -343,10 +343,10 @@ class Search:
                 yield place, number, rank < 1 - 1e-9
 
     def _keep_last(self, actions: list[list[Action]], places: range, room: float) -> float:
-        """Keep what these blocks would offload while there is room, the last first; units in a narrower type last.
+        """Keep the offloaded units of these blocks while there is room, the last first; units in a narrower type last.
 
         Returns:
-            The room that is left.
+            The remaining room.
         """
         for place in reversed(places):
             units = self.profile.blocks[place].units
@@ -358,7 +358,7 @@ class Search:
         return room
 
     def _keep_evenly(self, actions: list[list[Action]], places: range, room: float) -> None:
-        """Divide the room equally over these blocks; what one cannot use goes to others."""
+        """Divide the room equally over these blocks; unused room goes to others."""
         share, left = room / max(len(places), 1), 0.0
         for place in places:
             left = self._keep_last(actions, range(place, place + 1), left + share)

@@ -17,13 +17,13 @@ from ebbtide.planner.rules import plan_for
 from ebbtide.planner.solve import Solution
 
 SCHEMA = 2
-"""Of the plan file."""
+"""Schema of the plan file."""
 
 _SCHEMA_1 = {"remade_bytes": "recomputed_bytes"}
-"""What the fields of a prediction were called in schema 1, which is still read."""
+"""Names of prediction fields in schema 1, which is still read."""
 
 MICROSECONDS_PER_MB = 1e6 * 1e6
-"""In a second per byte."""
+"""In one second per byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class Prediction:
 
     Attributes:
         step_seconds: Time of the step.
-        overhead_percent: By how much that is longer than the step that keeps everything.
-        bound_percent: The least that any schedule adds which keeps as few bytes at the start of backward.
+        overhead_percent: Extra time relative to the step that keeps everything.
+        bound_percent: Lower bound of it for any schedule that keeps as few bytes at the start of backward.
         peak_bytes: Most device memory.
         peak_everything_kept_bytes: The same when everything is kept.
         kept_bytes: Saved bytes that stay on the device.
         offloaded_bytes: Bytes that are offloaded.
-        moved_bytes: Bytes across the link, each way: fewer where they are stored in a narrower type.
+        moved_bytes: Bytes across the link, each way; fewer if stored in a narrower type.
         recomputed_bytes: Bytes that are dropped and recomputed.
     """
 
@@ -59,10 +59,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TablePlan:
-    """Looks up the action of a site; follows the heuristic for sites that it does not have.
+    """Looks up the action of a site; unknown sites follow the heuristic.
 
-    A batch that saves more than the profiled one keeps no more bytes for it: what comes when the plan's bytes are kept
-    is offloaded.
+    A batch that saves more than the profiled one keeps no more bytes: the excess is offloaded.
 
     Attributes:
         name: Short name for logs and reports.
@@ -77,7 +76,7 @@ class TablePlan:
     reasons: tuple[str, ...] = ()
     by_rule: Plan = field(default_factory=lambda: plan_for(Auto()), repr=False, compare=False)
     _inputs: Mapping[str, Action] = field(init=False, repr=False, compare=False)
-    """What becomes of the inputs of each block that is checkpointed."""
+    """Block → action for its inputs, if it is checkpointed."""
 
     def __post_init__(self) -> None:
         checkpointed = {name for (name, _), action in self.actions.items() if action is Action.CHECKPOINT}
@@ -96,7 +95,7 @@ class TablePlan:
         """Return the action of a storage."""
         action = self.actions.get((candidate.block_name, candidate.site))
         if candidate.block_name in self._inputs:
-            # An input of a checkpoint is saved by the block itself, not by a module in it.
+            # A checkpoint's input is saved by the block itself, not by a module in it.
             if candidate.block_input and not candidate.site.module:
                 return self._inputs[candidate.block_name]
             action = None
@@ -124,7 +123,7 @@ class TablePlan:
         return block_name in self._inputs
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether to watch if a block can be checkpointed."""
+        """Whether to observe if a block can be checkpointed."""
         return block_name in self._inputs
 
     def explain(self) -> str:
@@ -228,7 +227,7 @@ def _key(row: list[Any]) -> tuple[str, Site]:
 
 
 def _reasons(solution: Solution) -> tuple[str, ...]:
-    """Return a line per site kind: actions, number of blocks, reason; the largest first."""
+    """Return one line per site kind: actions, number of blocks, reason; largest first."""
     groups: dict[Site, dict[Action, int]] = defaultdict(lambda: dict.fromkeys(Action, 0))
     nbytes: dict[Site, int] = defaultdict(int)
     recompute: dict[Site, float | None] = {}

@@ -1,14 +1,14 @@
 """The time of ordinary training, from blocks that ran without hooks in a measured step.
 
 [Note: the baseline]
-``max_slowdown`` is relative to ordinary training, and steps measured under hooks contain our own work. So in the
+``max_slowdown`` is relative to ordinary training, but steps measured under hooks include ebbtide's overhead. So in the
 second measured step some blocks of each kind run without hooks (``ebbtide.engine.timing``, [Note: plain blocks]), at
 most one in ``APART``: the last ones, because no copies run during their backward, and others spread over the stack,
-because a machine is not equally fast throughout a step. What blocks of the same kind took longer with hooks in the
-same step, less recomputes, is our own work: it is charged to moved and recomputed storages
-(``ebbtide.planner.charges``), and all blocks of the kind count with the times without hooks. Machines are noisy, so
-the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than
-a broken promise. If no block of the kind ran with hooks, a block is compared with itself one step before.
+because speed varies within a step. The extra time of blocks of the same kind with hooks in the same step, less
+recomputes, is the overhead: it is charged to moved and recomputed storages (``ebbtide.planner.charges``), and all
+blocks of the kind get the times without hooks. Machines are noisy, so the upper quartile with hooks is compared with
+the lower quartile without: a plan that keeps too much costs less than a broken promise. If no block of the kind ran
+with hooks, a block is compared with itself in the step before.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ebbtide.planner.charges import Work, charged
 from ebbtide.planner.profile import BlockProfile, Profile
 
 ROOM = 2
-"""A block runs plain only where the memory that is left holds what it saves this many times."""
+"""A block runs plain only if the free memory holds its saved bytes this many times."""
 
 MOST = 4
 """Most blocks of a kind that run plain in a measured step."""
 
 APART = 4
-"""At most one block of a kind in so many runs plain, or one: the others show what hooks cost."""
+"""Of this many blocks of a kind at most one runs plain; the others show the cost of hooks."""
 
 
 class Sized(Protocol):
@@ -48,20 +48,20 @@ class Sized(Protocol):
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what it saves."""
+        """Bytes that it saves."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainBlock:
-    """Times of blocks of a kind without hooks, and of their equals with hooks.
+    """Times of blocks of a kind without hooks, and of equal blocks with hooks.
 
     Attributes:
-        units: The storages that its equals saved, and their actions.
-        forward_seconds: Of a forward without hooks: the lower quartile.
-        backward_seconds: Of a backward without hooks: the lower quartile.
-        hooked_forward_seconds: Of a forward with hooks: the upper quartile.
-        hooked_backward_seconds: Of such a backward, recomputes included.
+        units: The storages that the equal blocks saved, and their actions.
+        forward_seconds: Lower quartile of forwards without hooks.
+        backward_seconds: Lower quartile of backwards without hooks.
+        hooked_forward_seconds: Upper quartile of forwards with hooks.
+        hooked_backward_seconds: Upper quartile of backwards with hooks, recomputes included.
         hook_seconds: Cost of hooks on a block that keeps everything; 0 if not measured.
     """
 
@@ -74,12 +74,12 @@ class PlainBlock:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what its equals saved."""
+        """Bytes that an equal block saved."""
         return sum(unit.nbytes for unit in self.units)
 
     @property
     def extra_seconds(self) -> float:
-        """Extra time of its equals without recomputes; below zero if recomputes were overestimated."""
+        """Extra time with hooks, less recomputes; negative if recomputes were overestimated."""
         hooked = self.hooked_forward_seconds + self.hooked_backward_seconds - recompute_seconds(self.units)
         return hooked - self.forward_seconds - self.backward_seconds
 
@@ -88,13 +88,13 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
     """Return the blocks to run without hooks in the next step. See [Note: the baseline].
 
     Args:
-        blocks: The blocks of a step that was measured.
+        blocks: The blocks of a measured step.
         room_bytes: Memory that a step may take beyond that one; None: not known, so none runs plain.
         most: Most blocks of a kind.
     """
     if room_bytes is None:
         return frozenset()
-    wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second one of any, the smallest first
+    wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second of any, the smallest first
     for last in {block.kind: block for block in blocks}.values():
         equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
         for round_, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
@@ -109,7 +109,7 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
 
 
 def _spread(equals: list[Sized], count: int) -> list[Sized]:
-    """Return some of several blocks, the likeliest first: half of them the last ones, the others spread."""
+    """Return some of several blocks, in order of preference: half of them the last ones, the others spread."""
     tail = (count + 1) // 2
     rest = equals[: len(equals) - tail]
     spread = [rest[len(rest) * place // (count - tail + 1)] for place in range(1, count - tail + 1)]
@@ -137,10 +137,10 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         ]
         equals = [block for block in hooked if _treated(block)] or hooked
         kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
-        tail = [place for place in places if place > last_hooked] or places  # no copies ran beside their backward
+        tail = [place for place in places if place > last_hooked] or places  # no copies ran during their backward
         forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
         backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
-        # Disturbances only make a machine slower: removing hooks cannot make a block slower.
+        # Removing hooks cannot make a block slower, so a slower time is a disturbance.
         forward = min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards))
         backward = min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards))
         hooks = median(block.forward_seconds + block.backward_seconds for block in kept) if kept else 0.0
@@ -163,10 +163,10 @@ def _treated(block: TimedBlock) -> bool:
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
     """Return blocks that keep everything under hooks in the next step, to measure the cost of hooks alone.
 
-    They are neighbours of those that run plain, and as many, of kinds that have four times as many blocks.
+    They are as many as those that run plain, and neighbours of them, of kinds that have four times as many blocks.
 
     Args:
-        blocks: The blocks of a step that was measured.
+        blocks: The blocks of a measured step.
         plain: Those that run plain.
         room_bytes: Memory that a step may take beyond that one; None: not known, so there are none.
     """
@@ -187,7 +187,7 @@ def quartile(values: Sequence[float], *, upper: bool = False) -> float:
 
 
 def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
-    """Return a profile with the times of blocks without hooks, and prices that contain our own work.
+    """Return a profile with the times of blocks without hooks, and prices that include ebbtide's overhead.
 
     Args:
         profile: The step.
@@ -211,14 +211,14 @@ def alike(one: TimedStep, other: TimedStep) -> bool:
 
     def same(a: TimedBlock, b: TimedBlock) -> bool:
         units = [[(unit.site, unit.nbytes) for unit in block.units] for block in (a, b)]
-        # What is kept is saved as it is: of what was cast up, the narrower value may be a storage of its own then.
+        # Under KEEP, a tensor that was cast up and its narrower source may be separate storages.
         return a.name == b.name and (a.plain or b.plain or _treated(a) != _treated(b) or units[0] == units[1])
 
     return len(one.blocks) == len(other.blocks) and all(map(same, one.blocks, other.blocks))
 
 
 def fastest(steps: list[TimedStep]) -> TimedStep:
-    """Return a step of which every stretch is the shortest of several that are alike: of all where it had hooks."""
+    """Return a step whose every part is the shortest of several equal steps, where it had hooks in all of them."""
     base = next(step for step in reversed(steps) if not any(block.plain for block in step.blocks))
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
@@ -250,7 +250,7 @@ def _least(seconds: Iterable[float | None]) -> float | None:
 
 
 def recompute_seconds(units: Iterable[TimedUnit]) -> float:
-    """Return the time of the recomputes that were done."""
+    """Return the time of the executed recomputes."""
     return sum(unit.recompute_seconds or 0.0 for unit in units if unit.action is Action.RECOMPUTE)
 
 
@@ -264,7 +264,7 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
         block,
         forward_seconds=plain.forward_seconds * size,
         backward_seconds=plain.backward_seconds * size,
-        hook_seconds=plain.hook_seconds,  # by tensor, whatever their size
+        hook_seconds=plain.hook_seconds,  # per tensor, of any size
     )
 
 
@@ -275,7 +275,7 @@ def noise(before: TimedStep, step: TimedStep) -> float:
 
 
 def _drift(before: TimedStep, step: TimedStep) -> float:
-    """Return how much longer blocks that had hooks in both steps took in the later one."""
+    """Return the extra time in the later step of blocks that had hooks in both."""
 
     def seconds(block: TimedBlock) -> float:
         return block.forward_seconds + block.backward_seconds

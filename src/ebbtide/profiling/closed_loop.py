@@ -1,18 +1,18 @@
-"""From a profile to a plan, and from a judged plan to the next one.
+"""Make a plan from a profile, and the next plan from a judged one.
 
 [Note: which plan comes next]
-After a miss, a new plan is made with the prices that the missed one showed, so it keeps more
-(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare,
-because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar is its real cost;
-if that is clearly less than predicted, all prices fall in proportion, to no less than ``LEAST_PRICE`` of themselves
-at once, and a plan made with these, which keeps less, is carried out and judged, at most ``LOOSENED`` times. A first
-plan that keeps everything shows no price; then prices fall as far as they may. As soon as such a plan misses the
-promise, the one before it is carried out again, for good.
+A plan that missed its promise is replaced by one with the prices that were measured under it, which keeps more
+(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare, because
+prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar is taken as its cost; if
+that is clearly below the prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of their value at
+once, and the resulting plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that
+keeps everything shows no price; then prices fall as far as allowed. If such a plan misses the promise, the one before
+it is restored for good.
 
 [Note: the device's memory]
-On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device,
-the device's memory becomes a budget: the fastest plan that fits. Peaks count what torch's allocator hands out;
-``FRAGMENTS`` of it, held in pieces too small for the next request, must fit too.
+On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
+device's memory becomes a budget: the fastest plan that fits is chosen. Peaks count memory allocated by torch; a share
+of ``FRAGMENTS`` of it, for fragmentation, must fit too.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide")
 
 RESERVE = 0.03
-"""Part by which a measured peak may be above the predicted one: so much of a memory budget is left free."""
+"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget."""
 
 FRAGMENTS = 0.2
-"""Part of what torch's allocator has handed out that it is taken to hold beside it."""
+"""Assumed fragmentation of torch's allocator, as a share of the allocated bytes."""
 
 LOOSENED = 3
-"""Most plans that do more than one that kept its promise."""
+"""Most plans tried that keep less than one that kept its promise."""
 
 WORTH = 0.05
-"""Part of what is saved by which a plan must lower the peak to be tried in place of one that keeps its promise."""
+"""Share of the saved bytes by which a plan must lower the peak to be tried in place of one that keeps its promise."""
 
 KEEPS = "everything stays, so blocks run without hooks, as in ordinary training: "
 
@@ -53,8 +53,8 @@ class ClosedLoop:
     """Chooses the plans of ``Auto``. See [Note: which plan comes next].
 
     Args:
-        policy: What the user asked for.
-        tier: The store of offloaded bytes; knows how much memory there is.
+        policy: The user's policy.
+        tier: The store of offloaded bytes; knows the size of memory.
 
     Attributes:
         story: The verdicts on earlier plans for this profile, one line each.
@@ -63,7 +63,7 @@ class ClosedLoop:
     def __init__(self, policy: Auto, tier: Tier) -> None:
         self._policy, self._tier = policy, tier
         self._noise, self._corrections, self._loosened = 0.0, 0, 0
-        self._before: Check | None = None  # the plan that kept its promise, while another one does more
+        self._before: Check | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
         self.story: list[str] = []
 
@@ -79,11 +79,11 @@ class ClosedLoop:
         return None if found is None else int(found / (1 + FRAGMENTS))
 
     def first(self, profile: Profile, noise: float) -> Check:
-        """Return the plan of a profile, to be carried out and judged.
+        """Return the first plan of a profile.
 
         Args:
             profile: The step.
-            noise: Part by which equal steps differed when they were measured.
+            noise: Relative difference of the equal steps that were measured.
         """
         self._noise, self._corrections, self._loosened = noise, 0, 0
         self._before, self.story = None, []
@@ -101,7 +101,7 @@ class ClosedLoop:
             return self._looser(check)
         if self._before is not None:
             before, self._before, self._loosened = self._before, None, LOOSENED
-            self._record(f"doing more missed the promise, so the plan before it is back: {check.text()}")
+            self._record(f"keeping less missed the promise, so the previous plan is restored: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:
             return None
@@ -117,7 +117,7 @@ class ClosedLoop:
         return found
 
     def spare_bytes(self, check: Check) -> int | None:
-        """Return the memory that a plan leaves free while it is carried out; None if not known."""
+        """Return the memory that a plan leaves free; None if not known."""
         device = self._device_bytes
         room = room_bytes(self._tier) if device is None else device
         return None if room is None else room - check.solution.predicted.peak_bytes
@@ -127,7 +127,7 @@ class ClosedLoop:
         logger.info("%s", line)
 
     def _looser(self, check: Check) -> Check | None:
-        """Return a plan that keeps less than one that kept its promise; None if none is worth a try."""
+        """Return a plan that keeps less than one that kept its promise; None if the gain is too small."""
         if check.budget_bytes is not None or self._corrections or self._loosened == LOOSENED:
             return None
         cheaper = loosened(check)
@@ -179,7 +179,7 @@ class ClosedLoop:
 
 
 def kept_blocks(solution: Solution) -> frozenset[str]:
-    """Return the names of the blocks of which a plan keeps everything, in all their executions."""
+    """Return the names of the blocks whose saved tensors a plan keeps in all their executions."""
     names = [block.name for block in solution.profile.blocks]
     treated = {
         name
@@ -207,7 +207,7 @@ def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
 
     Args:
         profile: The step.
-        budget_bytes: What the user allows.
+        budget_bytes: The user's budget.
 
     Raises:
         BudgetError: No plan fits the memory budget.

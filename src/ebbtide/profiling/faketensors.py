@@ -1,15 +1,14 @@
 """A simulated machine: tensors have shapes and no bytes, and each operator advances a clock.
 
 [Note: a simulated step]
-torch's ``FakeTensorMode`` runs the model's own code, forward and backward, under the engine's own hooks, so saved
-tensors and their recipes are those of a real step. A dispatch mode is the machine: every operator advances a clock by
-its time (its FLOP at the machine's rate, or its bytes at the memory's rate, whichever is longer), and every storage
-counts while it lives. The engine reads this clock and account as it reads its meter in a measured step
-(``ebbtide.engine.timing``), so everything that follows is the same. The step follows the heuristic, as a measured one
-does; offloaded bytes leave at once.
+torch's ``FakeTensorMode`` runs the model's own code, forward and backward, under the engine's hooks, so saved tensors
+and their recipes are those of a real step. A dispatch mode simulates the machine: every operator advances a clock by
+its time (FLOP at the machine's rate or bytes at the memory's rate, whichever is longer), and every live storage is
+counted. The engine reads both in place of the meter of a measured step (``ebbtide.engine.timing``); the rest is the
+same. The step follows the heuristic, as a measured one does; copies take no time.
 
 Values computed from neither weights nor activations (positions, lengths, whether a mask hides anything) are small and
-really computed, so that the model can decide by them.
+really computed, so the model can branch on them.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.protocol import Slot
 
 TENSOR_TYPES = (torch.Tensor, FakeTensor)
-"""Of tensors with a storage of their own, in a simulated step."""
+"""Device of tensors with their own storage in a simulated step."""
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised by operators whose result, or its shape, depends on values that are not there."""
+"""Raised by operators whose result, or its shape, depends on the values of fake tensors."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _FREE = {"set_", "detach", "detach_", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 REAL_BYTES = 16 * 1024**2
-"""What is computed from real tensors is itself real up to this size."""
+"""Results of operators on real tensors are real up to this size."""
 
 _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 
@@ -53,7 +52,7 @@ _CPU_ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 def without_bytes() -> FakeTensorMode:
     """Return the mode under which tensors have shapes and no bytes."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # it would hold storages that are gone, and they would count
+    mode.cache_enabled = False  # its cache would keep storages alive, and they would count
     return mode
 
 
@@ -64,7 +63,7 @@ class FakeMachine(TorchDispatchMode):
 
     Args:
         machine: What operators cost.
-        base_bytes: Memory that is always there and not counted one by one: weights, optimizer state.
+        base_bytes: Constant memory: weights, optimizer state.
     """
 
     def __init__(self, machine: Machine, base_bytes: int) -> None:
@@ -88,18 +87,18 @@ class FakeMachine(TorchDispatchMode):
         return True
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int:
-        """Return the most bytes that lived at once since the last call."""
+        """Return the most bytes alive at once since the last call."""
         peak, self._peak = self._peak, self._bytes
         return peak
 
     @property
     def live_bytes(self) -> int:
-        """Bytes that live now."""
+        """Bytes alive now."""
         return self._bytes
 
     @contextmanager
     def unseen(self) -> Generator[None]:
-        """Inside, operators take no time and storages do not count."""
+        """While open, operators take no time and storages do not count."""
         clock, peak = self._clock, self._peak
         yield
         self._clock, self._peak = clock, max(peak, self._bytes)
@@ -248,7 +247,7 @@ class FakeTensorTier:
 
 
 def _places(indices: Any) -> Any:
-    """Return indices with real masks replaced by the positions they choose, whose number depends on values."""
+    """Return indices with real masks replaced by the positions they select, whose number depends on values."""
     if not isinstance(indices, (list, tuple)):
         return indices
     found: list[torch.Tensor | None] = []

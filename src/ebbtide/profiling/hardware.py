@@ -1,10 +1,10 @@
 """Rates of this machine (compute, memory, links), measured in a few seconds.
 
 [Note: long enough to be timed]
-A machine may multiply matrices at 5 or at 500 000 GFLOP/s. So work begins small and grows until one round takes long
-enough to be timed, and more work brings no better rate: on a busy machine the least work takes 20 ms, because its
-threads wait for each other. It ends earlier when its time, or the memory it may take, is used up. The median of some
-rounds is the result. A dtype that the device does not compute with is replaced by the next one.
+A machine may multiply matrices at 5 or at 500 000 GFLOP/s. So work starts small and grows until one round takes long
+enough to be timed and a larger one has no better rate: on a busy machine even the smallest work takes 20 ms, because
+its threads wait for each other. A limit on time or memory ends it earlier. The result is the median of several rounds.
+A dtype that the device does not support is replaced by the next one.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _BETTER = 1.25
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
 _LEAST_BYTES = 64 * _MIB
 _HEADS = {"cpu": (8, 64)}
-"""Heads of attention and their width; on accelerators those of large models, for small ones do not fill them."""
+"""Attention heads and their width; those of large models on accelerators, which small ones do not fill."""
 _LARGE_HEADS = 32, 128
 
 Work = Callable[[], object]
 
 
 def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
-    """Measure this machine: one of its devices alone, and the link to the store.
+    """Measure this machine: one of its devices, and the link to the store.
 
     Args:
         target: ``"host"``, ``"disk"``, or ``"auto"``.
@@ -48,8 +48,8 @@ def machine_here(target: str = "auto", disk_path: str | None = None) -> Machine:
         The machine.
 
     Raises:
-        TargetError: No such target on this machine; DiskError: the path cannot serve, or has no room.
-        CapError: Host memory has no room.
+        TargetError: No such target on this machine; DiskError: the path is unusable or full.
+        CapError: Host memory is full.
     """
     return machine_with(speed_here(target, disk_path))
 
@@ -65,8 +65,8 @@ def speed_here(target: str = "auto", disk_path: str | None = None) -> Speed:
         The rates.
 
     Raises:
-        TargetError: No such target on this machine; DiskError: the path cannot serve, or has no room.
-        CapError: Host memory has no room.
+        TargetError: No such target on this machine; DiskError: the path is unusable or full.
+        CapError: Host memory is full.
     """
     tier = open_tier(target, disk_path=disk_path)
     try:
@@ -107,12 +107,12 @@ def machine_with(speed: Speed) -> Machine:
 
 
 def device_here() -> torch.device:
-    """Return the device whose memory is to be saved: the accelerator, or without one the CPU."""
+    """Return the device whose memory is to be saved: the accelerator, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the size of the memory to be saved: the device's, or, without one or with one that shares it, the host's.
+    """Return the size of the memory to be saved: the device's, or the host's if there is no other.
 
     Args:
         device: As ``device_here`` returns it.
@@ -167,13 +167,13 @@ def _attention(device: torch.device) -> float:
         return lambda: attend(one, one, one, is_causal=True)
 
     sizes = _sizes(1024 if device.type != "cpu" else 256, 8192 if device.type != "cpu" else 2048)
-    most = math.isqrt(_spare_bytes(device) // (heads * 3 * 4))  # as much as it takes where it is not fused
+    most = math.isqrt(_spare_bytes(device) // (heads * 3 * 4))  # as much as unfused attention takes
     work = 2.0 * heads * width  # two products, half of the pairs
     return _rate(device, _half_kinds(device), _fitting(sizes, most), lambda n: work * n * n, prepare)
 
 
 def _copies(device: torch.device) -> float:
-    """Return the rate of the memory: a copy reads and writes."""
+    """Return the memory's rate: a copy reads and writes."""
 
     def prepare(nbytes: int, kind: torch.dtype) -> Work:
         one, other = (torch.zeros(nbytes, dtype=kind, device=device) for _ in range(2))
@@ -185,7 +185,7 @@ def _copies(device: torch.device) -> float:
 
 
 def _sizes(first: int, last: int) -> list[int]:
-    """Return 2, 3, 4, 6, 8, 12, ... times half of ``first``: each costs at most 3.4 times the one before, cubed."""
+    """Return 2, 3, 4, 6, 8, 12, ... times half of ``first``: cubed, each is at most 3.4 times the one before."""
     found: list[int] = []
     while first <= last:
         found += [first, first * 3 // 2]
@@ -194,12 +194,12 @@ def _sizes(first: int, last: int) -> list[int]:
 
 
 def _fitting(sizes: Sequence[int], most: int) -> list[int]:
-    """Return the sizes that memory allows; the first is tried in any case."""
+    """Return the sizes that memory allows; the first always."""
     return [size for size in sizes if size <= most] or [sizes[0]]
 
 
 def _numbers(count: int, device: torch.device, kind: torch.dtype) -> torch.Tensor:
-    """Return varied numbers: a device may take less power, and be faster, over zeros."""
+    """Return random numbers: on zeros a device may take less power and be faster."""
     return noise(count, device).to(torch.float32).sub_(128).div_(128).to(kind)
 
 
@@ -213,8 +213,8 @@ def _rate(
     """Return the work done per second. See [Note: long enough to be timed].
 
     Args:
-        device: Where.
-        kinds: Dtypes; the first that the device computes with is used.
+        device: The measured device.
+        kinds: Dtypes; the first that the device supports is used.
         sizes: Sizes of the work, rising.
         amount: The work in a size.
         prepare: Builds the work of a size.
@@ -232,7 +232,7 @@ def _rate(
                 if timed or spent > _GROWING_SECONDS or size == sizes[-1]:
                     found = amount(size) / _median(device, work, rounds)
                     break
-            except (RuntimeError, TypeError, NotImplementedError) as error:  # out of memory is a RuntimeError too
+            except (RuntimeError, TypeError, NotImplementedError) as error:  # includes out of memory
                 refused = error
                 break
         if found:

@@ -2,11 +2,11 @@
 
 [Note: Auto's steps]
 The first pass warms up and follows the heuristic (``ebbtide.planner.rules``): cheap tensors are recomputed, the rest
-offloaded. That needs close to the least memory, so that a model that ran out of memory gets this far. The next passes
-are measured, still by the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
-From then on the plan is a table made for that step, and judged by the steps that carry it out: see [Note: the loop].
-A block of which the table keeps everything runs without hooks. A pass that saves clearly more than the measured one
-is measured too, and a new plan made.
+offloaded. That needs close to the least memory, so even a model that ran out of memory gets this far. The next passes
+are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
+Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
+whose saved tensors are all kept runs without hooks. A pass that saves clearly more than the measured one is measured,
+too, and gets a new plan.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide")
 
 MEASURED_STEPS = 2
-"""Of these the shorter time of each stretch counts: what disturbs a machine makes it slower, never faster."""
+"""Of these the shortest time of each part counts: disturbances only make a machine slower."""
 
 COMPARED = 2
 """Blocks of a kind that run without hooks while a plan is judged."""
 
 PROBE_BYTES = 16 * 1024**2
-"""Moved out and back where the measured steps moved nothing, to know the rates."""
+"""Copied out and in to measure the rates if the measured steps copied nothing."""
 
 
 class MeasuredPlan:
     """The plan of ``Auto``. See [Note: Auto's steps].
 
     Args:
-        policy: What the user asked for.
+        policy: The user's policy.
         tier: The store of offloaded bytes; its counters have the rates.
-        window_bytes: What the user allowed in flight; None: follows the model.
+        window_bytes: The user's limit in flight; None: follows the model.
         bus: Receives the plan when it is made.
     """
 
@@ -85,7 +85,7 @@ class MeasuredPlan:
             )
         memory = budget is not None or device_bytes(self._tier) is not None
         if memory and self._tier.name == "disk":
-            return_freed_memory()  # the budget is of the process's memory: what is freed has to leave it
+            return_freed_memory()  # the budget is of the process's resident memory, so freed memory must be returned
         timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
         self._timer = engine.timer = timer
@@ -124,7 +124,7 @@ class MeasuredPlan:
         return self.table is not None and not measures and self.table.checkpoints(block_name)
 
     def may_checkpoint(self, block_name: str) -> bool:
-        """Whether to watch if a block can be checkpointed: in the first step, and for blocks that are."""
+        """Whether to observe if a block can be checkpointed: in the first step, and for checkpointed blocks."""
         return not self._warm or self.checkpoints(block_name)
 
     def explain(self) -> str:
@@ -135,7 +135,7 @@ class MeasuredPlan:
             kept = [KEEPS + why] if self._check.keeps else []
             return "\n".join([head, self._check.text(), *kept, *self._loop.story, *lines])
         return (
-            f"{self._by_rule.explain()}; the plan is made after {1 + MEASURED_STEPS} steps, from what they took "
+            f"{self._by_rule.explain()}; the plan is made from the measurements of {1 + MEASURED_STEPS} steps "
             f"({self._aim()})"
         )
 
@@ -201,7 +201,7 @@ class MeasuredPlan:
         return False
 
     def saw_span(self, span: Span) -> bool:
-        """Process a pass that carried the plan out; return whether another is wanted. See [Note: the loop]."""
+        """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
         check = self._check
         if check is None or check.add(span) is None:
             return check is not None
@@ -213,7 +213,7 @@ class MeasuredPlan:
         return following is not None and following.unjudged
 
     def _carry_out(self, check: Check) -> None:
-        """Carry a plan out from now on, and judge it if it is not judged yet."""
+        """Switch to a plan, and judge it unless it is already judged."""
         solution, self._check = check.solution, check
         self.profile, self.table = solution.profile, table_plan(solution, self.name)
         self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
@@ -225,7 +225,7 @@ class MeasuredPlan:
         self._bus.emit("plan", name=self.name, text=self.explain(), predicted=self.table.predicted.as_dict())
 
     def _compared(self, check: Check) -> frozenset[str]:
-        """Return blocks that run without hooks until a plan is judged, besides those of which it keeps everything."""
+        """Return blocks that run without hooks until a plan is judged, besides those that keep everything."""
         if check.budget_bytes is not None:
             return frozenset()
         kept, blocks = kept_blocks(check.solution), check.solution.profile.blocks

@@ -1,12 +1,12 @@
 """``Minimal``: recipes where they are cheaper than checkpointing the block, measured per kind of block.
 
 [Note: recipes or a second run]
-``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than
-a second forward, but each has a price of its own, and a block of many small tensors may pay more for them than for
-its forward. So the two are compared in the same steps: after the first step, every other block of a kind is
-checkpointed, for two steps. The first of these warms up, the second counts. The kind is checkpointed from then on
-unless its recipes were certainly faster: unless their median is lower by more than both are uncertain, and by
-``FASTER``. Both ways keep the inputs of the blocks for backward and need the memory of one block.
+``Minimal`` promises the memory of activation checkpointing and no more than its time. Recipes usually cost less than a
+second forward, but each has overhead, and a block of many small tensors may spend more on them than on its forward. So
+the two are compared in the same steps: after the first step, every other block of a kind is checkpointed for two steps,
+of which the second counts. From then on the kind is checkpointed unless its recipes were certainly faster: their median
+lower by more than both uncertainties, and by ``FASTER``. Both methods keep the inputs of the blocks for backward and
+need the memory of one block.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide")
 
 COUNTED = 3
-"""The step that counts: the first warms recipes up, the second what is checkpointed."""
+"""The counted step: the first warms up the recipes, the second the checkpoints."""
 
 FASTER = 0.03
-"""Part by which recipes have to be faster than a second run beyond all doubt: for less they are not worth it."""
+"""Share by which recipes must certainly be faster than a second forward."""
 
 NOTCH = 1.57
-"""Of the distance of the quartiles, divided by the root of the number: how far off a median is, with 95 % certainty."""
+"""Times the interquartile range, over the root of the count: the 95 % uncertainty of a median."""
 
 
 class MinimalPlan:
     """The plan of ``Minimal``. See [Note: recipes or a second run].
 
     Args:
-        policy: What the user asked for.
-        tier: Where offloaded bytes wait.
-        bus: Told of the plan when kinds of blocks are checkpointed.
+        policy: The user's policy.
+        tier: The store of offloaded bytes.
+        bus: Receives the plan when kinds of blocks are checkpointed.
     """
 
     def __init__(self, policy: Minimal, tier: Tier, bus: Bus) -> None:
@@ -62,7 +62,7 @@ class MinimalPlan:
         meter = meter_for(self._tier)
         timer = StepTimer(meter, self.saw_step, waited=dict[str, float], memory=False)
         self._timer = engine.timer = timer
-        timer.marks = True  # so that both are cut alike
+        timer.marks = True  # so both are measured in the same parts
         timer.want()
 
     @property
@@ -80,7 +80,7 @@ class MinimalPlan:
         return self._by_rule.choose(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
-        """Return CHECKPOINT for kinds whose recipes cost more than a second forward, and where the heuristic does."""
+        """Return CHECKPOINT for kinds whose recipes cost more than a second forward, and as the heuristic does."""
         if kind in self._second_run:
             return Action.CHECKPOINT
         return self._by_rule.block_action(kind, index, input_bytes=input_bytes, must_keep_bytes=must_keep_bytes)
@@ -91,7 +91,7 @@ class MinimalPlan:
         return "\n".join([self._by_rule.explain(), *lines])
 
     def save(self, path: str | Path) -> None:
-        """Refuse: the plan follows from its policy.
+        """Raise: the plan is determined by its policy.
 
         Raises:
             ConfigError: Always.
@@ -138,7 +138,7 @@ def every_other(step: TimedStep) -> frozenset[str]:
     """Return every other block of those that can be checkpointed, of each kind that has several.
 
     Args:
-        step: A step that was measured.
+        step: A measured step.
     """
     able = [block for block in step.blocks if block.checkpointable]
     kinds = {kind: [b.name for b in able if b.kind == kind] for kind in {b.kind for b in able}}
@@ -146,7 +146,7 @@ def every_other(step: TimedStep) -> frozenset[str]:
 
 
 def _block_seconds(step: TimedStep, kind: str, *, checkpointed: bool) -> _Range | None:
-    """Return the time of blocks of a kind that were checkpointed, or were not; None if there were none."""
+    """Return the time of the checkpointed or other blocks of a kind; None if there were none."""
     found = [
         b.forward_seconds + b.backward_seconds for b in step.blocks if b.kind == kind and b.checkpointed is checkpointed
     ]
@@ -157,12 +157,12 @@ def _block_seconds(step: TimedStep, kind: str, *, checkpointed: bool) -> _Range 
 
 
 def measured_plan(policy: Policy | Plan, tier: Tier, window_bytes: int | None) -> MeasuredPlan | MinimalPlan | None:
-    """Return the plan of a policy that measures steps; None where it measures none.
+    """Return the plan of a policy that measures steps; None for other policies.
 
     Args:
-        policy: What the user asked for.
-        tier: Where offloaded bytes wait.
-        window_bytes: What the user allowed in flight; None: follows the model.
+        policy: The user's policy.
+        tier: The store of offloaded bytes.
+        window_bytes: The user's limit in flight; None: follows the model.
     """
     match policy:
         case Auto():

@@ -1,20 +1,18 @@
-"""Compare a plan's promise with measured steps: the loop that keeps ``Auto`` to its word.
+"""Compare a plan's promise with measured steps, and correct the plan.
 
 [Note: the loop]
-Passes that carry the plan out are timed, and so are their blocks (``ebbtide.engine.spans``). Blocks of which the plan
-keeps everything run without hooks; if there is memory, a few others do too until the plan is judged. So each pass
-shows, in the same seconds, the time of the plan and that of ordinary training: their quotient is judged
-(``compared``), and a machine whose speed changes from step to step does not change the verdict. The blocks without
-hooks differ among themselves, which gives the quotient an error bar. The promise is kept once the bar is below it,
-and missed once the bars of ``MISSES`` passes are above; if neither happens within ``CHECKED`` passes, their median
-decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes are compared with the measured steps:
-the promise is missed if all but the fastest took longer than promised, by more than the measured steps differed among
-themselves.
+Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.spans``). Blocks that keep everything run
+without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
+ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
+hooks gives the ratio an error bar. The promise is kept once the bar is below it, and missed once the bars of ``MISSES``
+passes are above; otherwise the median of ``CHECKED`` passes decides. Without such blocks, or with a memory budget,
+``CHECKED`` whole passes are compared with the measured steps: the promise is missed if all but the fastest took longer
+than promised, by more than the measured steps differed.
 
-After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``) and a new plan is
-made, which keeps more. If it would not, or after the last of ``CORRECTIONS``, everything is kept, without hooks, if
-the memory is there. A memory budget that was exceeded is reduced by as much. A plan that kept its promise with time
-to spare is followed by one that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this for itself.
+After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
+more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
+budget that was exceeded is reduced by the excess. A plan that kept its promise with time to spare is followed by one
+that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this independently.
 """
 
 from __future__ import annotations
@@ -31,39 +29,39 @@ from ebbtide.planner.solve import Solution
 from ebbtide.profiling.baseline import quartile
 
 CHECKED = 5
-"""Most passes that are timed before a plan is judged."""
+"""Most timed passes before a plan is judged."""
 
 MISSES = 2
 """Passes that must agree that a promise was missed: one may have been disturbed."""
 
 SETTLING = 1
-"""Passes after a new plan that are not timed: the store takes other sizes."""
+"""Passes after a new plan that are not timed: the store allocates new sizes."""
 
 CORRECTIONS = 3
 """Most corrections of one plan; the last keeps everything."""
 
 LEAST_PRICE = 0.25
-"""Part of a price to which it falls at most when a plan took less time than predicted."""
+"""Lowest share to which a price falls at once when a plan took less time than predicted."""
 
 LOWER = 0.8
-"""Prices that would fall by less than this part says are taken to be right."""
+"""Prices that would stay above this share are left unchanged."""
 
 LEAST_NOISE = 0.01
-"""Steps that differ by no more than this part are alike on any machine."""
+"""Steps that differ by at most this share are equal on any machine."""
 
 ALONE = 0.03
-"""Part by which a single block without hooks is taken to be off."""
+"""Assumed relative error of a single block without hooks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The time of steps that carried a plan out, up to the next step.
+    """The time of steps under a plan.
 
     Attributes:
         seconds: Their median.
-        low_seconds: The lower end of the error bar.
-        high_seconds: Its upper end.
-        peak_bytes: The highest peak of them; None if not measured.
+        low_seconds: Lower end of the error bar.
+        high_seconds: Upper end of the error bar.
+        peak_bytes: Their highest peak; None if not measured.
         steps: Their number.
     """
 
@@ -77,19 +75,19 @@ class Measured:
 def compared(span: Span, solution: Solution) -> Measured | None:
     """Return the time of a plan from one pass, by comparing its blocks with those that ran without hooks.
 
-    Times are those of a machine that is as fast as it was in the measured step.
+    Times are scaled to the machine's speed in the measured step.
 
     Args:
-        span: The pass; blocks that the plan does not keep but that ran without hooks count with their equals' times.
+        span: The pass; blocks that ran without hooks only for comparison count with the times of equal blocks.
         solution: The plan.
 
     Returns:
-        The step and its error bar; None where no block ran without hooks, or other blocks ran than were measured.
+        The step and its error bar; None if no block ran without hooks, or other blocks ran than were measured.
     """
     profile = solution.profile
     if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
         return None
-    # Only forwards: copies of other blocks, absent from an ordinary step, run during their backward.
+    # Only forwards: other blocks' copies, absent from an ordinary step, run during their backward.
     speeds = [
         found.forward_seconds / block.forward_seconds
         for found, block in zip(span.blocks, profile.blocks, strict=True)
@@ -115,7 +113,7 @@ def compared(span: Span, solution: Solution) -> Measured | None:
 
 
 def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: int) -> float:
-    """Return the time of a block under the plan; if it ran without hooks only for comparison, that of its equals."""
+    """Return the time of a block under the plan; if it ran without hooks only for comparison, that of equal blocks."""
     mine, profile = blocks[place], solution.profile.blocks
     actions = solution.assignment[place]
     if not mine.plain or all(action is Action.KEEP for action in actions):
@@ -138,8 +136,8 @@ class Check:
     Args:
         solution: The plan; its profile has the time of an ordinary step.
         allowed_seconds: The longest step that was promised.
-        noise: Part by which equal steps differed when they were measured.
-        budget_bytes: The highest peak that was promised; None: none was.
+        noise: Relative difference of the equal steps that were measured.
+        budget_bytes: The promised peak; None: no promise.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class Check:
         self.measured: Measured | None = None
         self.reserved_bytes: int | None = None  # by torch's allocator, when it was measured
         self.too_slow = False  # steps took longer than promised, beyond noise
-        self.compared = False  # it was judged by blocks without hooks in the same passes
+        self.compared = False  # judged by blocks without hooks in the same passes
         self.keeps = not any(action is not Action.KEEP for actions in solution.assignment for action in actions)
 
     def add(self, span: Span) -> Measured | None:
@@ -198,7 +196,7 @@ class Check:
 
     @property
     def unjudged(self) -> bool:
-        """Whether it is to be judged by steps that carry it out: one that keeps everything is plain training."""
+        """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
         return not self.keeps and self.measured is None
 
     @property
@@ -208,7 +206,7 @@ class Check:
         return 0 if peak is None or self.budget_bytes is None else max(peak - self.budget_bytes, 0)
 
     def text(self) -> str:
-        """Return promised, predicted, measured and bound, with their figures."""
+        """Format the promised, predicted and measured figures, and the bound."""
         solution, measured = self.solution, self.measured
         plain = solution.profile.step_seconds or 1.0
 
@@ -237,10 +235,10 @@ class Check:
 
 
 def recalibrated(check: Check) -> Profile | None:
-    """Return the step with prices that explain the plan's measured time; None if it pays no prices.
+    """Return the step with prices that explain the plan's measured time; None if no prices apply.
 
     Args:
-        check: A plan that was judged.
+        check: A judged plan.
     """
     predicted, profile, measured = check.solution.predicted, check.solution.profile, check.measured
     if measured is None:

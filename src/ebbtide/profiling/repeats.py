@@ -1,16 +1,16 @@
 """Equal blocks: a few are simulated and represent the others.
 
 [Note: repeated blocks]
-A model has dozens of blocks that differ only in their number, and simulating each costs as much as the first. Blocks
-are alike if they have the same class, submodules, attributes, weight shapes, and neighbours of the same kinds. Of
-those the first and the last run, with their neighbours; the others are *left out*: in place of their forward an
-autograd function passes on tensors of the right shapes, saves one of them so that the block appears in backward, and
-takes no time. Afterwards the first one's figures are used for all of its kind; bytes that a block adds in forward,
-and frees in backward, shift the memory of everything that runs in between.
+A model has dozens of blocks that differ only in their index, and simulating each costs as much as the first. Blocks are
+alike if they have the same class, submodules, attributes, weight shapes, and neighbours of the same kinds. Of those the
+first and the last run, with their neighbours; the others are *skipped*: in place of their forward an autograd function
+returns tensors of the right shapes, saves one of them so that the block appears in backward, and takes no time.
+Afterwards the first block's figures are used for all of its kind; bytes that a block adds in forward and frees in
+backward shift the memory of everything in between.
 
-This is verified: the first and the last must have saved the same, taken the same time and added the same bytes, their
-calls must be alike, and a block may leave behind only its gradients. Otherwise ``NotAlike`` is raised, and the step
-is simulated block by block.
+This is verified: the first and the last block must save the same bytes, take the same time and add the same memory,
+their calls must be alike, and a block may leave only its gradients behind. Otherwise ``NotAlike`` is raised, and the
+step is simulated block by block.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ebbtide.profiling.faketensors import FakeMachine
 from ebbtide.wrap.forward import StandIn
 
 FEWEST = 7
-"""Of so many alike blocks some are left out: the first, the last and their neighbours run in any case."""
+"""Least number of alike blocks of which some are skipped; the first, the last and their neighbours always run."""
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
 _BARE = frozenset(vars(nn.Module())) - {"training"}
 _SAME_SECONDS = 1e-6
-"""Relative difference of times that are sums of the same terms in another order."""
+"""Relative difference of sums of the same times in different order."""
 
 
 class NotAlike(Exception):
@@ -66,13 +66,13 @@ class Marks(StepTimer):
         self._mark(self.backward, run)
 
     def _mark(self, marks: dict[str, int], run: RunRecord | PlainRun) -> None:
-        # A block that runs twice is marked at its latest place, and the order no longer fits: see ``Repeats.complete``.
+        # A block that runs twice is marked at its latest position, which breaks the order: see ``Repeats.complete``.
         marks.pop(run.block.name, None)
         marks[run.block.name] = self._machine.live_bytes
 
 
 class Repeats:
-    """Leaves out blocks of a model and fills in their figures. See [Note: repeated blocks].
+    """Skips blocks of a model and fills in their figures. See [Note: repeated blocks].
 
     Args:
         blocks: The model's, before hooks are put around them.
@@ -83,7 +83,7 @@ class Repeats:
         self._modules, self._names = [m for m, _ in blocks], [b.name for _, b in blocks]
         self._shards = shards
         self._calls: dict[int, _Call] = {}
-        self._first: dict[int, int] = {}  # place of a block → that of the first alike one, if any is left out
+        self._first: dict[int, int] = {}  # index of a block → that of the first alike one, if any is skipped
         self._last: dict[int, int] = {}  # first → last
         self._out: set[int] = set()
         self._choose(_kinds(self._modules))
@@ -95,7 +95,7 @@ class Repeats:
         groups: dict[tuple[int | None, ...], list[int]] = {}
         for place in range(len(kinds)):
             groups.setdefault(tuple(around[place : place + 3]), []).append(place)
-        # Recomputes of a kind are timed in its very first block, whose memory is then another's.
+        # Recomputes of a kind are timed in its first block, which changes that block's memory.
         timed = {kinds.index(kind) for kind in kinds}
         groups = {key: [place for place in places if place not in timed] for key, places in groups.items()}
         many = [places for places in groups.values() if len(places) >= FEWEST]
@@ -111,11 +111,11 @@ class Repeats:
 
     @property
     def some(self) -> bool:
-        """Whether any block is left out."""
+        """Whether any block is skipped."""
         return bool(self._out)
 
     def _call(self, place: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a first block and note its call, or pass tensors on in place of a block that is left out."""
+        """Run a first block and note its call, or return tensors in place of a skipped block."""
         if _watched(self._modules[place]):
             raise NotAlike(f"somebody listens to parts of {self._names[place]}")
         if place not in self._out:
@@ -159,7 +159,7 @@ class Repeats:
         return replace(step, blocks=tuple(blocks), head_peak_bytes=head_peak_bytes)
 
     def _source(self, place: int) -> int:
-        """Return the place of the block whose figures are taken: its own, but for blocks between first and last."""
+        """Return the index of the block whose figures are used: its own, except between first and last."""
         first = self._first.get(place, place)
         return place if place == self._last.get(first) else first
 
@@ -167,7 +167,7 @@ class Repeats:
         return replace(step.blocks[self._source(place)], name=self._names[place])
 
     def _check(self, figures: _Figures, first: int, last: int) -> None:
-        """Compare the first block of a kind with the last, and what it leaves behind with its gradients."""
+        """Compare the first block of a kind with the last, and the memory it leaves behind with its gradients."""
         one, other = figures.step.blocks[first], figures.step.blocks[last]
         seconds = ((one.forward_seconds, other.forward_seconds), (one.backward_seconds, other.backward_seconds))
         same = (
@@ -177,7 +177,7 @@ class Repeats:
         )
         if not same:
             raise NotAlike(f"{one.name} and {other.name} look alike and take other time or memory")
-        # The block after it, which comes before it in backward, has its gradients whole until this one's come.
+        # The next block, which precedes it in backward, has unsharded gradients until this one's arrive.
         gradients = self._gradients(first, 1) + self._gradients(first + 1, self._shards) - self._gradients(first + 1, 1)
         if figures.forward_adds(first) + figures.backward_adds(first) != gradients:
             raise NotAlike(f"{one.name} leaves behind something else than its gradients")
@@ -189,28 +189,28 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class _Figures:
-    """A step with blocks left out, and the memory at the beginning of each block."""
+    """A step with skipped blocks, and the memory at the beginning of each block."""
 
     step: TimedStep
     forward: list[int]
     backward: list[int]
 
     def forward_adds(self, place: int) -> int:
-        """Return by how many bytes memory grew from the beginning of a forward to that of the next."""
+        """Return the memory growth from the beginning of a forward to that of the next."""
         return self.forward[place + 1] - self.forward[place] if place + 1 < len(self.forward) else 0
 
     def backward_adds(self, place: int) -> int:
         return self.backward[place - 1] - self.backward[place] if place else 0
 
     def forward_peak(self, source: int, place: int) -> int:
-        """Return the most memory in the forward of a block that does as another does."""
+        """Return the peak memory in the forward of a block, from that of an alike one."""
         return self.forward[place] + (self.step.blocks[source].forward_peak_bytes or 0) - self.forward[source]
 
     def backward_peak(self, source: int, place: int) -> int:
         return self.backward[place] + (self.step.blocks[source].backward_peak_bytes or 0) - self.backward[source]
 
     def of(self, place: int) -> tuple[int, ...]:
-        """Return what must be equal for blocks that are alike, relative to what was there."""
+        """Return the figures that must be equal for alike blocks, relative to the memory at their start."""
         block = self.step.blocks[place]
         return (
             self.forward_adds(place),
@@ -254,7 +254,7 @@ class _Call:
         return cls(_described(arguments), shape, tuple(leaves))
 
     def passed_on(self, arguments: Any) -> Any:
-        """Return what the block would return: tensors of the same shapes, behind an autograd function."""
+        """Return tensors of the shapes that the block would return, behind an autograd function."""
         inputs = tree_flatten(arguments)[0]
         new = [leaf for leaf in self.leaves if isinstance(leaf, tuple)]
         learned = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
@@ -266,7 +266,7 @@ class _Call:
 
 
 class _PassOn(torch.autograd.Function):
-    """The node in the graph for a block that is left out."""
+    """The graph node of a skipped block."""
 
     @staticmethod
     def forward(ctx: Any, new: list[Any], *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -276,7 +276,7 @@ class _PassOn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _ = ctx.saved_tensors  # read, so that the block shows in backward
+        _ = ctx.saved_tensors  # read it, so that the block appears in backward
         return (None, *(torch.empty(size, dtype=dtype) for size, dtype in ctx.like))
 
 
@@ -311,7 +311,7 @@ def _kinds(modules: Sequence[nn.Module]) -> list[int]:
 
 
 def _alike(one: Any, other: Any, distance: int, seen: set[tuple[int, int]]) -> bool:
-    """Whether two values are equal except for numbers that count the blocks between them."""
+    """Whether two values are equal except for numbers that differ by the blocks' distance."""
     if one is other or (id(one), id(other)) in seen:
         return True
     if type(one) is not type(other):

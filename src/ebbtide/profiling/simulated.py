@@ -36,11 +36,11 @@ logger = logging.getLogger("ebbtide")
 
 AT_ONCE = Rates(out_bytes_per_second=1e30, in_bytes_per_second=1e30)
 LEAST_WINDOW = 1
-"""Rates of copies while a simulated step is recorded; the copies of a plan are simulated afterwards."""
+"""Copy rates while a simulated step is recorded; the copies of a plan are simulated later."""
 
 
 class _Simulated(Trust):
-    """Verification without bytes: a recipe passes if it runs and its shape is right.
+    """Verification without bytes: a recipe passes if it runs and has the right shape.
 
     It takes no simulated time, because a measured step verifies before it is measured.
     """
@@ -62,7 +62,7 @@ class Job:
     """Ranks, optimizer and precision of the training around a forward and a backward.
 
     Attributes:
-        shards: Ranks over which weights, gradients and optimizer state are divided (fully sharded data parallel).
+        shards: Ranks that share weights, gradients and optimizer state (fully sharded data parallel).
         ranks: Ranks of one node that copy at once; None: as many as there are shards, or as the node has devices.
         optimizer_state: Bytes of state per byte of trained weights: 2 for Adam, 1 for momentum.
         autocast: Whether the forward computes in bfloat16 where that is safe, on weights of another type.
@@ -162,12 +162,12 @@ class _Task:
         attachment = Attachment(twin, pairs, engine)
         try:
             with ExitStack() as stack:
-                stack.enter_context(torch.random.fork_rng(devices=[]))  # what is small is really drawn
+                stack.enter_context(torch.random.fork_rng(devices=[]))  # small random tensors are real
                 stack.enter_context(mode)
                 stack.callback(_shard_gradients(modules, self.job.shards))
                 stack.enter_context(simulated)
                 simulated.ignore([*twin.parameters(), *twin.buffers(), *inputs])
-                self._loss(twin, arguments).backward()  # what forward returned is dropped before, as in most loops
+                self._loss(twin, arguments).backward()  # the output is dropped before backward, as in most loops
                 timer.finish()
         except NEEDS_VALUES as error:
             raise ConfigError(
@@ -237,12 +237,12 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _fake(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor with the shape, strides and type of another; it says that it lies in host memory."""
+    """Return a fake tensor with the shape, strides and dtype of another; it reports host memory as its device."""
     return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
 
 
 def _fake_argument(value: Any) -> Any:
-    """Return a fake argument of the forward; integers with values stay real, because the model may decide by them."""
+    """Return a fake argument of the forward; integers with values stay real, because the model may branch on them."""
     if not _is_tensor(value) or not (value.is_floating_point() or value.is_meta):
         return value
     return _fake(value).requires_grad_(value.requires_grad)
@@ -252,7 +252,7 @@ def _without_bytes(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose weights are fake tensors.
 
     Raises:
-        ConfigError: Some weights are no plain tensors.
+        ConfigError: Some weights are not plain tensors.
     """
     memo: dict[int, Any] = {}
     for name, weight in (*model.named_parameters(), *model.named_buffers()):
@@ -273,9 +273,9 @@ def _nbytes(tensors: Any) -> int:
 
 
 def _base_bytes(model: nn.Module, blocks: list[nn.Module], job: Job) -> int:
-    """Return the base: weights, optimizer state, and of sharded weights those that are gathered.
+    """Return the base: weights, optimizer state, and gathered weights if they are sharded.
 
-    Two blocks are gathered at once, because FSDP prefetches the next; weights outside of blocks always are.
+    Two blocks are gathered at a time, because FSDP prefetches the next; weights outside of blocks always are.
     """
     weights, buffers = _nbytes(model.parameters()), _nbytes(model.buffers())
     inside = {parameter for block in blocks for parameter in block.parameters()}
@@ -321,6 +321,6 @@ def _shard_gradients(blocks: list[nn.Module], shards: int) -> Callable[[], None]
 
 
 def _update_seconds(model: nn.Module, job: Job, machine: Machine) -> float:
-    """Return the time of the optimizer's step: it reads and writes weights and state, and reads gradients."""
+    """Return the time of the optimizer's step, which reads and writes weights and state, and reads gradients."""
     trained = _nbytes(p for p in model.parameters() if p.requires_grad) / job.shards
     return trained * (3 + 2 * job.optimizer_state) / machine.memory_bytes_per_second

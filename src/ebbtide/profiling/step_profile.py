@@ -15,15 +15,15 @@ def profile_of(
 ) -> Profile:
     """Return the profile of a measured step.
 
-    Its recomputes are taken out of the blocks' backward times, for the plan adds its own. Memory beside what the
-    blocks saved is what was measured, less what the simulated schedule of the same actions holds there, or less what is
-    there anyway if that is more: the two may be the same bytes.
+    Recomputes are subtracted from the blocks' backward times, because the plan adds its own. Base memory is the
+    measured memory less the larger of the bytes that the simulated schedule of the same actions holds then and the
+    resident bytes.
 
     Args:
-        step: What was measured.
-        rates: What moving costs.
+        step: The measured step.
+        rates: The cost of offloading.
         window_bytes: Bytes allowed in flight; None: follows the model.
-        ran: Rates and window under which the step was measured, if they were others.
+        ran: Rates and window under which the step was measured, if different.
     """
     profile = Profile(
         blocks=tuple(map(_block, step.blocks)),

@@ -1,4 +1,4 @@
-"""Reads run folders and shows them; knows the files and never the process that wrote them."""
+"""Read run folders and show them; depends on the files only, never on the process that wrote them."""
 
 from ebbtide.report.loading import loading_svg as loading_svg
 from ebbtide.report.page import html as html

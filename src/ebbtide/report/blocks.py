@@ -1,4 +1,4 @@
-"""The picture of what was done with each block's bytes, as SVG."""
+"""The picture of each block's bytes by action, as SVG."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def block_bytes(event: Event) -> dict[str, int]:
 
 
 def blocks_svg(run: Run, step: object) -> str | None:
-    """Draw one column a block, stacked by action, in the order of execution.
+    """Draw one column per block, stacked by action, in execution order.
 
     Args:
         run: Any run.
         step: The step whose last forward is shown.
 
     Returns:
-        A stand-alone SVG; ``None`` if the run has no blocks there (no engine, or not that step).
+        A stand-alone SVG; ``None`` if the run has no blocks in that step.
     """
     blocks = run.blocks(step)
     columns = [block_bytes(event) for event in blocks]
@@ -51,7 +51,7 @@ def blocks_svg(run: Run, step: object) -> str | None:
         pieces += _column(x - width / 2, width, bottom, _PLOT / sizes[-1], event, column)
         if position % every == 0:
             pieces.append(style.text(x, bottom + 16, str(event.get("index")), "soft", "num", "mid"))
-    pieces.append(style.text(_WIDTH - _RIGHT, bottom + 34, "block, in the order of execution", "soft", "end"))
+    pieces.append(style.text(_WIDTH - _RIGHT, bottom + 34, "block, in execution order", "soft", "end"))
     return style.svg(_WIDTH, bottom + 44, pieces, label=f"Bytes of each block by action in {run.name}")
 
 

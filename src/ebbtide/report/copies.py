@@ -1,9 +1,9 @@
-"""What each step copied, and how much of the copying overlapped compute.
+"""Each step's copies, and how much of the copying overlapped compute.
 
 [Note: overlap]
-A ``stats`` event has totals: bytes copied out and in, and the time that compute waited for copies. Differences of two
-are a step's. Bytes over the rates that the store measured while copying are the time that the copies took; what compute
-did not wait of it, it computed through. Single copies have no events: when each began and ended is not known.
+A ``stats`` event has totals: bytes copied out and in, and the time that compute waited for copies. The difference of
+two is a step's. Bytes divided by the store's measured rates are the copies' time; the part that compute did not wait
+for overlapped. Single copies have no events, so their start and end are unknown.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class StepCopies:
 
     Attributes:
         step: Its number.
-        t: When it ended, in seconds of the run's clock.
+        t: Its end, in seconds of the run's clock.
         out_bytes: Bytes copied out.
         in_bytes: Bytes copied in.
         seconds: Time that the copies took; ``None``: a rate is not known.
@@ -38,7 +38,7 @@ class StepCopies:
 
 
 def copies(run: Run) -> list[StepCopies]:
-    """Return the copies of each step that has figures."""
+    """Return the copies of each step with figures."""
     found: list[StepCopies] = []
     before: Event = {}
     for event in run.all("stats"):
@@ -69,7 +69,7 @@ def overlap(run: Run) -> float | None:
 
 
 def sentence(run: Run) -> str | None:
-    """Say what was copied, and how much of it overlapped compute; ``None`` without copies."""
+    """Describe the copies and their overlap with compute; ``None`` without copies."""
     steps = copies(run)
     out, back = sum(step.out_bytes for step in steps), sum(step.in_bytes for step in steps)
     if not out and not back:

@@ -1,4 +1,4 @@
-"""The field that curves of memory over time are drawn in: its axes, its curves, and the marks at their peaks."""
+"""Axes, curves and peak marks of pictures of memory over time."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ WIDTH, LEFT, RIGHT, TOP, PLOT = 960.0, 116.0, 24.0, 62.0, 280.0
 
 
 class Frame:
-    """Where a time and a size lie in the picture.
+    """The scale of a picture: times and sizes to positions.
 
     Args:
-        seconds: The last time that has room.
-        size: The largest size that has room.
-        top: Where the field begins.
+        seconds: The last time in the picture.
+        size: The largest size in the picture.
+        top: The upper edge of the frame.
     """
 
     def __init__(self, seconds: float, size: float, *, top: float = TOP) -> None:
@@ -25,16 +25,16 @@ class Frame:
         self.bottom = top + PLOT
 
     def x(self, t: float) -> float:
-        """Return where a time lies."""
+        """Return the position of a time."""
         return LEFT + (WIDTH - LEFT - RIGHT) * t / self.seconds
 
     def y(self, size: float) -> float:
-        """Return where a size lies."""
+        """Return the position of a size."""
         return self.bottom - PLOT * size / self.size
 
 
 def window(points: Sequence[tuple[float, int]], begin: float, end: float) -> list[tuple[float, int]]:
-    """Return the samples of a stretch of time, counted from its begin, the last one before it carried to there."""
+    """Return the samples in a time range, relative to its begin; the last earlier sample gives the first value."""
     before = [size for t, size in points if t < begin]
     inside = [(t - begin, size) for t, size in points if begin <= t <= end]
     if before:
@@ -45,7 +45,7 @@ def window(points: Sequence[tuple[float, int]], begin: float, end: float) -> lis
 
 
 def axes(frame: Frame, sizes: Sequence[float]) -> list[str]:
-    """Draw a line for every size, and the seconds below."""
+    """Draw a grid line for every size, and the seconds below."""
     pieces: list[str] = []
     for size in sizes:
         pieces.append(style.line(LEFT, frame.y(size), WIDTH - RIGHT, frame.y(size)))
@@ -59,7 +59,7 @@ def axes(frame: Frame, sizes: Sequence[float]) -> list[str]:
 
 
 def legend(labels: Sequence[str], colors: Sequence[str], y: float) -> list[str]:
-    """List what the colours stand for, in a row."""
+    """Draw the legend in a row."""
     pieces: list[str] = []
     x = LEFT
     for label, color in zip(labels, colors, strict=True):
@@ -70,12 +70,12 @@ def legend(labels: Sequence[str], colors: Sequence[str], y: float) -> list[str]:
 
 
 def legend_width(label: str) -> float:
-    """Return the room that a label takes in the legend."""
+    """Return the width of a label in the legend."""
     return 44 + 6.6 * len(label)
 
 
 def curve(frame: Frame, points: Sequence[tuple[float, int]], color: str) -> str:
-    """Draw a step-wise area; samples that fall on one pixel are reduced to their lowest and highest."""
+    """Draw a stepped area; samples on the same pixel are reduced to their lowest and highest."""
     columns: dict[int, list[int]] = {}
     for t, size in points:
         columns.setdefault(round(frame.x(t)), []).append(size)
@@ -95,7 +95,7 @@ def curve(frame: Frame, points: Sequence[tuple[float, int]], color: str) -> str:
 
 
 def peaks(frame: Frame, curves: Sequence[Sequence[tuple[float, int]]], colors: Sequence[str]) -> list[str]:
-    """Mark each curve's highest point, and write its size where there is room; the legend has them all."""
+    """Mark each curve's highest point, with its size if there is room; the legend has all sizes."""
     tops = [(max(points, key=lambda p: p[1]), color) for points, color in zip(curves, colors, strict=True) if points]
     pieces: list[str] = []
     taken: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""The picture of memory while weights are loaded, runs over each other, as SVG."""
+"""The picture of memory while weights are loaded, with several runs in one, as SVG."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _ROW = 18.0
 
 
 def loading_svg(runs: Sequence[Run]) -> str:
-    """Draw memory of the host, and of the device where there is one, while runs load their weights.
+    """Draw host memory, and device memory if there is any, while runs load their weights.
 
-    Runs are aligned where loading begins.
+    Runs are aligned at the begin of loading.
 
     Args:
-        runs: In the order in which they are to be listed; those without a load are left out.
+        runs: In display order; those without a load are skipped.
 
     Returns:
         A stand-alone SVG, readable on light and on dark.
@@ -59,7 +59,7 @@ def _panel(
     y = top - _ROW * len(loads)
     heading = style.text(LEFT, y - 22, "Memory while weights are loaded", "strong")
     pieces = [heading, style.text(WIDTH - RIGHT, y - 22, kind, "soft", "end"), *axes(frame, sizes)]
-    for row, (label, color) in enumerate(zip(labels, colors, strict=True)):  # a row each: names of ways are long
+    for row, (label, color) in enumerate(zip(labels, colors, strict=True)):  # a row each: names are long
         pieces += legend([label], [color], y + _ROW * row)
     pieces += [curve(frame, points, color) for points, color in zip(curves, colors, strict=True)]
     return [*pieces, *peaks(frame, curves, colors)]

@@ -1,4 +1,4 @@
-"""The picture of the losses, runs over each other, as SVG."""
+"""The picture of the losses of several runs, as SVG."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ebbtide.report.table import Summary
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 116.0, 24.0, 44.0, 180.0
 _MOST = 800
-"""Points of a curve: more than the picture has room for are left out evenly."""
+"""Most points of a curve; of more, evenly spaced ones are drawn."""
 
 
 def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None:
     """Draw a curve of losses for each run; ``None`` if fewer than two steps of all have a finite loss.
 
     Args:
-        summaries: One a run.
-        names: What to call them.
+        summaries: One per run.
+        names: Their names.
     """
     curves = [_points(summary) for summary in summaries]
     values = [loss for points in curves for _, loss in points]

@@ -38,13 +38,13 @@ def html(
     comparison: Mapping[str, Any] | None = None,
     baseline: int | None = None,
 ) -> Path:
-    """Write the report of one run, or of several over each other.
+    """Write the report of one run, or of several.
 
     Args:
-        runs: The runs; the pictures show the most typical step of those that all of them finished.
+        runs: The runs; the pictures show the most typical step that all of them finished.
         out_path: The file to write.
-        comparison: ``summary.json`` of a comparison: its merged rounds then make the head table and the loss verdicts.
-        baseline: The place of the run against which others are held; default: that of the mode ``plain``.
+        comparison: ``summary.json`` of a comparison: the head table and the loss verdicts then use its merged rounds.
+        baseline: The index of the run that others are compared with; default: that of the mode ``plain``.
 
     Returns:
         The path written.
@@ -58,7 +58,7 @@ def html(
 
 
 def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, baseline: int | None = None) -> str:
-    """Return the text of the page that ``html`` writes, which see."""
+    """Return the text of the page that ``html`` writes."""
     jinja2 = require("jinja2", extra="track", use="report.html")
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -68,7 +68,7 @@ def page(runs: Sequence[Run], *, comparison: Mapping[str, Any] | None = None, ba
 
 
 def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: int | None) -> dict[str, Any]:
-    """Gather everything the page shows; the template decides nothing."""
+    """Gather everything the page shows; the template has no logic."""
     step = common_step(runs)
     names, summaries = [run.name for run in runs], [run.summary for run in runs]
     modes = list(comparison["modes"]) if comparison else summaries
@@ -112,9 +112,9 @@ def _view(runs: Sequence[Run], comparison: Mapping[str, Any] | None, baseline: i
 def verdicts(
     summaries: Sequence[Summary], names: Sequence[str], splits: Mapping[str, PeakParts], baseline: int | None = None
 ) -> list[str]:
-    """Return the answer in one line for each run that is held against another; for all runs if none is.
+    """Return a one-line verdict for each run that is compared with another, else for all runs.
 
-    Of a comparison with modes of ebbtide, these have a line.
+    In a comparison with modes of ebbtide, only these have a line.
     """
     plain = plain_of(summaries) if baseline is None else summaries[baseline]
     pairs = [(name, summary) for name, summary in zip(names, summaries, strict=True)]
@@ -126,7 +126,7 @@ def verdicts(
 
 
 def _about(runs: Sequence[Run]) -> list[tuple[str, str]]:
-    """Return what the runs have in common, and when the first began."""
+    """Return the settings that the runs have in common, and the start of the first."""
     facts: list[tuple[str, str]] = []
     for key in ("model", "device", "world_size", "torch", "ebbtide"):
         values = list(dict.fromkeys(str(run.summary[key]) for run in runs if run.summary.get(key) is not None))

@@ -1,13 +1,13 @@
-"""What holds the peak: the highest sample of the counted steps, divided into the parts that are known.
+"""The contents of the peak: the highest sample of the counted steps, divided into known parts.
 
 [Note: the parts of a peak]
-Every part is a figure that was recorded; what no record explains is ``other``, so the parts add up to the peak.
-Weights and optimizer state are those of the event ``parts``. Memory as the forward began is theirs and ``other``
-(libraries, data). What the forward added is what the engine kept, then what is saved outside of the blocks (logits and
-loss: from the share of saved bytes that blocks hold), then ``other``; without the engine, all of it is activations.
-What backward added before it reached the last block is the loss's; later it is the work of backward: gradients so far,
-copies in flight and recomputed tensors, which nothing tells apart. In the optimizer all gradients are there, and no
-activations.
+Every part is a recorded figure; the unexplained rest is ``other``, so the parts add up to the peak. Weights and
+optimizer state are those of the event ``parts``. Memory at the start of forward is theirs and ``other`` (libraries,
+data). Memory added by forward is first the engine's kept bytes, then tensors saved outside of the blocks (logits and
+loss: from the blocks' share of the saved bytes), then ``other``; without the engine, all of it is activations. Memory
+added by backward before it reached the last block belongs to the loss; later additions are the work of backward:
+gradients so far, copies in flight and recomputed tensors, which cannot be told apart. In the optimizer step all
+gradients exist, and no activations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COLORS = {
     WEIGHTS: "part-weights", OPTIMIZER: "part-optimizer", GRADIENTS: "part-gradients", AVERAGE: "part-average",
     KEPT: "kept", PLAIN: "part-activations", LOGITS: "part-logits", WORK: "part-work", OTHER: "part-other",
 }  # fmt: skip
-"""In the order in which parts are listed and stacked."""
+"""In display order."""
 
 LOWERED = {
     LOGITS: "a chunked or fused cross-entropy, or fewer tokens in a forward",
@@ -41,7 +41,7 @@ LOWERED = {
     WORK: "fewer tokens in a forward",
     AVERAGE: "a moving average in host memory",
 }
-"""What lowers a part."""
+"""Part → how to lower it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class PeakParts:
 
     @property
     def advice(self) -> str | None:
-        """What would lower the largest part that something lowers; ``None`` if nothing is known to."""
+        """How to lower the largest part for which a way is known; ``None`` if there is none."""
         known = [name for name in self.parts if name in LOWERED]
         largest = max(known, key=lambda name: self.parts[name], default=None)
         return None if largest is None else f"{largest}: {LOWERED[largest]}"
@@ -92,7 +92,7 @@ def split(run: Run) -> PeakParts | None:
         (OPTIMIZER, held.get("optimizer_bytes") or 0),
         (AVERAGE, held.get("average_bytes") or 0),
     ):
-        take(name, count, most=base)  # what is there as forward begins holds them all
+        take(name, count, most=base)  # memory at the start of forward includes them all
         base -= parts.get(name, 0)
     if peak.phase == "optimizer":
         take(GRADIENTS, held.get("gradient_bytes") or 0)
@@ -113,7 +113,7 @@ def split(run: Run) -> PeakParts | None:
 
 
 def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
-    """Return the latest forward of the peak's step that had begun; ``None`` in a phase that is neither."""
+    """Return the latest forward of the peak's step; ``None`` if the peak is in neither forward nor backward."""
     if peak.phase not in ("forward", "backward"):
         return None
     forwards = [s for s in run.phases() if s.name == "forward" and s.step == peak.step and s.begin <= peak.t]
@@ -121,7 +121,7 @@ def _forward_before(run: Run, peak: Peak) -> PhaseSpan | None:
 
 
 def _saved(run: Run, forward: PhaseSpan) -> tuple[int | None, float]:
-    """Return what the engine kept of a forward, and what was saved outside of its blocks."""
+    """Return the bytes that the engine kept of a forward, and the bytes saved outside of its blocks."""
     passes = [e for e in run.all("pass_end") if forward.begin <= e["t"] <= forward.end + 1e-3]
     if not passes:
         return None, 0.0
@@ -139,7 +139,7 @@ def _at(curve: Sequence[tuple[float, int]], t: float) -> int:
 
 
 def splits_table(splits: Sequence[tuple[str, PeakParts]]) -> Table:
-    """Make the table of parts: one row a part, one column a run."""
+    """Make the table of parts: one row per part, one column per run."""
     names = [name for name in COLORS if any(name in found.parts for _, found in splits)]
     rows = [(name, *(size(found.parts.get(name)) for _, found in splits)) for name in names]
     total = ("peak", *(size(found.peak.bytes_) for _, found in splits))
@@ -150,7 +150,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW, _BAR = 960.0, 116.0, 92.0, 34.0, 22.0
 
 
 def splits_svg(splits: Sequence[tuple[str, PeakParts]]) -> str | None:
-    """Draw a stacked bar for each run's peak, all to one scale; ``None`` without any."""
+    """Draw a stacked bar for each run's peak, to one scale; ``None`` without any."""
     if not splits:
         return None
     scale = (_WIDTH - _LEFT - _RIGHT) / max(max(found.peak.bytes_ for _, found in splits), 1)

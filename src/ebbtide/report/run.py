@@ -1,4 +1,4 @@
-"""A run read back from its folder, and the questions that reports ask of it."""
+"""A run read from its folder, and the queries of the reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ebbtide.base.runs import BOTH_PHASE, EVENTS_FILE, OUTSIDE_FILE, SUMMARY_FIL
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpan:
-    """A stretch of time, in seconds of the run's clock."""
+    """A time range of a phase, in seconds of the run's clock."""
 
     name: str
     step: Any
@@ -27,14 +27,14 @@ class PhaseSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """The highest sample of a run and what was going on then.
+    """The highest sample of a run, and the phase and block then.
 
     Attributes:
         bytes_: The sample.
-        t: When it was taken, in seconds of the run's clock.
-        phase: The phase it fell into; ``None`` between phases.
+        t: Its time, in seconds of the run's clock.
+        phase: Its phase; ``None`` between phases.
         step: That phase's step.
-        block: The block at work; ``None`` if that is not known, or after the last block's forward.
+        block: The running block; ``None`` if that is not known, or after the last block's forward.
     """
 
     bytes_: int
@@ -49,11 +49,11 @@ class Run:
     """One run folder.
 
     Attributes:
-        folder: Where it was read from.
-        name: Its mode, or its folder's name if it states none.
+        folder: Its path.
+        name: Its mode, else its folder's name.
         summary: ``summary.json``.
-        events: ``run.jsonl`` in the order of time.
-        outside: ``outside.jsonl`` in the order of time; empty without one.
+        events: ``run.jsonl``, sorted by time.
+        outside: ``outside.jsonl``, sorted by time; empty without one.
     """
 
     folder: Path
@@ -68,16 +68,16 @@ class Run:
 
     @property
     def error(self) -> str | None:
-        """What ended the run, if it did not end well."""
+        """The error that ended the run, if any."""
         ends = self.all("run_end")
         return ends[-1].get("error") if ends else None
 
     @property
     def memory_kind(self) -> str:
-        """What ``curve`` shows, in words."""
+        """Description of ``curve``."""
         if self.summary.get("device") not in (None, "cpu"):
             return "device memory, allocated"
-        return "resident memory, watched from outside" if self.outside else "resident memory"
+        return "resident memory, sampled from outside" if self.outside else "resident memory"
 
     def curve(self) -> list[tuple[float, int]]:
         """Return the run's memory over time: seconds of its clock and bytes."""
@@ -91,7 +91,7 @@ class Run:
         return [(e["t"], e[field]) for e in self.all("memory") if e.get(field) is not None]
 
     def loading(self) -> PhaseSpan | None:
-        """Return the time from the begin of the first load of weights to the end of the last."""
+        """Return the time range from the first load of weights to the end of the last."""
         loads = self.all("load")
         if not loads:
             return None
@@ -136,24 +136,24 @@ class Run:
         return [span for span in self._steps if span.step in done]
 
     def counted_steps(self) -> list[PhaseSpan]:
-        """Return the finished steps whose time counts: after the warm-up, and not trimmed; all if there is none."""
+        """Return the finished steps whose time counts: after the warm-up and not trimmed; all if there are none."""
         steps = self.finished_steps()
         first = self.all("step")[: self.summary.get("warm_up_steps") or 0]
         left_out = {event.get("step") for event in [*first, *self.all("trim")]}
         return [span for span in steps if span.step not in left_out] or steps
 
     def blocks(self, step: Any) -> list[Event]:
-        """Return the ``block`` events of the last forward of a step, in the order of their execution."""
+        """Return the ``block`` events of the last forward of a step, in execution order."""
         span = self.step_span(step)
         within = [e for e in self.all("block") if span is not None and span.begin <= e["t"] <= span.end]
         latest = {(event.get("kind"), event.get("index")): event for event in within}
         return sorted(latest.values(), key=lambda event: event["t"])
 
     def peak(self, *, counted: bool = False) -> Peak | None:
-        """Return the highest sample, and the phase and block it fell into.
+        """Return the highest sample, with its phase and block.
 
         Args:
-            counted: Look at the steps after the warm-up only, if there are any.
+            counted: Use only the steps after the warm-up, if there are any.
         """
         curve = self.curve()
         begin, end = self._counted_time() if counted else (float("-inf"), float("inf"))
@@ -172,14 +172,14 @@ class Run:
         )
 
     def _counted_time(self) -> tuple[float, float]:
-        """Return when the warm-up was over, and when the last phase or step was."""
+        """Return the end of the warm-up and of the last phase or step."""
         ends = [event["t"] for event in self.all("step")]
         warm_up = self.summary.get("warm_up_steps") or 0
         begin = ends[warm_up - 1] if 0 < warm_up < len(ends) else float("-inf")
         return begin, max([*ends, *(span.end for span in self._phases)], default=float("inf"))
 
     def _block_at(self, t: float, span: PhaseSpan) -> str | None:
-        """Return the block at work: forward events tell a block's end, backward events its begin."""
+        """Return the running block: forward events mark a block's end, backward events its begin."""
         if span.name == "backward":
             begun = [event for event in self.all("block_backward") if span.begin <= event["t"] <= t]
             return begun[-1].get("name") if begun else None
@@ -193,7 +193,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         folder: Holds ``run.jsonl`` and ``summary.json``.
 
     Raises:
-        DataError: A file is missing, or is not what it should be.
+        DataError: A file is missing or damaged.
     """
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
@@ -229,10 +229,10 @@ def _read_summary(path: Path) -> dict[str, Any]:
 
 
 def common_step(runs: Sequence[Run]) -> Any | None:
-    """Return the step that pictures of several runs show; ``None`` if there is none that all of them finished.
+    """Return the step for pictures of several runs; ``None`` if no step was finished by all.
 
-    It is the most typical one: over all runs, its times are nearest to the medians of the steps that count; of equals
-    the last.
+    It is the most typical step: over all runs its times are closest to the medians of the counted steps; the last of
+    equals.
     """
     if not runs:
         return None

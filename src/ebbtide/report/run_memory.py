@@ -1,4 +1,4 @@
-"""The whole run: what its memory held, what each phase took, and the samples that it made."""
+"""The whole run: contents of its memory, time of each phase, and its sample images."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbtide.report.run import Run
 from ebbtide.report.table import Table, measured, size
 
 _MOST = 6
-"""Sheets that a report shows of one run; a report stays one file that mails and browsers take."""
+"""Most sheets of one run, so that the report stays small enough for mail and browsers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +19,9 @@ class Sheet:
     """A contact sheet of samples.
 
     Attributes:
-        title: The run, and how many steps it had done.
-        image: A data URI; empty if the file is not there any more.
-        note: What the reader should know of it.
+        title: The run and the number of steps done.
+        image: A data URI; empty if the file is gone.
+        note: A remark for the reader.
     """
 
     title: str
@@ -30,7 +30,7 @@ class Sheet:
 
 
 def holdings(runs: Sequence[Run]) -> Table:
-    """List what held memory once all of it was there: models, gradients, optimizer, activations."""
+    """List the bytes of models, gradients, optimizer and activations."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
         parts = run.all("parts")
@@ -51,12 +51,12 @@ def holdings(runs: Sequence[Run]) -> Table:
 
 
 def phases(runs: Sequence[Run]) -> Table:
-    """List the phases of the whole run: how often each ran, how long, and how high memory rose in it."""
+    """List the phases of the whole run: count, time, and peak memory of each."""
     rows: list[tuple[str, ...]] = []
     for run in runs:
         curve, spans = run.curve(), run.phases()
         if not any(span.step is None for span in spans):
-            continue  # its phases are those of its steps: other parts of the report show them
+            continue  # phases of steps are shown by other parts of the report
         for name in dict.fromkeys(span.name for span in sorted(spans, key=lambda span: span.begin)):
             own = [span for span in spans if span.name == name]
             within = [held for t, held in curve if any(span.begin <= t <= span.end for span in own)]
@@ -66,7 +66,7 @@ def phases(runs: Sequence[Run]) -> Table:
 
 
 def sheets(run: Run) -> list[Sheet]:
-    """Return the contact sheets of a run: the first, the last, and some between."""
+    """Return the contact sheets of a run: the first, the last, and some in between."""
     events = run.all("sample")
     if len(events) > _MOST:
         events = [events[round(place * (len(events) - 1) / (_MOST - 1))] for place in range(_MOST)]

@@ -1,4 +1,4 @@
-"""What a run did, in words and short lists: shared by the text report, the page and the JSON report."""
+"""A run in words and short lists: shared by the text report, the page and the JSON report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ebbtide.report.table import Table, size
 
 
 def peak_sentence(run: Run) -> str:
-    """Say how high memory rose and what was going on then."""
+    """Describe the peak, and the phase and block then."""
     peak = run.peak()
     if peak is None:
         return f"{run.name}: no memory samples."
@@ -33,7 +33,7 @@ def peak_sentence(run: Run) -> str:
 def plans(run: Run) -> list[tuple[str, str]]:
     """Return the plan's texts in the order of their events: the first plan, then its corrections.
 
-    A text that the next one repeats and continues is left out.
+    A text that the next one repeats and extends is skipped.
     """
     named = [(str(event.get("name")), str(event.get("text"))) for event in run.all("plan")]
     following = [words for _, words in named[1:]]
@@ -42,7 +42,7 @@ def plans(run: Run) -> list[tuple[str, str]]:
 
 
 def happened(run: Run) -> list[str]:
-    """Say in sentences what became of the plan."""
+    """Describe the outcome of the plan in sentences."""
     summary = run.summary
     counted: dict[str, Any] = summary.get("activation_bytes") or {}
     sentences: list[str] = []
@@ -69,7 +69,7 @@ def happened(run: Run) -> list[str]:
 
 
 def rewards(run: Run) -> str | None:
-    """Say how the mean reward moved, for a run that has rewards."""
+    """Describe the change of the mean reward, for a run with rewards."""
     values = [value for value in run.summary.get("reward") or [] if value is not None]
     if not values:
         return None
@@ -98,12 +98,12 @@ def stalls_table(run: Run, *, most: int = 12) -> Table:
 
 
 def ending(run: Run) -> str | None:
-    """Say how the run ended, if not well."""
+    """Describe the end of a failed run."""
     status = run.summary.get("status")
     if status == "ok":
         return None
     words = {
-        "killed": "was killed or is still running: its record has no end",
+        "killed": "was killed or is still running: its record is incomplete",
         "interrupted": "was interrupted",
         "error": f"failed: {run.error}",
     }
@@ -111,7 +111,7 @@ def ending(run: Run) -> str | None:
 
 
 def loading(run: Run) -> str | None:
-    """Say how weights were loaded, if they were."""
+    """Describe the loading of weights, if any."""
     span = run.loading()
     if span is None:
         return None
@@ -130,7 +130,7 @@ def loading(run: Run) -> str | None:
 
 
 def messages(run: Run) -> list[str]:
-    """Return what was said at warning level or above."""
+    """Return the log messages at warning level or above."""
     return [
         str(event.get("text"))
         for event in run.all("message")

@@ -1,6 +1,6 @@
-"""Colours and the few SVG pieces that all pictures share.
+"""Colours and SVG elements shared by all pictures.
 
-Colours are CSS variables with a light and a dark set, so that one file is readable in both.
+Colours are CSS variables with a light and a dark set, so one file is readable in both.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ svg.eb .halo{paint-order:stroke;stroke:var(--bg);stroke-width:4px;stroke-linejoi
 
 
 def run_classes(names: Sequence[str]) -> list[str]:
-    """Return a colour for each run: the modes have their own, others take turns."""
+    """Return a colour for each run: modes have their own, others cycle."""
     spare = iter(_SPARE_CLASSES * len(names))
     return [RUN_CLASSES.get(name) or next(spare) for name in names]
 
 
 def phase_classes(names: Sequence[str]) -> dict[str, str]:
-    """Return a colour for each name of a phase: three have their own, others take turns."""
+    """Return a colour for each name of a phase: three have their own, others cycle."""
     spare = iter(_SPARE_PHASES * (len(names) + 1))
     return {name: name if name in _PHASES else next(spare) for name in dict.fromkeys(names)}
 
@@ -73,7 +73,7 @@ def line(x1: float, y1: float, x2: float, y2: float) -> str:
 
 
 def svg(width: float, height: float, pieces: Sequence[str], *, label: str) -> str:
-    """Return a whole SVG that carries its own style, so that it can stand in a page or alone."""
+    """Return a complete SVG with its own style, for a page or stand-alone."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="eb" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" role="img" aria-label="{escape(label, quote=True)}">'
@@ -86,8 +86,8 @@ def ticks(highest: float, *, count: int = 5, base: int = 10) -> list[float]:
     """Return even, round tick values from 0 up to at least ``highest``.
 
     Args:
-        highest: What must fit.
-        count: About how many steps.
+        highest: The value to cover.
+        count: Approximate number of steps.
         base: 10 for seconds; 2 for bytes, so that ticks are round in KiB, MiB or GiB.
     """
     if highest <= 0:

@@ -1,4 +1,4 @@
-"""The tables of a report as plain strings: the terminal, the page and the text report print the same ones."""
+"""The tables of a report as plain strings, equal in the terminal, the page and the text report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 from ebbtide.base.units import format_size
 
 ABSENT = "–"
-"""Stands for what is not known."""
+"""Stands for an unknown value."""
 
 Summary = Mapping[str, Any]
 
@@ -19,8 +19,8 @@ class Table:
     """A table of strings.
 
     Attributes:
-        columns: The heads.
-        rows: One string a column; the first names the row.
+        columns: The headers.
+        rows: One string per column; the first names the row.
     """
 
     columns: tuple[str, ...]
@@ -28,25 +28,24 @@ class Table:
 
 
 def section(summary: Summary, key: str) -> Mapping[str, Any]:
-    """Return a nested part of a summary or comparison; empty if it is not there or not known."""
+    """Return a nested part of a summary or comparison; empty if missing or unknown."""
     return cast("Mapping[str, Any]", summary.get(key) or {})
 
 
 def measured(summary: Summary) -> Mapping[str, Any]:
-    """Return the best view of memory: the device's own figures; on a CPU the outside view, if there is one."""
+    """Return the best view of memory: the device's figures; on a CPU the outside view, if there is one."""
     on_cpu = summary.get("device") in (None, "cpu")
     return (section(summary, "outside") if on_cpu else {}) or section(summary, "inside")
 
 
 NOISE_BYTES = 4 * 1024**2
-"""Less memory than this is within the noise of a process's resident size."""
+"""Differences below this are noise of a process's resident size."""
 
 
 def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
-    """Return by how much the measured activation memory is below plain's, in percent; None if by a few MiB at most.
+    """Return the saving of measured activation memory against plain, in percent; None if it is at most a few MiB.
 
-    A forward that ends with less memory than it began with has saved all of plain's, not more: it took memory that an
-    earlier phase had left.
+    A forward that ends with less memory than it began with saved 100 %, not more: it reused memory of an earlier phase.
     """
     ours = measured(summary).get("activation_bytes")
     theirs = measured(plain).get("activation_bytes") if plain else None
@@ -56,17 +55,17 @@ def saved_percent(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def plain_of(summaries: Sequence[Summary]) -> Summary | None:
-    """Return the summary against which others are held: of the mode ``plain``; None if there is none."""
+    """Return the baseline summary: that of the mode ``plain``; None if there is none."""
     return next((summary for summary in summaries if summary.get("mode") == "plain"), None)
 
 
 def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: int | None = None) -> Table:
-    """Make the table that answers the question: how much memory, at what price, with the same losses?
+    """Make the main table: memory, its price in time, and equality of losses.
 
     Args:
-        summaries: One a run or mode.
-        names: What to call them.
-        baseline: The place of the run against which others are held; default: that of the mode ``plain``.
+        summaries: One per run or mode.
+        names: Their names.
+        baseline: The index of the run that others are compared with; default: that of the mode ``plain``.
     """
     plain = plain_of(summaries) if baseline is None else summaries[baseline]
     rows: list[tuple[str, ...]] = []
@@ -101,7 +100,7 @@ def headline(summaries: Sequence[Summary], names: Sequence[str], *, baseline: in
 
 
 def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of the engine's own count: what became of the saved tensors' bytes."""
+    """Make the table of saved bytes by action, as counted by the engine."""
     rows: list[tuple[str, ...]] = []
     for name, summary in zip(names, summaries, strict=True):
         counted = section(summary, "activation_bytes")
@@ -115,17 +114,17 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 
 def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of phases: how long each took a step, and what memory it held; medians over the steady steps."""
+    """Make the table of phases: time per step and memory of each; medians over the steady steps."""
     rows: list[tuple[str, ...]] = []
     for name, summary in zip(names, summaries, strict=True):
         for phase, figures in section(summary, "phases").items():
             cells = [number(figures.get("seconds_median"), "{:.3f} s"), size(figures.get("peak_bytes"))]
             rows.append((name, phase, *cells, size(figures.get("rise_bytes"))))
-    return Table(columns=("mode", "phase", "time a step", "highest memory", "rise within it"), rows=tuple(rows))
+    return Table(columns=("mode", "phase", "time per step", "highest memory", "rise within it"), rows=tuple(rows))
 
 
 def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of losses, step by step, all digits; the last column says whether they are bitwise equal."""
+    """Make the table of losses per step, with all digits; the last column tells whether they are bitwise equal."""
     columns = [list(summary.get("loss") or []) for summary in summaries]
     rows: list[tuple[str, ...]] = []
     for step in range(max((len(column) for column in columns), default=0)):
@@ -137,7 +136,7 @@ def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 
 def ratio(summary: Summary, plain: Summary | None) -> str:
-    """Write the step time against plain's: with its spread where rounds were compared pair by pair."""
+    """Format the step time relative to plain, with its spread if rounds were compared pairwise."""
     pairs = summary.get("step_ratio")
     if pairs and pairs.get("median") is not None:
         spread = f" ({pairs['low']:.2f} to {pairs['high']:.2f})" if pairs["low"] != pairs["high"] else ""
@@ -147,7 +146,7 @@ def ratio(summary: Summary, plain: Summary | None) -> str:
 
 
 def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
-    """Return the step time against plain's: of rounds that were compared pair by pair, the median of the pairs."""
+    """Return the step time relative to plain; the median of pairs if rounds were compared pairwise."""
     pairs = summary.get("step_ratio")
     if pairs and pairs.get("median") is not None:
         return pairs["median"]
@@ -164,18 +163,18 @@ def loss_verdict(summary: Summary, plain: Summary | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Write a size, or that it is not known."""
+    """Format a size, or "unknown"."""
     if value is None:
         return ABSENT
-    # Modes may differ by less than a tenth of a GiB; smaller units have digits enough. Below zero is noise.
+    # Modes may differ by less than 0.1 GiB; smaller units have enough digits. Below zero is noise.
     return format_size(max(value, 0), digits=2 if value >= 1024**3 else 1)
 
 
 def rate(value: float | None) -> str:
-    """Write a rate in bytes per second, or that it is not known."""
+    """Format a rate in bytes per second, or "unknown"."""
     return ABSENT if value is None else f"{format_size(value)}/s"
 
 
 def number(value: float | None, form: str) -> str:
-    """Write a number, or that it is not known."""
+    """Format a number, or "unknown"."""
     return ABSENT if value is None else form.format(value)

@@ -49,7 +49,7 @@ def text(run: Run) -> str:
 
 
 def as_values(run: Run) -> dict[str, Any]:
-    """Return a run's report as values for JSON: the summary, and what the page shows beyond it."""
+    """Return a run's report as JSON values: the summary, and the other contents of the page."""
     step = common_step([run])
     peak = run.peak()
     return {
@@ -72,13 +72,13 @@ def as_values(run: Run) -> dict[str, Any]:
 
 
 def _across(table: Table) -> list[str]:
-    """Write a table of one row as lines of name and value; the row's own name is left out."""
+    """Format a table of one row as lines of name and value, without the row's name."""
     pairs = list(zip(table.columns, table.rows[0], strict=True))[1:]
     return [f"{head:<20}{value}" for head, value in pairs]
 
 
 def grid(table: Table) -> list[str]:
-    """Write a table as lines, columns aligned."""
+    """Format a table as lines with aligned columns."""
     rows = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(table.columns))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

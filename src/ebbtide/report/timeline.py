@@ -1,4 +1,4 @@
-"""The picture of memory over one step, runs over each other, as SVG."""
+"""The picture of memory over one step of several runs, as SVG."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _PITCH = _STRIP + _STALLS + _STRIP_GAP
 
 
 def timeline_svg(runs: Sequence[Run]) -> str:
-    """Draw memory over the same step of several runs, aligned where it begins.
+    """Draw memory over the same step of several runs, aligned at its begin.
 
-    Under the curves each run has a strip with the phases of the step, and a thin one with its stalls, to scale. The
-    step is the most typical one of those that all runs finished.
+    Below the curves each run has a strip with the phases of the step, and a thin one with its stalls, to scale. The
+    step is the most typical one that all runs finished.
 
     Args:
-        runs: In the order in which they are to be listed.
+        runs: In display order.
 
     Returns:
-        A stand-alone SVG, readable on light and on dark. A step or samples that are missing are said in the picture.
+        A stand-alone SVG, readable on light and on dark. It names a missing step or missing samples.
     """
     step = common_step(runs)
     spans = [run.step_span(step) for run in runs]
@@ -88,13 +88,13 @@ def _strip(frame: Frame, run: Run, step: PhaseSpan, color: str, y: float, phases
 
 
 def _stalls(run: Run, step: PhaseSpan) -> list[tuple[float, Event]]:
-    """Return when each stall of a step began, and its event."""
+    """Return the begin and the event of each stall of a step."""
     begun = [(event["t"] - event["seconds"], event) for event in run.all("stall")]
     return [(begin, event) for begin, event in begun if step.begin <= begin and event["t"] <= step.end]
 
 
 def _stalled(run: Run, step: PhaseSpan) -> str | None:
-    """Say how long a step stalled; ``None`` of a run without the engine."""
+    """Describe a step's stalls; ``None`` for a run without the engine."""
     if not run.all("pass_end"):
         return None
     seconds = sum(event["seconds"] for _, event in _stalls(run, step))

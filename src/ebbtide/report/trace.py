@@ -19,7 +19,7 @@ _INSTANTS = {"block", "block_backward", "pass_end", "plan", "message"}
 def chrome_trace(run: Run) -> dict[str, Any]:
     """Return a run as a Chrome trace: steps, phases and stalls are slices, blocks instants, memory and copies counters.
 
-    A step's copies stand at its end: see [Note: overlap] in ``copies.py``.
+    A step's copies are shown at its end: see [Note: overlap] in ``copies.py``.
     """
     begin = run.events[0]["t"] if run.events else 0.0
     pid = next((event.get("pid") for event in run.all("run_begin")), None) or 1

@@ -1,4 +1,4 @@
-"""The answer in one line, and the plan's prediction next to what was measured."""
+"""The verdict in one line, and the plan's prediction next to measurements."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ebbtide.report.table import (
 def verdict(
     name: str, summary: Summary, plain: Summary | None, found: PeakParts | None, *, against: str = "plain"
 ) -> str:
-    """Say in one line what the run saved, at what price, what is left of its peak and what would lower that.
+    """Describe in one line the run's saving, its price, the contents of the remaining peak and how to lower it.
 
     Args:
-        name: The run's.
+        name: Name of the run.
         summary: Its summary, or the merged one of its mode.
-        plain: What it is held against, if there is such a run.
-        found: What holds its peak.
+        plain: The baseline, if there is one.
+        found: The contents of its peak.
         against: The name of ``plain``.
     """
     held = plain is not None and plain is not summary
@@ -74,7 +74,7 @@ def _signed(count: float) -> str:
 
 
 def prediction(run: Run) -> Table:
-    """Hold the last plan that predicts against the counted steps; no rows without such a plan."""
+    """Compare the last plan with a prediction to the counted steps; no rows without one."""
     plans = [event["predicted"] for event in run.all("plan") if isinstance(event.get("predicted"), Mapping)]
     if not plans:
         return Table(columns=(), rows=())
@@ -92,7 +92,7 @@ def prediction(run: Run) -> Table:
 
 
 def step_costs(run: Run) -> dict[str, float]:
-    """Return what a counted step spends on stalls, recomputing and copies: seconds, medians over the steps."""
+    """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
     stats = run.all("stats")
     left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
     pairs = [

@@ -1,4 +1,4 @@
-"""The mode ``checkpointing`` for a script of unknown make: the model's own switch for it, else around its blocks."""
+"""The mode ``checkpointing`` for any script: the model's own switch, else checkpoints around its blocks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _OWN = {
     "gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "enable_gradient_checkpointing": {},
 }
-"""Methods of models that switch their own checkpointing on, of transformers (and PEFT) and of diffusers."""
+"""Methods that enable a model's own checkpointing, in transformers (and PEFT) and diffusers."""
 
 
 def checkpoint_model(model: nn.Module) -> str:
     """Checkpoint the blocks of a model from its next forward on.
 
-    A model of transformers or diffusers has a switch of its own, which also sets aside what a second forward must not
-    do twice, such as filling a cache. Any other model's blocks, those that ebbtide would offload, run under
+    Models of transformers and diffusers have their own switch, which also disables side effects that a second forward
+    must not repeat, such as filling a cache. For other models, the blocks that ebbtide would offload run under
     ``torch.utils.checkpoint`` (non-reentrant).
 
     Returns:
-        How, in words.
+        The method, in words.
     """
     if checkpoints_itself(model):
         return "the script's own checkpoints"
@@ -44,7 +44,7 @@ def checkpoint_model(model: nn.Module) -> str:
 
 
 def checkpoints_itself(model: nn.Module) -> bool:
-    """Whether the script has switched the checkpointing of a model of transformers or diffusers on."""
+    """Whether the script has enabled checkpointing of a transformers or diffusers model."""
     return any(getattr(module, "is_gradient_checkpointing", False) is True for module in model.modules())
 
 

@@ -1,7 +1,7 @@
-"""What the command line asks of a script's processes, and what these answer: no torch here.
+"""The command line's request to a script's processes, and their notes in return; imports no torch.
 
-The request travels in one environment variable. The answers are notes, one JSON object a line in one file of the
-request's folder: a command may have many processes, and only the notes say which of them trained.
+The request is one environment variable. Notes are JSON lines in one file of the request's folder: a command may have
+many processes, and only the notes show which of them trained.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ebbtide.base.runs import Event, read_events
 VARIABLE = "EBBTIDE_SCRIPT"
 NOTES_FILE = "notes.jsonl"
 SITE = Path(__file__).with_name("site")
-"""The folder that comes first on ``PYTHONPATH``."""
+"""The first folder on ``PYTHONPATH``."""
 
 Switched = Literal["plain", "checkpointing", "ebbtide", "ebbtide-minimal", "plain-malloc"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the processes of a command.
+    """The settings for the processes of a command.
 
     Attributes:
-        mode: How the model is to be trained.
+        mode: A mode of ``compare``.
         folder: Where the notes are written, and the run file if there is one.
         record: Whether the run is recorded.
-        compared: The run is one of a comparison: it starts from a fixed seed, and its last event is a checksum.
-        steps: End the script after so many steps of the optimizer; ``None``: it ends by itself.
+        compared: The run is part of a comparison: it starts from a fixed seed, and its last event is a checksum.
+        steps: End the script after this many optimizer steps; ``None``: it ends by itself.
         policy: Name of a policy, or a plan file; ``None``: the mode's own.
         disk_path: Directory for the disk tier.
     """
@@ -58,7 +58,7 @@ class Request:
         return Request(**json.loads(os.environ[VARIABLE]))
 
     def note(self, event: str, **fields: Any) -> None:
-        """Write a note: one write of one line, so that processes do not mix theirs."""
+        """Write a note in a single write, so that lines of processes do not mix."""
         line = json.dumps({"t": time.monotonic(), "event": event, "pid": os.getpid(), **fields}) + "\n"
         file = os.open(Path(self.folder) / NOTES_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
@@ -68,13 +68,13 @@ class Request:
 
 
 def read_notes(folder: Path) -> list[Event]:
-    """Return the notes of all processes of a command, in the order in which they were written."""
+    """Return the notes of all processes of a command, in written order."""
     path = folder / NOTES_FILE
     return read_events(path) if path.exists() else []
 
 
 def why_untrained(notes: Sequence[Event]) -> tuple[str, str] | None:
-    """Say why no model was switched, and what to do; ``None`` if one was.
+    """Explain why no model was switched, and what to do; ``None`` if one was.
 
     Args:
         notes: As ``read_notes`` returns them.

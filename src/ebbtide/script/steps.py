@@ -1,10 +1,10 @@
-"""The steps of a script that knows nothing of ebbtide: phases, losses and the end, seen from torch alone.
+"""The steps of a script without ebbtide in its code: phases, losses and the end, observed through torch.
 
 [Note: a script's steps]
-A step ends when an optimizer that holds parameters of a switched model has taken a step; where several do, the one that
-came first counts. ``forward`` begins with the first call of a switched model and ends where ``backward`` begins, with
-the loss computed, so that these instants mean what they mean in a recipe. The loss is what backward was called with: of
-several micro-batches the sum. Where it is not one number, no loss is recorded.
+A step ends when an optimizer with parameters of a switched model has taken a step; of several, the first to step
+counts. As in a recipe, ``forward`` begins with the first call of a switched model and ends where ``backward`` begins,
+with the loss computed. The loss is the argument of backward, summed over micro-batches; if it is not one number, no
+loss is recorded.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ebbtide.track.heap import trim_heap
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3
-"""Of at least so many steps the last one measures memory on a trimmed heap: see [Note: steady steps]."""
+"""From this many steps on, the last one measures memory on a trimmed heap: see [Note: steady steps]."""
 
 
 class ScriptSteps:
-    """Marks the steps of a script, records them, and ends the script after so many of them.
+    """Marks and records the steps of a script, and ends it after a number of them.
 
     Args:
-        request: What the command line asks for.
+        request: The settings from the command line.
     """
 
     def __init__(self, request: Request) -> None:
@@ -54,17 +54,17 @@ class ScriptSteps:
         self._ended = False
 
     def is_main(self) -> bool:
-        """Whether this process is the one of its training that writes."""
+        """Whether this process is the one that records the training."""
         if dist.is_available() and dist.is_initialized():
             return dist.get_rank() == 0
         return os.environ.get("RANK", "0") == "0"
 
     def follow(self, model: nn.Module, models: list[tuple[nn.Module, Any]]) -> None:
-        """Mark the calls of a model that was just switched; with the first one the record begins.
+        """Mark the calls of a newly switched model; the first model starts the record.
 
         Args:
             model: The model.
-            models: All switched models with their handles; the list that the switch keeps.
+            models: The switch's list of switched models and their handles.
         """
         first = not self._models and not self._began
         self._models = models
@@ -80,7 +80,7 @@ class ScriptSteps:
         run = RunFile(request.folder, model=name, mode=request.mode, config={"command": sys.argv})
         try:
             self._run = run.__enter__()
-        except DataError as error:  # another process of the command trains as well, and was the first
+        except DataError as error:  # another process of the command trains, too, and was first
             self._request.note("unrecorded", reason=error.found)
 
     # Phases
@@ -97,7 +97,7 @@ class ScriptSteps:
 
         @functools.wraps(plain)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._phase == "backward" or in_backward():  # a checkpoint's own
+            if self._phase == "backward" or in_backward():  # a checkpoint's recomputation
                 return plain(tensors, *args, **kwargs)
             self._losses.append(_loss(tensors, args, kwargs))
             if self._phase == "forward":
@@ -113,7 +113,7 @@ class ScriptSteps:
         torch.autograd.backward = backward
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """Mark the optimizer's begin, unless it computes the loss itself (a closure: Lightning, LBFGS)."""
+        """Mark the optimizer's start, unless it computes the loss itself (a closure: Lightning, LBFGS)."""
         if self._losses and not self._phase and self._counts(optimizer):
             self._begin("optimizer")
 
@@ -132,7 +132,7 @@ class ScriptSteps:
     # Steps
 
     def _counts(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer's steps are the script's: the first one to step that holds a model's parameters."""
+        """Whether an optimizer's steps count: it is the first to step that holds a model's parameters."""
         clock = self._clock()
         if clock is None and self._models:
             own = {id(parameter) for parameter in self._trained()}
@@ -142,10 +142,10 @@ class ScriptSteps:
         return clock is optimizer
 
     def step_ends(self, optimizer: Optimizer) -> None:
-        """Mark a step's end; after the last one that was asked for, end the script.
+        """Mark a step's end; after the last requested one, end the script.
 
         Raises:
-            SystemExit: The steps that were asked for are done.
+            SystemExit: The requested steps are done.
         """
         if not self._counts(optimizer):
             return
@@ -167,7 +167,7 @@ class ScriptSteps:
             raise SystemExit(0)
 
     def _emit_parts(self, optimizer: Optimizer) -> None:
-        """Report the bytes that the models and their optimizer hold on this process."""
+        """Report the bytes of the models and their optimizer on this process."""
         states = [value for state in optimizer.state.values() for value in state.values()]
         BUS.emit(
             "parts",
@@ -185,11 +185,11 @@ class ScriptSteps:
     # The end
 
     def end(self) -> None:
-        """Close the record, as the process ends or after the last step that was asked for. Harmless when repeated."""
+        """Close the record when the process ends or after the last requested step. May be called repeatedly."""
         if self._ended:
             return
         self._ended = True
-        error = getattr(sys, "last_value", None)  # what ends the process, where that is an exception
+        error = getattr(sys, "last_value", None)  # the exception that ends the process, if any
         stats = [handle.stats() for _, handle in self._models if handle is not None]
         self._request.note(
             "end",
@@ -205,7 +205,7 @@ class ScriptSteps:
 
 
 def _loss(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return a copy of the number that backward is called for; ``None`` if it is not one."""
+    """Return a copy of the number that backward is called on; ``None`` if it is not one."""
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     gradients = args[0] if args else kwargs.get("grad_tensors")
     weighted = any(g is not None for g in gradients) if isinstance(gradients, (tuple, list)) else gradients is not None
@@ -215,7 +215,7 @@ def _loss(tensors: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 
 def _sum(losses: list[torch.Tensor | None]) -> float | None:
-    """Return the sum of a step's losses, rounded once; ``None`` if one is not known."""
+    """Return the sum of a step's losses, rounded once; ``None`` if one is unknown."""
     values = [None if loss is None else float(loss) for loss in losses]
     known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
@@ -228,13 +228,13 @@ def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this process has of a tensor that may be sharded (DTensor)."""
+    """Return this process's part of a tensor that may be sharded (DTensor)."""
     to_local = getattr(tensor, "to_local", None)
     return to_local() if to_local is not None else tensor
 
 
 def _checksum(parameters: Iterable[nn.Parameter]) -> str:
-    """Return a checksum of all bytes of the parameters that this process holds."""
+    """Return a checksum of this process's parameter bytes."""
     digest = hashlib.blake2b(digest_size=16)
     for parameter in parameters:
         host = _local(parameter.detach()).contiguous().cpu()

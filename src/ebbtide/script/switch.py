@@ -1,4 +1,4 @@
-"""Finds the model that a script trains and switches it: see [Note: any script]."""
+"""Find the model that a script trains, and switch it: see [Note: any script]."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ebbtide.script.steps import ScriptSteps
 from ebbtide.wrap.forward import in_backward
 
 MOST_MODELS = 4
-"""Models that are switched in one process: each has a store and a plan of its own."""
+"""Most models switched in one process; each has its own store and plan."""
 
 SEED = 0
-"""What a compared script starts from, until it sets a seed of its own."""
+"""The seed of a compared script until it sets its own."""
 
 
 def arm() -> None:
-    """Begin to look for the model; called when torch has been imported in a switched process."""
+    """Start looking for the model; called when torch has been imported in a switched process."""
     ScriptSwitch(Request.received()).arm()
 
 
 class ScriptSwitch:
-    """Watches for models that are trained, and switches them to the mode of the request.
+    """Detects trained models and switches them to the mode of the request.
 
     Args:
-        request: What the command line asks for.
+        request: The settings from the command line.
     """
 
     def __init__(self, request: Request) -> None:
@@ -46,10 +46,10 @@ class ScriptSwitch:
         self._inside: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # switched models and all their parts
         self._switched: list[tuple[nn.Module, Any]] = []  # with their handles, in the modes that have one
         self._noted: set[str] = set()
-        self._process: int | None = None  # in which the first model was switched: forked workers are others
+        self._process: int | None = None  # of the first switched model; forked workers differ
 
     def arm(self) -> None:
-        """Take a seed, watch optimizers, and look at each outermost call of a module."""
+        """Set the seed, watch optimizers, and intercept each outermost call of a module."""
         if self._request.compared:
             random.seed(SEED)
             torch.manual_seed(SEED)
@@ -70,7 +70,7 @@ class ScriptSwitch:
         self._note_once("torch")
 
     def _look(self) -> None:
-        """Put our call in place of torch's until every optimizer has taken a step."""
+        """Replace torch's ``__call__`` until every optimizer has taken a step."""
         plain, switch = self._call, self
 
         @functools.wraps(plain)
@@ -91,7 +91,7 @@ class ScriptSwitch:
         return all(optimizer in self._stepped for optimizer in self._optimizers)
 
     def _outermost_call(self, module: nn.Module) -> None:
-        """Switch a module that is about to be called, if it is a model that is trained."""
+        """Switch a module that is about to be called, if it is a trained model."""
         if module in self._inside or not torch.is_grad_enabled() or in_backward():
             return
         if self._process not in (None, os.getpid()):
@@ -108,7 +108,7 @@ class ScriptSwitch:
                     handle.close()
         if self._process is None:
             self._process = os.getpid()
-            # Not atexit: it does not run in the processes of multiprocessing, this runs in both.
+            # Not atexit, which does not run in multiprocessing's processes.
             multiprocessing.util.Finalize(None, self._process_ends, exitpriority=100)
         self._inside.update(module.modules())
         handle = self._switch(module)
@@ -124,10 +124,10 @@ class ScriptSwitch:
         return any(id(parameter) in held for parameter in module.parameters() if parameter.requires_grad)
 
     def _switch(self, module: nn.Module) -> Any:
-        """Switch a model to the mode of the request; return its handle, ``None`` where there is none.
+        """Switch a model to the mode of the request; return its handle, if it has one.
 
         Raises:
-            ConflictError: The script itself has enabled ebbtide on it, and runs are compared.
+            ConflictError: The script itself enables ebbtide on it, and runs are compared.
             EbbtideError: As ``ebbtide.enable_activation_offloading``.
         """
         from ebbtide import enable_activation_offloading

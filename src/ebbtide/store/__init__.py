@@ -49,7 +49,8 @@ def open_tier(
 
     Args:
         target: ``"host"``; ``"disk"``; ``"auto"``: host with an accelerator, disk without.
-        disk_path: Directory for the disk target, and for what the host target cannot hold; ``None``: a usual one.
+        disk_path: Directory for the disk target, and for the bytes that the host target cannot hold; ``None``: a usual
+            one.
         disk_budget_bytes: Most bytes on disk.
         host_budget_bytes: Most bytes of host memory; ``None``: a fair share.
         in_flight_bytes: Window of the disk target; ``None``: its default.
@@ -58,7 +59,7 @@ def open_tier(
     Raises:
         ConfigError: No such target.
         TargetError: The target does not exist on this machine.
-        DiskError: The directory cannot serve.
+        DiskError: The directory is unusable.
     """
     if target not in _TARGETS:
         raise ConfigError(
@@ -68,7 +69,7 @@ def open_tier(
     if target == "auto":
         target = "host" if accelerated else "disk"
     if target == "host":
-        from ebbtide.store.accelerator import AcceleratorDevice  # only where there is something to import it for
+        from ebbtide.store.accelerator import AcceleratorDevice  # imported only if needed
 
         if disk_path is not None:
             check_directory(disk_path)

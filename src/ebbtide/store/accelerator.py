@@ -1,8 +1,8 @@
-"""A real device with streams: whatever ``torch.accelerator`` names (CUDA and ROCm, XPU, NPU).
+"""A real device with streams: any that ``torch.accelerator`` supports (CUDA and ROCm, XPU, NPU).
 
-What a device can do is tried once: streams, events, pinned memory, and pinning memory that already exists, which
-wastes none. Where that is not to be had, torch's own allocator of pinned memory serves; it holds powers of two, so
-these are what it is asked for. Constructed only where an accelerator is.
+Capabilities are tested once: streams, events, pinned memory, and registering existing memory, which wastes none. If
+that is unavailable, torch's allocator of pinned memory is used; it rounds up to powers of two, so powers of two are
+requested. Constructed only if there is an accelerator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
 _UNRELIABLE = frozenset({"npu"})
-"""Kinds whose asynchronous copies exist and pass a trial, but are not to be relied on."""
+"""Kinds whose asynchronous copies pass the test but are unreliable."""
 
 
 class AcceleratorDevice:
@@ -53,7 +53,7 @@ class AcceleratorDevice:
             _LOG.warning("copies to host memory are synchronous on %s: each one stalls compute", self.kind)
 
     def _find_registrar(self, where: torch.device) -> RuntimeRegistrar | None:
-        """Return what pins mapped memory, if torch passes such calls on and a trial goes well."""
+        """Return the registrar of mapped memory, if torch exposes the calls and a test succeeds."""
         find: Any = getattr(torch.get_device_module(where), "cudart", None)
         try:
             runtime = find() if find is not None else None
@@ -62,19 +62,19 @@ class AcceleratorDevice:
             registrar = RuntimeRegistrar(runtime, self._settle, self._forget_error)
             trial = pinned_memory(mmap.PAGESIZE, registrar)
             return registrar if trial.is_pinned() else None
-        except (RuntimeError, AssertionError) as error:  # the latter is what torch raises without a runtime
+        except (RuntimeError, AssertionError) as error:  # torch raises the latter without a runtime
             _LOG.debug("mapped memory cannot be pinned: %s", error)
             return None
 
     def _settle(self) -> None:
         for where in tuple(self._used):
-            with contextlib.suppress(RuntimeError):  # a device that failed copies nothing any more
+            with contextlib.suppress(RuntimeError):  # a failed device copies nothing
                 torch.accelerator.synchronize(where)
 
     def _forget_error(self) -> None:
-        # The runtime keeps the error of a refused call until a kernel's launch is checked: this is that kernel.
+        # The runtime keeps the error of a failed call until a kernel launch is checked: launch one.
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.kind).add_(1)  # cleared memory may be no kernel's work
+            torch.ones(1, device=self.kind).add_(1)  # zeroing memory may not launch a kernel
 
     @staticmethod
     def _can_pin() -> bool:
@@ -105,7 +105,7 @@ class AcceleratorDevice:
             RuntimeError,
             NotImplementedError,
             TypeError,
-        ) as error:  # torch's guard of such a device has no such call
+        ) as error:  # torch's guard for this device lacks the call
             _LOG.debug("events keep no time: %s", error)
             return False
         return True
@@ -119,19 +119,19 @@ class AcceleratorDevice:
         return self._is_capturing()
 
     def compute_stream(self, where: torch.device) -> torch.Stream:
-        """Return the stream on which the caller's thread computes now, on that device."""
+        """Return the calling thread's current stream on that device."""
         return torch.accelerator.current_stream(where)
 
     def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
-        """Make a stream on that device; the one that brings in goes first, for compute waits for it."""
+        """Make a stream on that device; copy-ins get the higher priority, because compute waits for them."""
         self._used.add(where)
         try:
             return torch.Stream(device=where, priority=-1 if purpose == "in" else 0)
-        except (RuntimeError, TypeError):  # a kind of device whose streams are all alike
+        except (RuntimeError, TypeError):  # a kind of device without stream priorities
             return torch.Stream(device=where)
 
     def record(self, stream: torch.Stream, *, timed: bool = False) -> torch.Event:
-        """Return an event of all that was asked of ``stream``."""
+        """Return an event after all work queued on ``stream``."""
         event = torch.Event(device=stream.device, enable_timing=timed and self.capabilities.timed_events)
         event.record(stream)
         return event
@@ -141,7 +141,7 @@ class AcceleratorDevice:
         stream.wait_event(event)
 
     def query(self, event: torch.Event) -> bool:
-        """Whether the event has happened."""
+        """Whether the event has completed."""
         return event.query()
 
     def synchronize(self, event: torch.Event) -> None:
@@ -149,7 +149,7 @@ class AcceleratorDevice:
         event.synchronize()
 
     def elapsed_seconds(self, begin: torch.Event, end: torch.Event) -> float:
-        """Return the device's own time between two events that have happened."""
+        """Return the device's time between two completed events."""
         return begin.elapsed_time(end) / 1000.0
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
@@ -157,7 +157,7 @@ class AcceleratorDevice:
         return torch.empty(nbytes, dtype=torch.uint8, device=where)
 
     def free_memory(self, where: torch.device) -> FreeMemory | None:
-        """Return what torch's allocator has left, of what the user lets it have."""
+        """Return the free part of the memory that torch's allocator may use."""
         share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
         try:
             stats = torch.accelerator.memory_stats(where)
@@ -171,7 +171,7 @@ class AcceleratorDevice:
         return FreeMemory(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
-        """Let torch's allocator know that ``stream`` uses the tensor's memory."""
+        """Tell torch's allocator that ``stream`` uses the tensor's memory."""
         tensor.record_stream(stream)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -187,20 +187,20 @@ class AcceleratorDevice:
         return torch.empty(1 << (nbytes.bit_length() - 1), dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Do nothing: the memory goes with the last reference to it."""
+        """Do nothing: the memory is freed with its last reference."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: torch.Stream) -> None:
-        """Ask ``stream`` to copy; returns at once if the host end is pinned, else when that end was read or written."""
+        """Queue a copy on ``stream``; returns at once if the host side is pinned, else when it was read or written."""
         self.copy_all([(target, source)], stream)
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: torch.Stream) -> None:
-        """Ask ``stream`` for several copies: entering it costs as much as a copy."""
+        """Queue several copies on ``stream``: entering it costs as much as a copy."""
         with stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in order with compute and return when it is done."""
+        """Copy in order with compute, and return when done."""
         target.copy_(source, non_blocking=False)
 
 

@@ -1,11 +1,11 @@
 """Direct I/O straight between a tensor's own memory and a file without a name.
 
 [Note: aligned interior]
-Direct I/O moves bytes between memory and disk without the page cache, so that offloading takes no RAM and few cycles;
-it asks that address, length and file offset be multiples of the disk's block. A tensor's memory begins anywhere (glibc
-gives 64 bytes after a page boundary). So only the *interior* between the first and the last aligned address is
-written; head and tail, less than a block each, are kept in RAM. To read straight back, the target begins at the same
-distance from an aligned address as the source did; kernels that treat aligned data differently then do so alike.
+Direct I/O moves bytes between memory and disk without the page cache, so offloading takes no RAM and few cycles; it
+requires address, length and file offset to be multiples of the disk's block. A tensor's memory begins anywhere (with
+glibc 64 bytes after a page boundary). So only the *interior* between the first and the last aligned address is written;
+head and tail, less than a block each, are kept in RAM. To be read without a copy, the target begins at the same
+distance from an aligned address as the source; kernels whose result depends on alignment then behave alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MEMORY_ALIGN_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """How a source's bytes are divided. See [Note: aligned interior]."""
+    """The division of a source's bytes. See [Note: aligned interior]."""
 
     head_bytes: int
     interior_bytes: int
@@ -46,13 +46,13 @@ class Split:
 
 
 class BackingFile:
-    """A file without a name: gone when its last descriptor is closed, even by ``kill -9``.
+    """An unlinked file: freed when its last descriptor is closed, even by ``kill -9``.
 
     Args:
-        directory: Where its blocks lie.
+        directory: Its directory.
 
     Raises:
-        DiskError: No file can be made or written there.
+        DiskError: No file can be created or written there.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,7 +77,7 @@ class BackingFile:
             )
 
     def _probe(self) -> bool:
-        """Find the memory alignment by trying; returns False, on a buffered descriptor, if direct I/O is refused."""
+        """Find the memory alignment by testing; return False, with a buffered descriptor, if direct I/O is refused."""
         page = Buffer(2 * PLACE_ALIGN_BYTES, 0)
         for align in (_MEMORY_ALIGN_BYTES, PLACE_ALIGN_BYTES):
             try:
@@ -95,15 +95,15 @@ class BackingFile:
         return False
 
     def grow(self, offset: int, nbytes: int) -> None:
-        """Give the file blocks for ``nbytes`` from ``offset``.
+        """Allocate blocks for ``nbytes`` from ``offset``.
 
         Raises:
-            OSError: ``ENOSPC``, or what else the file system says.
+            OSError: ``ENOSPC``, or another error of the file system.
         """
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as error:
-            # Not every file system can; there a full disk shows itself only when it is written to.
+            # Not every file system can; there, a full disk is detected only by a write.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
                 raise
             os.ftruncate(self.fd, offset + nbytes)
@@ -112,13 +112,13 @@ class BackingFile:
         """Write memory to the file, in chunks, until done or ``stopped()``.
 
         Raises:
-            OSError: The system's own, or ``EIO`` if it stops taking bytes.
+            OSError: The system's error, or ``EIO`` if it stops accepting bytes.
         """
         view = view_memory(address, nbytes)
         done = 0
         while done < nbytes and not stopped():
             count = os.pwritev(self.fd, [view[done : done + _CHUNK_BYTES]], offset + done)
-            if self.direct:  # what is left must begin aligned: the odd bytes of a short write are written again
+            if self.direct:  # the rest must begin aligned: the last partial block of a short write is repeated
                 count -= count % self.align_bytes
             if count <= 0:
                 raise OSError(errno.EIO, "the disk is full (short write)")
@@ -129,7 +129,7 @@ class BackingFile:
         """Fill memory from the file.
 
         Raises:
-            OSError: The system's own, or ``EIO`` if the file ends early.
+            OSError: The system's error, or ``EIO`` if the file ends early.
         """
         view = view_memory(address, nbytes)
         done = 0
@@ -143,23 +143,23 @@ class BackingFile:
         self._forget(offset, nbytes)
 
     def _forget(self, offset: int, nbytes: int) -> None:
-        if not self.direct:  # else the page cache grows by what was offloaded, which is the RAM to be spared
+        if not self.direct:  # else the page cache would grow by the offloaded bytes
             os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def disk_free_bytes(self) -> int:
-        """Bytes that the file system would still give to this user."""
+        """Bytes that the file system has free for this user."""
         found = os.fstatvfs(self.fd)
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Close the file; its blocks are free then. Harmless when repeated."""
+        """Close the file, which frees its blocks. May be called repeatedly."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
-    """Return a descriptor of a file without a name, and whether it is direct."""
+    """Return a descriptor of an unlinked file, and whether it uses direct I/O."""
     o_direct: int = getattr(os, "O_DIRECT", 0)
     o_tmpfile: int = getattr(os, "O_TMPFILE", 0)
     if o_tmpfile:

@@ -1,10 +1,10 @@
-"""Making the C allocator give freed tensors back to the system.
+"""Make the C allocator return freed tensors to the system.
 
-On a CPU-only machine the memory to be spared is the process's own. glibc serves blocks below a threshold from its heap,
-and raises that threshold by itself, up to 32 MiB, each time a larger block is freed; what is freed into the heap stays
-with the process, and serves the next step. A fixed threshold makes such blocks leave at once, and the kernel has to
-clear fresh pages for each next one: several times the page faults of a step. So this is done only for those who ask for
-a memory budget, see docs/decisions/0016-the-allocator-is-the-users.md. Setting the threshold also ends its rising.
+On a CPU-only machine the memory to be saved is the process's. glibc allocates blocks below a threshold from its heap,
+and raises the threshold, up to 32 MiB, each time a larger block is freed; memory freed into the heap stays with the
+process and is reused in the next step. A fixed threshold returns such blocks at once, but the kernel must clear fresh
+pages for each new one: several times the page faults of a step. So it is set only with a memory budget, see
+docs/decisions/0016-the-allocator-is-the-users.md. Setting the threshold also stops its growth.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _M_MMAP_THRESHOLD = -3
 
 
 def return_freed_memory(threshold_bytes: int = 1 << 20) -> bool:
-    """Let blocks of ``threshold_bytes`` and more leave the process when they are freed.
+    """Return blocks of ``threshold_bytes`` and more to the system when they are freed.
 
-    The price is that fresh blocks must be cleared by the kernel each time; holds for the whole process, from now on.
+    This holds for the whole process from now on; in return the kernel must clear each new block.
 
     Args:
-        threshold_bytes: Smallest block that is mapped on its own; also the most that stays free at the heap's top.
+        threshold_bytes: Smallest separately mapped block; also the most free memory at the heap's top.
 
     Returns:
         Whether it was possible: Linux with glibc's allocator.

@@ -1,17 +1,17 @@
 """Host memory in large chunks, packed exactly.
 
 [Note: the arena]
-Pinning costs milliseconds a call, and torch's own allocator of pinned memory rounds every request up to a power of
-two. So the arena asks the device for few, large chunks, and lays places into them end to end, as the disk tier lays
-them into its file: one space of offsets, of which chunks are consecutive pieces. A place may lie in several pieces, and
-is then copied piece by piece; so any free byte serves, and nothing is lost between places but their alignment. A
-chunk is as large as what is missing, or as a fortieth of what there is: what is held is never more than
-3 % above the most that was ever parked at once, and a step like the one before it needs nothing new. Who knows what is
-to come says so, and the next chunk is for all of it: the first block tells how much the others will offload.
+Pinning costs milliseconds per call, and torch's allocator of pinned memory rounds every request up to a power of two.
+So the arena allocates few, large chunks and packs places into them without gaps, as the disk tier does in its file: the
+chunks are consecutive ranges of one offset space. A place may span several chunks and is then copied in pieces; so
+every free byte is usable, and only alignment is lost. A chunk is as large as the missing bytes, or a fortieth of the
+arena: the arena never exceeds the most bytes parked at once by more than 3 %, and a step like the previous one
+allocates nothing. With a forecast, the next chunk covers all of it: after the first block, the bytes of the others are
+known.
 
-An interrupt may tear the bookkeeping anywhere. ``_torn`` says so, and who comes next counts anew from the places that
-are alive: a place that was lost on the way is free, and its guard holds for its bytes. ``_lost`` has the places that
-died without being given back. Where neither says anything the counts are right, and no place is looked at.
+An interrupt may leave the bookkeeping inconsistent at any point. ``_torn`` marks this, and the next user recounts from
+the live places: an unrecorded place is free, and its guard covers its bytes. ``_lost`` has the places that died without
+being released. If neither is set the counts are right, and no place is inspected.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ PLACE_ALIGN_BYTES = 64
 _LEAST_CHUNK_BYTES = 2 << 20
 _SLACK = 40
 _REMEMBERED = 32
-"""How many backwards in which bytes were not needed before they go back to the system. Who needs them again after that
-pins them again, which costs a tenth of a second a GiB and more: then twice as many are waited for from that on."""
+"""Bytes unused in this many backwards are returned to the system. If they are needed later, pinning costs 0.1 s per GiB
+or more, and the number is doubled."""
 _MOST_REMEMBERED = 4096
 
 
 class Place:
-    """Host memory for one storage; whoever drops it gives it back.
+    """Host memory for one storage, released when the last reference is dropped.
 
     Attributes:
         nbytes: Its size.
-        spans: Where it lies in the arena.
-        parts: Its memory, piece by piece, one-dimensional ``uint8``.
-        guard: Who last copied from it or into it.
+        spans: Its ranges in the arena.
+        parts: Its memory in pieces, one-dimensional ``uint8``.
+        guard: The last copy from it or into it.
     """
 
     __slots__ = ("__weakref__", "guard", "nbytes", "parts", "spans")
@@ -61,14 +61,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaState:
-    """What an arena holds.
+    """The state of an arena.
 
     Attributes:
-        held_bytes: Host memory it has.
-        pageable_bytes: How much of that is not pinned, though the device could use pinned memory.
+        held_bytes: Its host memory.
+        pageable_bytes: The part that is not pinned, although the device could use pinned memory.
         used_bytes: Bytes parked now.
-        peak_used_bytes: The most that were ever parked at once.
-        chunks: Chunks it has ever asked the device for; each costs milliseconds.
+        peak_used_bytes: Most bytes ever parked at once.
+        chunks: Number of chunks ever allocated; each costs milliseconds.
     """
 
     held_bytes: int
@@ -79,7 +79,7 @@ class ArenaState:
 
     @property
     def waste(self) -> float:
-        """How much more is held than was ever parked, as a share of the latter; 0 before anything was."""
+        """Excess of held bytes over the most bytes ever parked, as a share of the latter; 0 before the first."""
         return self.held_bytes / self.peak_used_bytes - 1.0 if self.peak_used_bytes else 0.0
 
 
@@ -102,11 +102,11 @@ class _Record:
 
 
 class Arena:
-    """Places in host memory. See [Note: the arena]. Not thread-safe: whoever shares it holds a lock.
+    """Places in host memory. See [Note: the arena]. Not thread-safe: callers must hold a lock.
 
     Args:
-        device: Which copies from and into it.
-        budget_bytes: Most bytes to hold; ``None``: what the machine gives.
+        device: The device that copies from and into it.
+        budget_bytes: Most bytes to hold; ``None``: as much as the machine has.
     """
 
     def __init__(self, device: Device, budget_bytes: int | None) -> None:
@@ -116,7 +116,7 @@ class Arena:
         self._records: dict[int, _Record] = {}
         self._cooling = Cooling()
         self._torn = False
-        self._lost: deque[weakref.ref[Place]] = deque()  # nothing interrupts a deque's ``append``
+        self._lost: deque[weakref.ref[Place]] = deque()  # a deque's ``append`` is atomic
         self._pins = device.capabilities.pinned_host
         self._top_bytes = self._expected_bytes = 0
         self._tops: deque[int] = deque(maxlen=_REMEMBERED)
@@ -125,7 +125,7 @@ class Arena:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the places that somebody has."""
+        """Bytes of the places in use."""
         self._audit()
         return self._used_bytes
 
@@ -137,7 +137,7 @@ class Arena:
 
     @property
     def state(self) -> ArenaState:
-        """What there is now."""
+        """The current state."""
         self._audit()
         return ArenaState(
             held_bytes=self._extents.size_bytes,
@@ -150,7 +150,7 @@ class Arena:
         )
 
     def expect(self, nbytes: int) -> None:
-        """Be ready for so many further bytes: the next chunk holds them, if the device gives one so large."""
+        """Expect this many further bytes: the next chunk holds them, if the device can allocate it."""
         self._expected_bytes = nbytes
 
     def take(self, nbytes: int, *, spare_bytes: int = 0) -> Place:
@@ -158,10 +158,10 @@ class Arena:
 
         Args:
             nbytes: Its size.
-            spare_bytes: How much of the budget must be left then.
+            spare_bytes: Bytes of the budget that must remain free.
 
         Raises:
-            CapError: The budget, or the machine, does not give it.
+            CapError: The budget or the machine's memory is exceeded.
         """
         self._audit()
         self._cooling.prune(self._device)
@@ -184,12 +184,12 @@ class Arena:
         return place
 
     def give(self, place: Place) -> None:
-        """Take a place back, in which a copy may still run. Harmless when repeated."""
+        """Release a place, in which a copy may still run. May be called repeatedly."""
         record = self._records.get(place.spans[0][0])
         if record is None or record.place() is not place:
             return
         if self._torn:
-            self._audit()  # before the counts are said to be right again
+            self._audit()  # before the counts are marked consistent
         self._torn = True
         self._cool(record)
         for first, length in record.spans:
@@ -198,10 +198,10 @@ class Arena:
         self._torn = False
 
     def trim(self, streams: Iterable[StreamHandle] = ()) -> None:
-        """Give back chunks that none of the last backwards needed, and in which no copy runs.
+        """Free chunks that none of the last backwards needed and in which no copy runs.
 
         Args:
-            streams: All that copy from or into its places.
+            streams: All streams that copy from or into its places.
         """
         self._audit()
         self._cooling.prune(self._device)
@@ -213,7 +213,7 @@ class Arena:
         self._gave_back = self._gave_back or len(self._chunks) < chunks
 
     def clear(self) -> None:
-        """Give back every chunk behind the last place, once its copies are done."""
+        """Free every chunk after the last place, once its copies are done."""
         self._audit()
         self._shrink(0, wait=True)
 
@@ -235,13 +235,13 @@ class Arena:
         return tuple(parts)
 
     def _cool(self, record: _Record) -> None:
-        # The guard first: an interrupt must find it, or the record, or both.
+        # The guard first: after an interrupt, it or the record must exist.
         for span in record.spans:
             self._cooling.add(span, record.guard)
         self._records.pop(record.spans[0][0], None)
 
     def _audit(self) -> None:
-        """Count anew from what is alive, if the counts may be wrong."""
+        """Recount from the live places, if the counts may be wrong."""
         if not self._torn and not self._lost:
             return
         self._torn = True
@@ -283,7 +283,7 @@ class Arena:
                 continue
             if self._pins and not pinned:
                 self._pins = False
-                # As text: a log record may be kept, and an error holds the frames it came through.
+                # As text: a log record may be kept, and an error references its frames.
                 _LOG.warning(
                     "cannot pin host memory (%s): using pageable memory, whose copies stall compute", str(cause)
                 )

@@ -1,8 +1,8 @@
 """Memory for bytes read back from disk.
 
-Fresh pages cost more than the read itself: the kernel must clear each one and map it in (measured: 60 to 70 ms of
-processor time for 256 MiB read into fresh memory, 10 ms into memory used before). So when a tensor dies, its memory is
-kept for the next read of that size, up to a bound, until ``trim``.
+Fresh pages cost more than the read itself: the kernel must clear and map each one (measured: 60 to 70 ms of processor
+time for 256 MiB read into fresh memory, 10 ms into used memory). So when a tensor dies, its memory is kept for the next
+read of that size, up to a limit, until ``trim``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ebbtide.store.extents import round_up
 
 @functools.lru_cache(maxsize=256)
 def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_ubyte]]:
-    """Return the type of an array of bytes; making one anew for each transfer costs more than asking for it."""
+    """Return the type of an array of bytes, cached: creating one per transfer costs more."""
     return ctypes.c_ubyte * nbytes
 
 
 def view_memory(address: int, nbytes: int) -> memoryview:
-    """Return a writable view of ``nbytes`` at ``address``; whoever calls keeps that memory alive."""
+    """Return a writable view of ``nbytes`` at ``address``; the caller keeps that memory alive."""
     return memoryview(_array(nbytes).from_address(address))
 
 
@@ -35,7 +35,7 @@ class Buffer:
     Args:
         nbytes: Bytes of the tensor.
         shift: Distance of its first byte from a page boundary.
-        pool: Where the memory goes when the tensor's storage dies; ``None``: back to the system.
+        pool: Receives the memory when the tensor's storage dies; ``None``: the system does.
     """
 
     def __init__(self, nbytes: int, shift: int, pool: BufferPool | None = None) -> None:
@@ -43,7 +43,7 @@ class Buffer:
         memory = pool.find(mapped) if pool else None
         if memory is None:
             memory = mmap.mmap(-1, mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # The array, not the map, is what the storage keeps alive: its death tells that the map can be used again.
+        # The storage keeps the array alive, not the map: when the array dies, the map can be reused.
         self._loan = _array(mapped).from_buffer(memory)
         if pool:
             weakref.finalize(self._loan, pool.give, memory).atexit = False
@@ -58,9 +58,8 @@ class Buffer:
 class BufferPool:
     """Spare maps, newest last, at most ``limit_bytes``.
 
-    Storages die in any thread, through the garbage collector inside ``find`` too, and an interrupt may strike at any
-    of these moments: so there is no lock to wait for, or to be left locked. One step of a ``deque`` is atomic; the
-    byte count may drift a little between them, until ``trim``.
+    Storages die in any thread, even through the garbage collector inside ``find``, and an interrupt may come at any
+    point, so there is no lock. Operations of a ``deque`` are atomic; the byte count may drift a little until ``trim``.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -79,14 +78,14 @@ class BufferPool:
             if len(memory) == mapped_bytes:
                 try:
                     self._spare.remove(memory)
-                except ValueError:  # it was dropped meanwhile, being the oldest
+                except ValueError:  # dropped meanwhile as the oldest
                     continue
                 self._spare_bytes -= mapped_bytes
                 return memory
         return None
 
     def give(self, memory: mmap.mmap) -> None:
-        """Keep a map that nobody uses any more; the oldest go back to the system when there are too many."""
+        """Keep an unused map; the oldest are freed when there are too many."""
         self._spare.append(memory)
         self._spare_bytes += len(memory)
         while self._spare_bytes > self._limit_bytes:
@@ -96,10 +95,10 @@ class BufferPool:
                 self._spare_bytes = 0
 
     def trim(self, *, limit_bytes: int | None = None) -> None:
-        """Give every spare map back to the system.
+        """Free all spare maps.
 
         Args:
-            limit_bytes: The bound from now on; ``None``: as before.
+            limit_bytes: The limit from now on; ``None``: unchanged.
         """
         if limit_bytes is not None:
             self._limit_bytes = limit_bytes

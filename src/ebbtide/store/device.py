@@ -1,13 +1,12 @@
-"""What a tier needs of a device: streams, events, memory and copies. Capabilities decide, never names.
+"""The device interface of a tier: streams, events, memory and copies. Capabilities decide, never names.
 
 [Note: ordering]
-A copy-out runs on its own stream after an event of the compute stream; a copy-in runs on another, into memory that was
-allocated on the compute stream, after that stream's position at that moment; compute waits for each slot's own event.
-All waits are between streams: the host waits for nothing in a step. As long as there is one compute stream, the
-allocator need not know of side streams (``record_stream``), because memory is dropped only after that stream waited for
-whoever used it. With several, a source may lie in memory of one compute stream and be saved on another: the wait is on
-the latter, and the allocator gives the memory back to the former. So from the second compute stream on, sources are
-recorded on the stream that saved them.
+A copy-out runs on its own stream after an event of the compute stream; a copy-in runs on another, into memory allocated
+on the compute stream, after that stream's position at the time; compute waits for each slot's event. All waits are
+between streams: the host waits for nothing in a step. With one compute stream, ``record_stream`` is not needed, because
+memory is dropped only after that stream waited for its users. With several, a source may be in memory of one compute
+stream and be saved on another: the wait is on the latter, but the allocator returns the memory to the former. So from
+the second compute stream on, sources are recorded on the stream that saved them.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ from typing import Any, Protocol
 import torch
 
 StreamHandle = Any
-"""A stream of some device; only that device looks inside."""
+"""A device's stream, opaque to others."""
 EventHandle = Any
-"""An event of some device; only that device looks inside."""
+"""A device's event, opaque to others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a device can do.
+    """The capabilities of a device.
 
     Attributes:
-        asynchronous_copies: Copies run beside compute, and events order them.
-        pinned_host: Host memory can be pinned, which is what makes them fast.
-        timed_events: Events keep the device's time; without it, no time of a copy or a stall is known.
+        asynchronous_copies: Copies overlap compute, and events order them.
+        pinned_host: Host memory can be pinned, which makes copies fast.
+        timed_events: Events have the device's time; without it, times of copies and stalls are unknown.
     """
 
     asynchronous_copies: bool
@@ -41,11 +40,11 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreeMemory:
-    """What an allocator of device memory has left.
+    """The free memory of a device's allocator.
 
     Attributes:
-        free_bytes: Bytes that it can give while it keeps what it has: those it keeps for reuse, and the device's own.
-        flushes: How often it gave back what it keeps, because there was too little.
+        free_bytes: Bytes available without flushing its cache: cached bytes and the device's free bytes.
+        flushes: How often it flushed its cache because memory ran out.
     """
 
     free_bytes: int
@@ -53,7 +52,7 @@ class FreeMemory:
 
 
 class Device(Protocol):
-    """A kind of device; where there are several, a ``torch.device`` says which one is meant."""
+    """A kind of device; a ``torch.device`` selects one of several."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -65,24 +64,24 @@ class Device(Protocol):
         ...
 
     def capturing(self) -> bool:
-        """Whether what the caller's thread asks of the device now is recorded in a graph, to be replayed later."""
+        """Whether the calling thread is capturing a device graph."""
         ...
 
     def compute_stream(self, where: torch.device) -> StreamHandle:
-        """Return the stream on which the caller's thread computes now. Never asked inside ``copy``."""
+        """Return the calling thread's compute stream. Never called inside ``copy``."""
         ...
 
     def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:
-        """Make a stream beside it; ``purpose`` (``"out"``, ``"in"``) names it in traces."""
+        """Make a side stream; ``purpose`` (``"out"``, ``"in"``) names it in traces."""
         ...
 
     def record(self, stream: StreamHandle, *, timed: bool = False) -> EventHandle:
-        """Return an event that happens when all that was asked of ``stream`` so far is done.
+        """Return an event after all work queued on ``stream`` so far.
 
         Args:
             stream: The stream.
-            timed: Whether ``elapsed_seconds`` will be asked for; such an event costs more. Without effect on a device
-                that cannot time events.
+            timed: Whether the event will be passed to ``elapsed_seconds``; such an event costs more. Without effect on
+                a device that cannot time events.
         """
         ...
 
@@ -91,19 +90,19 @@ class Device(Protocol):
         ...
 
     def query(self, event: EventHandle) -> bool:
-        """Whether the event has happened."""
+        """Whether the event has completed."""
         ...
 
     def synchronize(self, event: EventHandle) -> None:
-        """Make the host wait for the event. Only outside a step, or where the alternative is an error."""
+        """Make the host wait for the event. Only outside a step, or if the alternative is an error."""
         ...
 
     def elapsed_seconds(self, begin: EventHandle, end: EventHandle) -> float:
-        """Return the time between two timed events that have happened. Only of a device that can time events."""
+        """Return the time between two completed timed events. Only for a device that can time events."""
         ...
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
-        """Return fresh ``uint8`` memory of the compute stream, its storage exactly ``nbytes`` long.
+        """Return new ``uint8`` memory of the compute stream, with a storage of exactly ``nbytes``.
 
         Raises:
             torch.OutOfMemoryError: The device has no more.
@@ -111,22 +110,22 @@ class Device(Protocol):
         ...
 
     def free_memory(self, where: torch.device) -> FreeMemory | None:
-        """Return what the device's allocator has left; ``None``: not known."""
+        """Return the free memory of the device's allocator; ``None``: not known."""
         ...
 
     def record_use(self, tensor: torch.Tensor, stream: StreamHandle) -> None:
-        """Keep the tensor's memory, once it is dropped, until ``stream`` has done what it was asked for by then."""
+        """Keep a dropped tensor's memory until ``stream`` has finished the work queued by then."""
         ...
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
-        """Return fresh ``uint8`` host memory, at most ``nbytes`` of it and at least half of that.
+        """Return new ``uint8`` host memory: at most ``nbytes``, at least half of that.
 
-        Less, where the device's own allocator would hold more than was asked for; whoever needs more asks again. It
-        goes back to the system when nobody refers to it any more.
+        It is less if the device's allocator would round up; the caller requests the rest separately. It is freed with
+        its last reference.
 
         Args:
-            nbytes: Bytes wanted, a multiple of 64.
-            pinned: Whether it must be pinned; only asked of a device that can.
+            nbytes: Bytes to allocate, a multiple of 64.
+            pinned: Whether it must be pinned; only for a device that can.
 
         Raises:
             RuntimeError: There is none, or it cannot be pinned.
@@ -134,17 +133,17 @@ class Device(Protocol):
         ...
 
     def free_host(self, buffer: torch.Tensor) -> None:
-        """Note that no copy uses this host memory any more."""
+        """Note that no copy uses this host memory anymore."""
         ...
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: StreamHandle) -> None:
-        """Ask ``stream`` to copy; returns at once."""
+        """Queue a copy on ``stream``; returns at once."""
         ...
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: StreamHandle) -> None:
-        """Ask ``stream`` for several copies, given as target and source; returns at once."""
+        """Queue several copies, each a target and a source, on ``stream``; returns at once."""
         ...
 
     def copy_now(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy in order with compute and return when it is done."""
+        """Copy in order with compute, and return when done."""
         ...

@@ -1,4 +1,4 @@
-"""The disk tier: offloaded bytes wait in a file without a name; one thread writes it, one reads it."""
+"""The disk tier: offloaded bytes are in an unlinked file; one thread writes it, one reads it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULT_IN_FLIGHT_BYTES = 512 << 20
 class DiskSlot:
     """One storage on disk. See [Note: a slot's life]; made by ``DiskTier.park`` only.
 
-    It keeps its tier alive: a tier nobody closed ends with its last slot.
+    It keeps its tier alive: a tier that is never closed ends with its last slot.
     """
 
     __slots__ = ("__weakref__", "_parcel", "_tier", "_work")
@@ -33,7 +33,7 @@ class DiskSlot:
         self._tier, self._work, self._parcel = tier, work, parcel
 
     def __del__(self) -> None:
-        # A slot dropped on the way, by an interrupt in ``park``, must not hold its place for ever.
+        # A slot dropped by an interrupt in ``park`` must not keep its place forever.
         self.free()
 
     @property
@@ -73,7 +73,7 @@ class DiskSlot:
         return self._work.cancel(self._parcel)
 
     def prefetch(self) -> None:
-        """Ask for the bytes now; the reader begins when the copy-out is done and the window has room.
+        """Request the bytes now; the reader begins when the copy-out is done and the window has room.
 
         Raises:
             DiskError: The copy-out failed, the slot was freed, or the tier cannot be used.
@@ -82,7 +82,7 @@ class DiskSlot:
         self._work.prefetch(self._parcel)
 
     def put_back(self) -> None:
-        """Drop what a read has brought and nobody took, or withdraw it.
+        """Discard an unused read, or cancel it.
 
         Raises:
             DiskError: The tier cannot be used.
@@ -91,7 +91,7 @@ class DiskSlot:
         self._work.put_back(self._parcel)
 
     def take(self) -> torch.Tensor:
-        """Return the bytes in memory of their own.
+        """Return the bytes in new memory.
 
         Raises:
             DiskError: Either copy failed, the slot was freed, or the tier cannot be used.
@@ -104,7 +104,7 @@ class DiskSlot:
         return tensor
 
     def free(self) -> None:
-        """Give the place back; at any moment, in any thread, again and again."""
+        """Free the place; at any time, in any thread, repeatedly."""
         self._work.free(self._parcel)
 
 
@@ -115,8 +115,8 @@ class DiskTier:
         path: Directory on a disk; ``None``: the first usable of the temporary directory, ``/var/tmp`` and
             ``~/.cache/ebbtide``.
         budget_bytes: Most bytes the file may take; ``None``: as many as the disk gives.
-        in_flight_bytes: Window: ``park`` waits when more than this is queued to be written, and ``prefetch`` reads no
-            further ahead than this.
+        in_flight_bytes: Window: ``park`` waits when more than this is queued for writing, and ``prefetch`` reads at
+            most this far ahead.
 
     Raises:
         DiskError: The directory is missing, not writable, or in RAM.
@@ -139,7 +139,7 @@ class DiskTier:
         self._align_bytes = file.align_bytes
         self._room = Room(file, budget_bytes)
         self._work = DiskWork(file, self._room, window_bytes=in_flight_bytes, counters=self.counters)
-        # The threads hold the work, not the tier: a tier that is dropped and not closed lets them go.
+        # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
         weakref.finalize(self, self._work.close, join=False).atexit = False
         _LOG.debug("disk tier in %s, %s I/O", file.directory, "direct" if file.direct else "buffered")
 
@@ -154,7 +154,7 @@ class DiskTier:
         return True
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in RAM, which is what this tier spares."""
+        """Whether the tensor is in RAM, the memory that this tier saves."""
         return tensor.device.type == "cpu"
 
     def expect(self, nbytes: int) -> None:
@@ -165,18 +165,18 @@ class DiskTier:
         return False
 
     def stream_of(self, tensor: torch.Tensor) -> None:
-        """Return None: what the host computes is in order."""
+        """Return None: the host computes in order."""
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
         """Do nothing."""
 
     @property
     def stalls(self) -> Stalls:
-        """For whom compute waited."""
+        """Stalls of compute, by reader."""
         return self.counters.stalls
 
     def gauges(self) -> dict[str, int]:
-        """Return what is on disk and was moved, by name."""
+        """Return the bytes on disk and moved, by name."""
         parked, draining, _ = self._work.measure() if self._work.usable else (0, 0, 0)
         return {
             "disk_file_bytes": self._room.size_bytes,
@@ -193,7 +193,7 @@ class DiskTier:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that could still be parked: places free or draining, and what disk and budget let the file grow by.
+        """Bytes that could still be parked: free or draining places, and the growth that disk and budget allow.
 
         Raises:
             DiskError: The tier cannot be used.
@@ -234,21 +234,21 @@ class DiskTier:
             try:
                 found.append(self.park(source))
             except CapError as error:
-                found.append(error.with_traceback(None))  # whose frames would hold this list, and the slots in it
+                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
         return found
 
     def prefetch(self, slots: Sequence[DiskSlot]) -> int:
-        """Ask for the bytes of several slots; see ``DiskSlot.prefetch``. Returns 0: the reader waits for room."""
+        """Request the bytes of several slots; see ``DiskSlot.prefetch``. Returns 0: the reader waits for room."""
         for slot in slots:
             slot.prefetch()
         return 0
 
     def trim(self) -> None:
-        """Give spare read buffers back to the system."""
+        """Free spare read buffers."""
         if self._work.usable:
             self._work.measure()
             self._work.pool.trim()
 
     def close(self) -> None:
-        """Drop what has not begun, join the threads, give the disk back. Harmless when repeated."""
+        """Drop queued work, join the threads, free the disk. May be called repeatedly."""
         self._work.close(join=True)

@@ -1,16 +1,14 @@
-"""The two threads of the disk tier, and the queues before them.
+"""The two threads of the disk tier, and their queues.
 
-[Note: who may hold the lock]
-One lock guards the queues. ``free()`` is called by dying tickets: in any thread, and through the garbage collector even
-in a thread that holds the lock already. So it never asks for the lock: it leaves the parcel in ``_dead``, and whoever
-takes the lock next settles first. (To try for the lock is no way out: an interrupt just after would leave it locked.)
-For the same reason nothing is dropped under the lock whose death could run foreign code: sources and targets go to
-``_trash``, which is emptied after the lock is released.
+[Note: who may hold the lock] One lock guards the queues. ``free()`` is called by dying tickets: in any thread, and
+through the garbage collector even in a thread that already holds the lock. So it never takes the lock: it leaves the
+parcel in ``_dead``, and the next holder of the lock processes it first. (Trying the lock does not help: an interrupt
+right after would leave it locked.) For the same reason no object whose destructor could run foreign code is dropped
+under the lock: sources and targets go to ``_trash``, which is emptied after the lock is released.
 
-[Note: who has a place]
-A live slot has its place. When the slot dies, the place is *draining* as long as a thread writes or reads there
-(``_writing``, ``_reading``): nobody uses it, and nobody may be given it. Then it is free. No count says so that an
-interrupt could tear: ``_audit`` finds the slots that are dead, even if their destructors were interrupted.
+[Note: who has a place] A live slot has its place. When the slot dies, the place is *draining* while a thread writes or
+reads there (``_writing``, ``_reading``): it is unused but cannot be reassigned. Then it is free. No counter tracks
+this, because an interrupt could corrupt it: ``_audit`` finds dead slots, even if their destructors were interrupted.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ from ebbtide.store.room import Room
 from ebbtide.store.waiting import wait_held
 
 _WAKE_SECONDS = 5.0
-"""How often a waiting thread looks whether the other side is still alive."""
+"""How often a waiting thread checks whether the other side is still alive."""
 
 
 class DiskWork:
     """Queues, threads and their lock.
 
     Args:
-        file: Where bytes go; closed by the last thread that leaves.
+        file: The backing file; closed by the last thread that ends.
         room: The places in it.
         window_bytes: Most bytes queued to be written before ``park`` waits, and most bytes read ahead.
-        counters: Where to count.
+        counters: Receives the counts.
     """
 
     def __init__(self, file: BackingFile, room: Room, *, window_bytes: int, counters: TierCounters) -> None:
@@ -53,7 +51,7 @@ class DiskWork:
         self.pool = BufferPool(window_bytes // 4)
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        # Three conditions, so that a write that ends wakes who waits for it and not an idle reader.
+        # Three conditions, so that the end of a write wakes its waiters and not an idle reader.
         self._to_write = threading.Condition(self._lock)
         self._to_read = threading.Condition(self._lock)
         self._done = threading.Condition(self._lock)
@@ -75,11 +73,11 @@ class DiskWork:
 
     @property
     def usable(self) -> bool:
-        """Whether this process may use the tier; a dead ticket in a forked child asks first."""
+        """Whether this process may use the tier; checked first by dead tickets in a forked child."""
         return not self._closed and os.getpid() == self._pid
 
     def check_usable(self) -> None:
-        """Raise if nothing can be asked any more.
+        """Raise if the tier is unusable.
 
         Raises:
             DiskError: Forked, closed, or a thread has died.
@@ -92,7 +90,7 @@ class DiskWork:
             raise self._broken.error()
 
     def check(self, parcel: Parcel) -> None:
-        """Raise if the parcel's bytes cannot come back.
+        """Raise if the parcel's bytes cannot be restored.
 
         Raises:
             DiskError: Its write failed, it was freed, or the tier cannot be used.
@@ -104,7 +102,7 @@ class DiskWork:
             raise DiskError("a slot is used after it was freed or cancelled", hint="keep its ticket alive")
 
     def measure(self) -> tuple[int, int, int]:
-        """Return bytes of places that live slots have, of places that are draining, and that could still be parked."""
+        """Return the bytes of live slots' places, of draining places, and those that could still be parked."""
         with self._lock:
             draining = self._audit()
             found = self._room.used_bytes - draining, draining, self._room.free_bytes + draining
@@ -112,11 +110,11 @@ class DiskWork:
         return found
 
     def park(self, parcel: Parcel, slot: object) -> None:
-        """Queue a write; waits first if the window is full, or if the disk is and a place is draining.
+        """Queue a write; waits first if the window is full, or if the disk is full and a place is draining.
 
         Args:
-            parcel: What to write.
-            slot: Whose death frees the place.
+            parcel: The bytes to write.
+            slot: Its death frees the place.
 
         Raises:
             DiskFullError: Budget or disk cannot hold it.
@@ -133,14 +131,14 @@ class DiskWork:
                 except DiskFullError:
                     if not again:
                         raise
-                self._wait_until(lambda: not self._audit())  # it may only look full: of places lost, or draining
+                self._wait_until(lambda: not self._audit())  # lost or draining places may make it look full
             self._writes.append(parcel)
-            self._out_bytes += need  # after what it counts: too little loosens the window, too much would wait for ever
+            self._out_bytes += need  # last: too low a count widens the window, too high would wait forever
             self._to_write.notify()
         self._trash.clear()
 
     def wait_parked(self, parcel: Parcel) -> None:
-        """Wait until the write has ended."""
+        """Wait for the end of the write."""
         with self._lock:
             self._settle()
             self._hasten(parcel)
@@ -166,7 +164,7 @@ class DiskWork:
         self._trash.clear()
 
     def put_back(self, parcel: Parcel) -> None:
-        """Drop a read that nobody took."""
+        """Discard an unused read."""
         with self._lock:
             self._settle()
             self._drop_read(parcel)
@@ -183,7 +181,7 @@ class DiskWork:
                 self._to_read.notify()
                 self._wait_until(lambda: read.done)
             except BaseException:
-                # An interrupt, or a dead worker: leave the read where free() and the next take() find it.
+                # An interrupt or a dead worker: leave the read for free() and the next take().
                 parcel.read = parcel.read or read
                 raise
             self._claim(read)
@@ -193,12 +191,12 @@ class DiskWork:
         return read.tensor
 
     def free(self, parcel: Parcel) -> None:
-        """Give the place back once no thread uses it. See [Note: who may hold the lock]."""
+        """Free the place once no thread uses it. See [Note: who may hold the lock]."""
         if parcel.state is not ParcelState.DEAD and self.usable:
             self._dead.append(parcel)
 
     def close(self, *, join: bool) -> None:
-        """Let the threads go after what they do now, and ``join`` them but in a finaliser, which could deadlock."""
+        """End the threads after their current work, and ``join`` them, except in a finalizer, which could deadlock."""
         if os.getpid() != self._pid:
             return
         self._closed = True
@@ -224,14 +222,14 @@ class DiskWork:
         self._counters.stalls.add_since(started)
 
     def _ask(self, parcel: Parcel) -> Read:
-        read = parcel.read = Read(parcel)  # there first: interrupted, the next who asks takes it up
+        read = parcel.read = Read(parcel)  # first: after an interrupt, the next caller continues
         self._reads.append(read)
         self._to_read.notify()
         return read
 
     def _hasten(self, parcel: Parcel) -> None:
         if parcel.state is ParcelState.QUEUED:
-            self._writes.appendleft(parcel)  # its old place stays, to be skipped: moved, an interrupt could lose it
+            self._writes.appendleft(parcel)  # the old position is skipped: an interrupt could lose a moved one
 
     def _wake_all(self) -> None:
         for condition in (self._to_write, self._to_read, self._done):
@@ -246,10 +244,10 @@ class DiskWork:
     def _settle(self) -> None:
         while self._dead:
             self._release_place(self._dead[0])
-            self._dead.popleft()  # last: a burial that was interrupted is done again
+            self._dead.popleft()  # last: an interrupted release is repeated
 
     def _audit(self) -> int:
-        """Mend what an interrupt tore, and return the bytes that are draining. See [Note: who has a place]."""
+        """Repair the state after an interrupt, and return the draining bytes. See [Note: who has a place]."""
         self._settle()
         for parcel in self._room.dead(self._writing, self._reading):
             self._release_place(parcel)
@@ -260,7 +258,7 @@ class DiskWork:
         return draining
 
     def _release_place(self, parcel: Parcel) -> None:
-        """Forget a parcel; harmless when repeated, as it is after an interrupt."""
+        """Forget a parcel; may be repeated, as after an interrupt."""
         self._trash.append(parcel)
         if parcel.state is ParcelState.QUEUED:
             discard(self._writes, parcel)
@@ -296,7 +294,7 @@ class DiskWork:
         broken: Fault | None = None
         try:
             loop()
-        except BaseException as error:  # whatever it was, those who wait must hear of it
+        except BaseException as error:  # waiters must be notified of any error
             broken = Fault(f"the {name} thread of the disk tier", error, hint="close this handle and open a new one")
         with self._lock:
             self._broken = self._broken or broken
@@ -335,12 +333,12 @@ class DiskWork:
             self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is ParcelState.DEAD)
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
-        parcel.source = None  # before anybody hears that it is parked: whoever waited for that finds the memory free
+        parcel.source = None  # before it is marked as parked: waiters must find the memory free
         with self._lock:
             self._counters.out_bytes += 0 if fault else parcel.nbytes
             self._counters.copied_out(0 if fault else parcel.nbytes, time.perf_counter() - started)
             parcel.fault = fault
-            self._written(parcel)  # first: should this die, nobody finds the parcel parked
+            self._written(parcel)  # first: if this fails, the parcel is never marked as parked
             if parcel.state is ParcelState.WRITING:
                 parcel.state = ParcelState.FAILED if fault else ParcelState.PARKED
             self._writing = None

@@ -1,4 +1,4 @@
-"""Places in a growing file, or in host memory: a first-fit free list."""
+"""Places in a growing file or in host memory: a first-fit free list."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Extents:
 
     @property
     def tail_bytes(self) -> int:
-        """Free bytes at the very end of the file: growing it by less than is needed can use them."""
+        """Free bytes at the end of the file; with them it need not grow by the full size."""
         if self._free and sum(self._free[-1]) == self.size_bytes:
             return self._free[-1][1]
         return 0
@@ -68,13 +68,13 @@ class Extents:
         return None
 
     def gather(self, nbytes: int) -> list[tuple[int, int]] | None:
-        """Take several places, the largest free ones first, so that they are few.
+        """Take several places, the largest free ones first, to have few.
 
         Args:
             nbytes: Bytes that they must hold together; rounded up to the alignment.
 
         Returns:
-            Their offsets and lengths, or ``None``, and nothing is taken, if there are not so many free bytes.
+            Their offsets and lengths, or ``None``, with nothing taken, if there are too few free bytes.
         """
         need = round_up(nbytes, self._align_bytes)
         found: list[tuple[int, int]] = []
@@ -94,10 +94,10 @@ class Extents:
         return found
 
     def release(self, offset: int, nbytes: int) -> None:
-        """Give back the place that ``reserve(nbytes)`` returned at ``offset``.
+        """Free the place that ``reserve(nbytes)`` returned at ``offset``.
 
         Raises:
-            ValueError: The place overlaps one that is free: it was given back twice.
+            ValueError: The place overlaps a free one: it was freed twice.
         """
         self._insert(offset, round_up(nbytes, self._align_bytes))
 
@@ -108,13 +108,13 @@ class Extents:
         self._insert(offset, nbytes)
 
     def cut(self, size_bytes: int) -> None:
-        """Take free bytes off the end.
+        """Remove free bytes from the end.
 
         Args:
-            size_bytes: What is left, no less than all but ``tail_bytes``.
+            size_bytes: The new size, at least the old one less ``tail_bytes``.
 
         Raises:
-            ValueError: A place lies there.
+            ValueError: A place is in the removed part.
         """
         if size_bytes < self.size_bytes - self.tail_bytes:
             raise ValueError(

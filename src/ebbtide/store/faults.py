@@ -8,26 +8,26 @@ import os
 from ebbtide.base.errors import DiskError, DiskFullError
 
 FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a system says when a disk, a quota or a file-size limit holds no more."""
+"""Errors of a full disk, quota or file-size limit."""
 
 
 class Fault:
-    """What went wrong in a thread.
+    """An error in a thread.
 
-    It makes a fresh error each time it is raised: one object raised twice chains tracebacks, and with them the tensors
-    in their frames, for as long as it lives.
+    Each raise makes a new exception: one object raised twice chains tracebacks, and keeps the tensors in their frames
+    alive as long as it lives.
 
     Args:
-        doing: What failed, for people.
-        cause: The exception that was caught.
-        hint: What to do; ``None``: what helps against a bad or full disk.
+        doing: The failed operation, for the message.
+        cause: The caught exception.
+        hint: What to do; ``None``: advice for a bad or full disk.
     """
 
     def __init__(self, doing: str, cause: BaseException, *, hint: str | None = None) -> None:
         self._doing, self._cause, self._hint = doing, cause.with_traceback(None), hint
 
     def error(self) -> DiskError:
-        """Return the error to raise, chained to what the system said."""
+        """Return the error to raise, chained to the system's."""
         cause = self._cause
         full = isinstance(cause, OSError) and cause.errno in FULL_ERRNOS
         made = (DiskFullError if full else DiskError)(
@@ -41,7 +41,7 @@ class Fault:
 
 
 def forked_error(owner: int) -> DiskError:
-    """Return the error for a tier that the process ``owner`` opened and a child of it uses."""
+    """Return the error for a tier opened by process ``owner`` and used in a child of it."""
     return DiskError(
         f"a disk tier of process {owner} is used in its forked child {os.getpid()}",
         expected="one tier per process: threads do not survive a fork",

@@ -1,9 +1,8 @@
-"""The last copies in host memory, which its next user must wait for.
+"""The last copies in host memory, for which its next user must wait.
 
-[Note: guards]
-Host memory is used again while a copy may still run in it. Its next user waits, on its own stream, for the event of
-the copy before. A copy is *claimed* before it is asked for: if an interrupt strikes between asking and recording its
-event, an event recorded later, on the stream that was claimed, stands for it. So no interrupt can lose a copy.
+[Note: guards] Host memory is reused while a copy may still run in it. Its next user waits, on its own stream, for the
+event of the previous copy. A copy is *claimed* before it is queued: if an interrupt comes before its event is recorded,
+an event recorded later on the claimed stream replaces it. So no interrupt can lose a copy.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from collections.abc import Iterable, Iterator
 from ebbtide.store.device import Device, EventHandle, StreamHandle
 
 Span = tuple[int, int]
-"""Offset and length of some bytes."""
+"""Offset and length of a byte range."""
 
 _FIRST, _END = operator.itemgetter(0), operator.itemgetter(1)
 
 
 class Guard:
-    """The last copy in a place; before there is one, the copies of those who had its bytes. See [Note: guards].
+    """The last copy in a place; before the first, the copies of earlier owners of its bytes. See [Note: guards].
 
     Args:
-        earlier: Guards of whom the first copy must wait for.
+        earlier: Guards for which the first copy must wait.
     """
 
     __slots__ = ("_earlier", "_event", "_stream")
@@ -35,18 +34,18 @@ class Guard:
         self._event: EventHandle | None = None
 
     def claim(self, stream: StreamHandle) -> None:
-        """Note that ``stream``, which waits for ``events``, is about to be asked for a copy."""
+        """Note that a copy is about to be queued on ``stream``, which waits for ``events``."""
         self._event = None
         self._stream = stream
         self._earlier = ()
 
     @property
     def claimed(self) -> bool:
-        """Whether a copy was asked for, or is about to be."""
+        """Whether a copy was queued, or is about to be."""
         return self._stream is not None
 
     def leaves(self) -> Iterator[Guard]:
-        """Return the guards that have had a copy: this one, or those before it."""
+        """Return the guards with a copy: this one, or those before it."""
         if self.claimed:
             yield self
         else:
@@ -54,17 +53,17 @@ class Guard:
                 yield from guard.leaves()
 
     def events(self, device: Device) -> list[EventHandle]:
-        """Return what must have happened before the bytes are used by another stream."""
+        """Return the events that another stream must wait for before it uses the bytes."""
         return [leaf.done(device) for leaf in self.leaves()]
 
     def done(self, device: Device, *, timed: bool = False) -> EventHandle:
-        """Return the event of the copy that was claimed, recording it if that was not done yet."""
+        """Return the event of the claimed copy; record it if necessary."""
         if self._event is None:
             self._event = device.record(self._stream, timed=timed)
         return self._event
 
     def finish(self, event: EventHandle) -> None:
-        """Take the event of the copy that was claimed from whoever recorded it for several copies."""
+        """Set the event of the claimed copy, which was recorded for several copies."""
         self._event = event
 
     def quiet(self, device: Device) -> bool:
@@ -73,23 +72,23 @@ class Guard:
 
 
 class Cooling:
-    """Which guard holds for which bytes that were given back: disjoint spans in order of offset.
+    """The guards of released bytes: disjoint spans, sorted by offset.
 
-    Spans are forgotten by *generation*, without a look at each: an event is recorded on every stream that copies, and
-    once it has happened, so have the copies of all spans that were given back before it. Each change is one assignment,
-    so that an interrupt leaves the spans before it or after it.
+    Spans are dropped by *generation*, without inspecting each: an event is recorded on every copying stream, and once
+    it has completed, so have the copies of all spans released before it. Each change is one assignment, so an interrupt
+    leaves a consistent list.
     """
 
     def __init__(self) -> None:
         self._spans: list[tuple[int, int, Guard, int]] = []  # first byte, end, guard, generation
         self._generation = 0
-        self._marks: list[EventHandle] = []  # when they have happened, older generations are quiet
+        self._marks: list[EventHandle] = []  # when they have completed, older generations are quiet
 
     def __len__(self) -> int:
         return len(self._spans)
 
     def add(self, span: Span, guard: Guard) -> None:
-        """Let ``guard`` hold for these bytes; whatever held for them before is covered by it."""
+        """Set ``guard`` for these bytes; it covers their earlier guards."""
         first, end = span[0], span[0] + span[1]
         low, high = self._range(first, end)
         between = [(first, end, guard, self._generation)]
@@ -102,7 +101,7 @@ class Cooling:
         self._spans[low:high] = between
 
     def over(self, spans: Iterable[Span]) -> list[Guard]:
-        """Return the guards that hold for any of these bytes, each once."""
+        """Return the guards of any of these bytes, each once."""
         found: dict[int, Guard] = {}
         for first, length in spans:
             low, high = self._range(first, first + length)
@@ -111,21 +110,21 @@ class Cooling:
         return list(found.values())
 
     def mark(self, device: Device, streams: Iterable[StreamHandle]) -> None:
-        """End a generation, unless an earlier one is still awaited.
+        """End a generation, unless an earlier one is pending.
 
         Args:
-            device: Whose streams they are.
-            streams: All that copy from or into these bytes.
+            device: The device of the streams.
+            streams: All streams that copy from or into these bytes.
         """
         if self._spans and not self._marks:
             marks = [device.record(stream) for stream in streams]
-            self._generation += 1  # first: what is given back from here on is not covered by the marks
+            self._generation += 1  # first: bytes released from here on are not covered by the marks
             self._marks = marks
-            if not marks:  # no copy was ever asked of a stream
+            if not marks:  # no copy was ever queued
                 self._spans = [span for span in self._spans if not span[2].quiet(device)]
 
     def prune(self, device: Device) -> None:
-        """Forget the spans whose copies are known to be done: one question for a stream, however many spans."""
+        """Drop the spans whose copies are done: one query per stream, for any number of spans."""
         if self._marks and all(map(device.query, self._marks)):
             self._spans = [span for span in self._spans if span[3] == self._generation]
             self._marks = []

@@ -1,14 +1,13 @@
-"""How much may be brought in ahead of its reader before the device's allocator must give back what it keeps.
+"""Limit prefetches so that the device's allocator does not flush its cache.
 
-[Note: headroom]
-Before torch's allocator raises, it gives back all memory that it keeps for reuse: the device stands still, and each
-further allocation asks the driver again. A prefetch must not cause that, for nobody needs its bytes yet. So the device
-is asked for what is free before bytes are copied in ahead of their reader; what a reader itself needs is never refused
-here. Bytes that are ahead may also leave too little for compute, whose allocations then have the cache given back: the
-allocator counts that, and once it happened the next prefetch is refused, which makes the window smaller.
+[Note: headroom] Before torch's allocator raises, it frees all cached memory: the device synchronizes, and each later
+allocation calls the driver. A prefetch must not cause that, because its bytes are not needed yet. So free memory is
+queried before a prefetch; copy-ins for a waiting reader are never refused here. Prefetched bytes may also leave too
+little memory for compute, whose allocations then flush the cache: the allocator counts flushes, and after one the next
+prefetch is refused, which shrinks the window.
 
-The question costs the host some tens of microseconds, so one answer serves for half of what was free then, and for at
-most as much as the link moves in a few milliseconds.
+The query costs the host some tens of microseconds, so one result is used for half of the memory that was free then, and
+at most for the bytes that the link moves in a few milliseconds.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from ebbtide.base.units import format_size
 from ebbtide.store.device import Device
 
 _MOST_BYTES = 256 << 20
-"""Brought in on one answer: what compute takes meanwhile is not known."""
+"""Most bytes copied in per query: compute's allocations in the meantime are unknown."""
 
 
 class Headroom:
-    """Bytes that may still be copied in ahead, by device. See [Note: headroom]."""
+    """Bytes that may still be prefetched, by device. See [Note: headroom]."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -33,18 +32,18 @@ class Headroom:
         self._flushes: dict[torch.device, int] = {}
 
     def forget(self) -> None:
-        """Ask anew next time."""
+        """Query again next time."""
         self._left_bytes.clear()
 
     def take(self, sizes: Sequence[int], where: torch.device) -> int:
-        """Count bytes that are about to be copied in ahead, and return for how many of the sizes there is room.
+        """Count bytes that are about to be prefetched, and return how many of the sizes fit.
 
         Args:
             sizes: Bytes of each, not empty.
             where: The device.
 
         Raises:
-            torch.OutOfMemoryError: There is no room for the first. The allocator was not asked, and keeps what it has.
+            torch.OutOfMemoryError: The first does not fit. The allocator was not called and keeps its cache.
         """
         for taken, nbytes in enumerate(sizes):
             try:

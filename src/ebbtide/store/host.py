@@ -1,4 +1,4 @@
-"""The host tier: offloaded bytes wait in host memory; streams copy them beside compute. See [Note: ordering]."""
+"""The host tier: offloaded bytes are in host memory; streams copy them while compute runs. See [Note: ordering]."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class HostTier:
     """A tier in host memory over a ``Device``.
 
     Args:
-        device: Where the scarce memory is.
-        budget_bytes: Most bytes of host memory; ``None``: what the machine gives.
-        synchronous: Copy in order with compute, and wait: for devices whose asynchronous copies are not to be trusted.
-            Chosen by itself where the device has none.
+        device: The device whose memory is to be saved.
+        budget_bytes: Most bytes of host memory; ``None``: as much as the machine has.
+        synchronous: Copy in order with compute, and wait: for devices with unreliable asynchronous copies; automatic
+            for devices without any.
     """
 
     def __init__(self, device: Device, *, budget_bytes: int | None = None, synchronous: bool = False) -> None:
@@ -39,7 +39,7 @@ class HostTier:
         self.copies = HostCopies(device, self._counters, synchronous=self.synchronous)
         self._lock = threading.Lock()
         self._dead: deque[HostSlot] = deque()
-        self._leaving: deque[HostSlot] = deque()  # dead, and their copy-out still runs
+        self._leaving: deque[HostSlot] = deque()  # dead slots whose copy-out is running
         self._closed = False
 
     @property
@@ -49,23 +49,23 @@ class HostTier:
 
     @property
     def can_cancel(self) -> bool:
-        """False: what was asked of a stream is done."""
+        """False: work queued on a stream cannot be cancelled."""
         return False
 
     @property
     def stalls(self) -> Stalls:
-        """For whom compute waited."""
+        """Stalls of compute, by reader."""
         return self._counters.stalls
 
     @property
     def counters(self) -> TierCounters:
-        """What was moved; times are those of copies and waits that are known to be over, if the device keeps time."""
+        """Moved bytes; times are those of completed copies and waits, if the device has timed events."""
         with self._lock:
             self.copies.harvest()
         return self._counters
 
     def gauges(self) -> dict[str, int]:
-        """Return what host memory is held, by name."""
+        """Return the figures of host memory, by name."""
         state = self.arena
         return {
             "host_held_bytes": state.held_bytes,
@@ -84,7 +84,7 @@ class HostTier:
 
     @property
     def arena(self) -> ArenaState:
-        """What host memory is held for them."""
+        """The state of their host memory."""
         with self._lock:
             self._settle()
             return self._arena.state
@@ -101,17 +101,17 @@ class HostTier:
         return self.device.owns(tensor)
 
     def capturing(self) -> bool:
-        """Whether the device records what the caller asks of it in a graph."""
+        """Whether the caller is capturing a device graph."""
         return self.device.capturing()
 
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
-        """Return the stream on which the caller computes now, where a tensor lies."""
+        """Return the caller's compute stream on a tensor's device."""
         return self.device.compute_stream(tensor.device)
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
         """Order the caller after another stream, if ``tensor`` was made there, and keep its memory until it was read.
 
-        A tensor that was restored for one reader may have a second one on another stream, who waited for no copy.
+        A tensor restored for one reader may have a second one on another stream, which did not wait for the copy.
         """
         now = self.stream_of(tensor)
         if stream is not None and now != stream:
@@ -119,11 +119,11 @@ class HostTier:
             self.device.record_use(tensor, now)
 
     def park(self, source: torch.Tensor, *, spare_bytes: int = 0) -> HostSlot:
-        """Begin to copy out ``source``; its memory must stay until the slot is parked.
+        """Begin to copy out ``source``, whose memory must stay until the slot is parked.
 
         Args:
             source: One-dimensional contiguous ``uint8`` view on the device; not empty.
-            spare_bytes: How much of the budget must be left free.
+            spare_bytes: Bytes of the budget that must remain free.
 
         Raises:
             CapError: The host budget is reached.
@@ -143,13 +143,13 @@ class HostTier:
         Args:
             sources: As for ``park``.
             compute: The stream on which they were made; None: the caller's.
-            spare_bytes: How much of the budget must be left free.
+            spare_bytes: Bytes of the budget that must remain free.
 
         Returns:
-            For each source its slot, or why it has none.
+            For each source its slot, or the error that prevented one.
 
         Raises:
-            ConfigError: A source is not as it must be.
+            ConfigError: A source is not such a tensor.
             TargetError: The tier is closed.
         """
         self._check(None)
@@ -160,7 +160,7 @@ class HostTier:
             try:
                 place = self._take(source.numel(), spare_bytes)
             except CapError as error:
-                found.append(error.with_traceback(None))  # whose frames would hold this list, and the slots in it
+                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
                 continue
             slot = HostSlot(self, place, source.device)
             found.append(slot)
@@ -170,9 +170,9 @@ class HostTier:
         return found
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
-        """Return a slot with bytes that lie in pageable memory, as if they had been parked from ``where``.
+        """Return a slot with bytes from pageable memory, as if they had been parked from ``where``.
 
-        The host copies them at once, and waits before that for copies that still use the memory it copies into.
+        The host copies them at once, after waiting for copies that still use the target memory.
 
         Raises:
             CapError: The host budget is reached.
@@ -187,15 +187,15 @@ class HostTier:
         return HostSlot(self, place, where)
 
     def expect(self, nbytes: int) -> None:
-        """Take host memory for so many further bytes at once, when some is taken next."""
+        """Reserve host memory for this many further bytes at the next allocation."""
         with self._lock:
             self._arena.expect(nbytes)
 
     def prefetch(self, slots: Sequence[HostSlot]) -> int:
-        """Begin the copies-in of several slots, unless they have begun; see ``Tier.prefetch`` and [Note: headroom].
+        """Begin the copy-ins of several slots, unless they have begun; see ``Tier.prefetch`` and [Note: headroom].
 
         Raises:
-            torch.OutOfMemoryError: The device has no room for the first, whose bytes nobody needs yet.
+            torch.OutOfMemoryError: The device has no room for the first, whose bytes are not needed yet.
             TargetError: A slot was freed, or the tier is closed.
         """
         for slot in slots:
@@ -218,7 +218,7 @@ class HostTier:
         return len(fresh) - begun
 
     def put_back(self, slot: HostSlot) -> None:
-        """Drop the copy-in of ``slot`` that nobody took."""
+        """Discard an unused copy-in of ``slot``."""
         self._check(slot)
         self.copies.drop(slot)
 
@@ -236,24 +236,24 @@ class HostTier:
         compute, ahead = self.device.compute_stream(slot.where), slot.ahead
         if ahead is None or ahead.done is None:
             (ahead,) = self.copies.into([slot])
-        elif ahead.compute != compute:  # whose memory would be used again while this one still reads
+        elif ahead.compute != compute:  # whose memory would be reused while this one still reads
             self.device.record_use(ahead.target, compute)
         self.copies.stall(compute, ahead.done)
-        slot.ahead = None  # not before compute waits: its memory must not be dropped while the copy runs
+        slot.ahead = None  # only after compute waits: the memory must not be dropped while the copy runs
         return ahead.target
 
     def wait_copied(self, slot: HostSlot) -> None:
-        """Make the host wait for the copy-out of ``slot``. Only where the alternative is an error."""
+        """Make the host wait for the copy-out of ``slot``. Only if the alternative is an error."""
         if slot.done is not None:
             self.device.synchronize(slot.done)
 
     def release(self, slot: HostSlot) -> None:
-        """Take back a freed slot's place, when the lock is taken next. Called by dying tickets in any thread.
+        """Queue a freed slot's place for release by the next holder of the lock. Called by dying tickets in any thread.
 
-        A ticket may die through the collector while this very thread holds the lock: so it is not asked for here.
+        The garbage collector may kill a ticket while this thread holds the lock, so the lock is not taken here.
         """
         self._dead.append(slot)
-        if self._closed and self._lock.acquire(blocking=False):  # nobody may come any more
+        if self._closed and self._lock.acquire(blocking=False):  # there may be no next holder
             try:
                 self._settle()
                 self._arena.clear()
@@ -261,7 +261,7 @@ class HostTier:
                 self._lock.release()
 
     def trim(self) -> None:
-        """Give back host memory that the last backwards did not need."""
+        """Free host memory that the last backwards did not need."""
         self._headroom.forget()
         with self._lock:
             self.copies.harvest()
@@ -269,7 +269,7 @@ class HostTier:
             self._arena.trim(self.copies.streams)
 
     def close(self) -> None:
-        """Wait for copies and give host memory back. Harmless when repeated."""
+        """Wait for copies and free host memory. May be called repeatedly."""
         if self._closed:
             return
         with self._lock:
@@ -290,12 +290,12 @@ class HostTier:
             raise freed_error()
 
     def _settle(self) -> None:
-        # Each step may be interrupted and is then done again: what is dropped or forgotten comes last.
+        # An interrupted step is repeated, so references are dropped last.
         while self._dead:
             slot = self._dead[0]
             self.copies.drop(slot)
             if slot.source is not None:
-                if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # asked, and interrupted
+                if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
                     slot.done = slot.place.guard.done(self.device)
                 self._leaving.append(slot)
             if slot.place is not None:
@@ -307,7 +307,7 @@ class HostTier:
 
 
 def _check_source(source: torch.Tensor) -> None:
-    """Raise if a tensor is not what can be parked.
+    """Raise if a tensor cannot be parked.
 
     Raises:
         ConfigError: It is not.

@@ -1,9 +1,8 @@
-"""Copies between a device and host memory: asked of streams in groups, ordered by events, and timed.
+"""Copies between a device and host memory: queued in groups, ordered by events, and timed.
 
-[Note: groups]
-Asking a device for something costs the host microseconds: an event recorded, a wait, a stream entered. So copies that
-are asked for together share all of that but the copies themselves. Each storage keeps a place and memory of its own:
-both are free as soon as that storage is no longer needed, whatever else was in its group.
+[Note: groups] Each device call costs the host microseconds: recording an event, a wait, entering a stream. So copies
+that are queued together share all calls but the copies themselves. Each storage has its own place and memory, which are
+freed as soon as it is no longer needed, independent of its group.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from ebbtide.store.hostslot import HostCopyIn, HostSlot
 _MOST_SPANS = 4096
 
 Out = tuple[HostSlot, Place, torch.Tensor]
-"""A slot, where its bytes go, and its source."""
+"""A slot, its place, and its source."""
 
 _Span = tuple[Callable[[float], None], EventHandle, EventHandle]
-"""Told of the seconds between two events, when both have happened."""
+"""Called with the seconds between two events once both have completed."""
 
 
 class HostCopies:
-    """Asks streams for copies, and knows their times. See [Note: groups] and [Note: ordering].
+    """Queues copies and times them. See [Note: groups] and [Note: ordering].
 
     Args:
         device: Its streams copy.
-        counters: Where to count.
+        counters: Receives the counts.
         synchronous: Copy in order with compute, and wait.
     """
 
@@ -75,7 +74,7 @@ class HostCopies:
         for slot, _, source in group:
             slot.source, slot.compute = source, compute
             if several:
-                device.record_use(source, compute)  # which waits for the copy before the source is dropped
+                device.record_use(source, compute)  # it waits for the copy before the source is dropped
         device.wait(out, device.record(compute))
         for event in _each_once(event for _, place, _ in group for event in place.guard.events(device)):
             device.wait(out, event)
@@ -96,7 +95,7 @@ class HostCopies:
             slots: Not empty.
 
         Returns:
-            The copies that have begun: of all slots, or of the first ones, for which the device has room.
+            The copies that have begun: of all slots, or of the first ones if the device has no more room.
 
         Raises:
             TargetError: One was freed.
@@ -133,7 +132,7 @@ class HostCopies:
         return begun
 
     def drop(self, slot: HostSlot) -> None:
-        """Drop a copy-in that nobody took: its memory goes back to a stream that must not run before the copy."""
+        """Discard an unused copy-in: its memory returns to a stream that must not run before the copy."""
         if slot.ahead is not None:
             done = slot.ahead.done
             self.stall(slot.ahead.compute, self.device.record(slot.ahead.into) if done is None else done)
@@ -150,13 +149,13 @@ class HostCopies:
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
     def harvest(self) -> None:
-        """Count the times of copies and waits that are over."""
+        """Count the times of completed copies and waits."""
         for spans in self._spans.values():
             while spans:
                 span = spans.popleft()
                 count, begin, end = span
                 if not self.device.query(end):
-                    spans.appendleft(span)  # those that come after it, on the same stream, are not over either
+                    spans.appendleft(span)  # later ones on the same stream are not complete either
                     break
                 count(self.device.elapsed_seconds(begin, end))
 
@@ -185,12 +184,12 @@ class HostCopies:
 
 
 def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the parts of a place, each with the piece of a tensor that belongs there."""
+    """Return the parts of a place, each with its piece of a tensor."""
     if len(place.parts) == 1:
         return ((place.parts[0], tensor),)
     return zip(place.parts, tensor.split([part.numel() for part in place.parts]), strict=True)
 
 
 def _each_once(events: Iterable[EventHandle]) -> Iterable[EventHandle]:
-    """Return events, each once: copies that were asked for together have one."""
+    """Return events without duplicates: copies of a group share one."""
     return {id(event): event for event in events}.values()

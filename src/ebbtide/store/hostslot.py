@@ -1,15 +1,13 @@
-"""A storage in host memory, as the engine holds it; ``HostTier`` does what it is asked for.
+"""The engine's handle of a storage in host memory; ``HostTier`` does the work.
 
-[Note: an unfinished copy-in]
-The target of a copy-in goes into its slot before the copy is asked for, and leaves it when compute has waited for the
-copy; only then may its memory be used again. So an interrupt in between loses nothing: the slot's next use, or its
-burial, finds a copy-in that is not whole, makes compute wait, and drops it.
+[Note: an unfinished copy-in] The target of a copy-in is put into its slot before the copy is queued, and removed when
+compute has waited for the copy; only then may its memory be reused. So an interrupt in between loses nothing: the next
+use or release of the slot finds an unfinished copy-in, makes compute wait, and drops it.
 
-[Note: who holds a source]
-A copy-out reads its source until it ends, whoever has forgotten the slot meanwhile: at the turn-around the last
-tensors are needed, and die, before their copies are done. The allocator would hand their memory to compute, or unmap
-it, under the copy. So the slot holds its source until the copy is known to be done or compute waits for it, and a slot
-that dies before leaves that to the tier.
+[Note: who holds a source] A copy-out reads its source until it ends, even if the slot is dropped meanwhile: at the
+start of backward the last tensors are read, and die, before their copies are done. The allocator would give their
+memory to compute, or unmap it, during the copy. So the slot holds its source until the copy is known to be done or
+compute waits for it; a slot that dies earlier passes it to the tier.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class HostCopyIn:
-    """A copy-in: its target, the streams that own the target's memory and copy, and its event once it is whole."""
+    """A copy-in: its target, the stream of the target's memory, the copying stream, and its event once complete."""
 
     target: torch.Tensor
     compute: StreamHandle
@@ -69,7 +67,7 @@ class HostSlot:
         self.source = None
 
     def content(self) -> torch.Tensor:
-        """Return the bytes in host memory, once they are parked: its own memory, or a copy if that is in pieces.
+        """Return the bytes in host memory once they are parked: the memory itself, or a copy if that is in pieces.
 
         Raises:
             TargetError: The slot was freed.
@@ -78,7 +76,7 @@ class HostSlot:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def has_place(self) -> Place:
-        """Return where the bytes lie.
+        """Return the place of the bytes.
 
         Raises:
             TargetError: The slot was freed.
@@ -96,12 +94,12 @@ class HostSlot:
 
         Raises:
             TargetError: The slot was freed, or the tier is closed.
-            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
+            torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
         """
         self._tier.prefetch([self])
 
     def put_back(self) -> None:
-        """Drop what a copy-in has brought and nobody took."""
+        """Discard an unused copy-in."""
         self._tier.put_back(self)
 
     def take(self) -> torch.Tensor:
@@ -114,7 +112,7 @@ class HostSlot:
         return self._tier.take(self)
 
     def free(self) -> None:
-        """Give the place back; a copy that still uses it is waited for by the next user of its bytes."""
+        """Free the place; the next user of its bytes waits for a running copy."""
         if not self.freed:
             self._tier.release(self)
             self.freed = True

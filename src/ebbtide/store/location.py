@@ -1,4 +1,4 @@
-"""Choosing the directory for offloaded bytes on disk."""
+"""Choose the directory for offloaded bytes on disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ebbtide.base.errors import DiskError
 
 RAM_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-"""Those whose files lie in memory."""
+"""File systems in memory."""
 _MOUNTINFO = Path("/proc/self/mountinfo")
 
 
@@ -27,17 +27,17 @@ def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO)
         if not separator or len(fields) < 5:
             continue
         mount = fields[4].replace("\\040", " ").replace("\\011", "\t").replace("\\012", "\n").replace("\\134", "\\")
-        # The last of several mounts at one point is the one that is seen.
+        # The last of several mounts at one point is visible.
         if os.path.commonpath([real, mount]) == mount and len(mount) >= best:
             best, kind = len(mount), right.split()[0]
     return kind
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` if offloaded bytes may lie there.
+    """Return ``path`` if it can hold offloaded bytes.
 
     Raises:
-        DiskError: It is missing, not a directory, not writable, or lies in RAM.
+        DiskError: It is missing, not a directory, not writable, or in RAM.
     """
     directory = Path(path).expanduser()
     hint = "use a directory on a local disk: disk_path=..."
@@ -57,10 +57,10 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
 
 
 def default_directory() -> Path:
-    """Return the first of the usual directories that lies on a disk and is writable.
+    """Return the first of the usual directories that is on a disk and writable.
 
     Raises:
-        DiskError: None of them serves; the message says why for each.
+        DiskError: None is usable; the message gives the reason for each.
     """
     cache = Path("~/.cache/ebbtide").expanduser()
     reasons: list[str] = []

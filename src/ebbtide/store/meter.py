@@ -1,7 +1,7 @@
-"""Measuring a step: times on the compute stream, and the peak memory between two of them.
+"""Measure a step: times on the compute stream, and the peak memory between them.
 
-On a device a moment is an event of its compute stream, so that what is measured is the device's time and not when the
-host asked; on a machine without one it is the host's clock.
+On a device a timestamp is an event of its compute stream, which has the device's time and not the host's; on a machine
+without one it is the host's clock.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ebbtide.store.share import free_memory_bytes
 from ebbtide.store.spill import SpillTier
 
 Timestamp = Any
-"""A moment of some meter; only that meter looks inside."""
+"""A meter's timestamp, opaque to others."""
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _FORGET_PEAK = "5"
-"""What makes Linux forget the largest resident size it has seen (proc_pid_clear_refs(5))."""
+"""Makes Linux reset a process's peak resident size (proc_pid_clear_refs(5))."""
 
 
 class Meter(Protocol):
     """The meter of a step."""
 
     def timestamp(self, where: torch.device | None) -> Timestamp:
-        """Return the moment at which all that was asked of the device so far is done; None: of the current device."""
+        """Return a timestamp after all work queued on the device so far; None: the current device."""
         ...
 
     def seconds(self, begin: Timestamp, end: Timestamp) -> float:
-        """Return the time between two moments; waits until both have come."""
+        """Return the time between two timestamps; waits for both."""
         ...
 
     def reached(self, timestamp: Timestamp) -> bool:
-        """Whether a moment has come: reading it waits for nothing."""
+        """Whether a timestamp is reached, so that reading it does not wait."""
         ...
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the most memory in use since the last call, and start again; None if unknown.
+        """Return the peak memory since the last call, and reset it; None if unknown.
 
         Args:
             where: The device; None: the current one.
@@ -54,7 +54,7 @@ class HostMeter:
     """The host's clock, and the resident size of the process."""
 
     def timestamp(self, where: torch.device | None) -> float:
-        """Return the clock's time: what was asked of a CPU is done."""
+        """Return the clock's time: a CPU runs synchronously."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:
@@ -62,7 +62,7 @@ class HostMeter:
         return end - begin
 
     def reached(self, timestamp: float) -> bool:
-        """Return True: what was asked of a CPU is done."""
+        """Return True: a CPU runs synchronously."""
         return True
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
@@ -76,12 +76,12 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Events of the compute stream, and what torch's allocator has handed out.
+    """Events of the compute stream, and memory allocated by torch.
 
-    Where events keep no time, a moment waits for the device and is the host's clock: slower, and as accurate.
+    If events have no time, a timestamp waits for the device and reads the host's clock: slower, and as accurate.
 
     Args:
-        device: Knows streams and events.
+        device: Provides streams and events.
     """
 
     def __init__(self, device: Device) -> None:
@@ -99,18 +99,18 @@ class DeviceMeter:
         return time.perf_counter()
 
     def seconds(self, begin: Timestamp, end: Timestamp) -> float:
-        """Return the device's own time between two moments."""
+        """Return the device's time between two timestamps."""
         if not self._device.capabilities.timed_events:
             return end - begin
         self._device.synchronize(end)
         return self._device.elapsed_seconds(begin, end)
 
     def reached(self, timestamp: Timestamp) -> bool:
-        """Whether the device has come to a moment."""
+        """Whether the device has reached a timestamp."""
         return not self._device.capabilities.timed_events or self._device.query(timestamp)
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
-        """Return the most that was allocated since the last call; resets the peak that torch reports."""
+        """Return the peak allocation since the last call; resets torch's peak."""
         if not torch.accelerator.is_available():
             return None
         peak = torch.accelerator.max_memory_allocated(where)
@@ -119,7 +119,7 @@ class DeviceMeter:
 
 
 def meter_for(tier: Tier) -> Meter:
-    """Return what measures steps whose offloaded bytes go to ``tier``."""
+    """Return the meter for steps with the store ``tier``."""
     device = _device_of(tier)
     return HostMeter() if device is None else DeviceMeter(device)
 
@@ -127,11 +127,10 @@ def meter_for(tier: Tier) -> Meter:
 def room_bytes(tier: Tier) -> int | None:
     """Return the memory that a step may still take; None if unknown.
 
-    On a device that is what it has free and what torch's allocator holds and has not handed out; without one it is
-    the host memory that is free for this process.
+    On a device: its free memory and torch's cached memory; without one: the host memory free for this process.
 
     Args:
-        tier: Where offloaded bytes of the step go.
+        tier: The store of the step's offloaded bytes.
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes()
@@ -143,10 +142,10 @@ def room_bytes(tier: Tier) -> int | None:
 
 
 def device_bytes(tier: Tier) -> int | None:
-    """Return all memory that torch may hand out on the device, what is in use included; None without a device.
+    """Return all memory that torch may allocate on the device, including memory in use; None without a device.
 
     Args:
-        tier: Where offloaded bytes of the step go.
+        tier: The store of the step's offloaded bytes.
     """
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
@@ -155,10 +154,10 @@ def device_bytes(tier: Tier) -> int | None:
 
 
 def reserved_bytes(tier: Tier) -> int | None:
-    """Return what torch's allocator holds of the device, fragments included; None without a device.
+    """Return the memory that torch has reserved on the device, fragments included; None without a device.
 
     Args:
-        tier: Where offloaded bytes of the step go.
+        tier: The store of the step's offloaded bytes.
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
@@ -166,7 +165,7 @@ def reserved_bytes(tier: Tier) -> int | None:
 
 
 def keeps_time(tier: Tier) -> bool:
-    """Whether the counters of ``tier`` know how long copies took."""
+    """Whether the counters of ``tier`` include times of copies."""
     device = _device_of(tier)
     return device is None or device.capabilities.timed_events
 

@@ -1,9 +1,9 @@
-"""Backs memory with pages before it is used: pinned memory by several threads.
+"""Back memory with pages before it is used: pinned memory by several threads.
 
-Registering memory faults its pages in on one thread and under a lock of the driver: tenths of a second a GiB, in the
-middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part before, without the interpreter's lock;
-where a kernel does not know it, zeros are written. Pages lie on the memory node of whoever touches them first, so the
-threads stay on the processors of the caller's node.
+Registering memory faults its pages in on one thread, under a lock of the driver: tenths of a second per GiB, in the
+middle of the first step. ``MADV_POPULATE_WRITE`` (Linux 5.14) does that part beforehand, without the GIL; on older
+kernels zeros are written. Pages are placed on the memory node of the thread that touches them first, so the threads
+stay on the processors of the caller's node.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _PROCESSORS = Path("/sys/devices/system/cpu")
 
 
 def populate(address: int, nbytes: int, memory: object) -> None:
-    """Back fresh memory with pages; less than one piece, or another system than Linux, is left to whoever uses it.
+    """Back fresh memory with pages; not for less than one piece, nor on systems other than Linux.
 
     Args:
         address: Its first byte, at the beginning of a page.
         nbytes: Its size.
-        memory: What keeps it mapped, held until the last thread is done.
+        memory: The object that keeps it mapped, held until the last thread is done.
 
     Raises:
-        RuntimeError: The system does not give the pages.
+        RuntimeError: The system has no pages.
     """
     if sys.platform != "linux" or nbytes <= _PIECE_BYTES:
         return
     pieces = [(address + first, min(_PIECE_BYTES, nbytes - first)) for first in range(0, nbytes, _PIECE_BYTES)]
     near = near_processors()
     threads = max(1, min(_MOST_THREADS, len(pieces), len(near) // ranks_of(os.environ)))
-    stay = functools.partial(os.sched_setaffinity, 0, near)  # of the thread that calls it
+    stay = functools.partial(os.sched_setaffinity, 0, near)  # of the calling thread
     with ThreadPoolExecutor(threads, "ebbtide-pages", stay) as pool:
         for problem in pool.map(lambda piece: _back(piece[0], piece[1], memory), pieces):
             if problem:
@@ -51,8 +51,8 @@ def populate(address: int, nbytes: int, memory: object) -> None:
 
 
 def near_processors(root: Path = _PROCESSORS) -> set[int]:
-    """Return the processors on which the caller may run and that share its memory node; all that it may run on, if
-    the system does not tell.
+    """Return the processors on which the caller may run that share its memory node; if unknown, all on which it may
+    run.
     """
     allowed = os.sched_getaffinity(0)
     node = next((root / f"cpu{_libc().sched_getcpu()}").glob("node[0-9]*"), None)
@@ -61,19 +61,19 @@ def near_processors(root: Path = _PROCESSORS) -> set[int]:
 
 
 def give_pages(address: int, nbytes: int) -> int:
-    """Have the system back memory that is about to be written with pages, at once instead of one by one.
+    """Back memory that is about to be written with pages, in one call instead of one fault per page.
 
-    A trap for each page costs as much as clearing it. Contents stay as they are.
+    A page fault costs as much as clearing the page. Contents are unchanged.
 
     Args:
-        address: Of memory that stays mapped during the call.
-        nbytes: Its bytes.
+        address: Address of memory that stays mapped during the call.
+        nbytes: Its size.
 
     Returns:
-        0, or the number of the system's error; then the pages come one by one. ``EINVAL``: Linux before 5.14;
+        0, or the system's error number; then pages are faulted in one by one. ``EINVAL``: Linux before 5.14;
         ``ENOSYS``: another system.
     """
-    if sys.platform != "linux":  # the number of the advice may mean another there
+    if sys.platform != "linux":  # the advice's number may differ there
         return errno.ENOSYS
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - begin)
@@ -81,7 +81,7 @@ def give_pages(address: int, nbytes: int) -> int:
 
 
 def _back(address: int, nbytes: int, memory: object) -> int:
-    """Back a piece of fresh memory with pages; returns 0, or the number of the system's error."""
+    """Back a piece of fresh memory with pages; returns 0, or the system's error number."""
     problem = give_pages(address, nbytes)
     if problem == errno.EINVAL:  # an older kernel
         ctypes.memset(address, 0, nbytes)

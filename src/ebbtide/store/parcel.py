@@ -17,7 +17,7 @@ from ebbtide.store.faults import Fault
 
 
 class ParcelState(Enum):
-    """Where a parcel is in its life."""
+    """The state of a parcel."""
 
     QUEUED = "waits to be written"
     WRITING = "is being written"
@@ -51,10 +51,10 @@ class Parcel:
         self.place = -1
 
     def copy_in(self, file: BackingFile, pool: BufferPool) -> torch.Tensor:
-        """Return the bytes in memory of their own. See [Note: aligned interior].
+        """Return the bytes in new memory. See [Note: aligned interior].
 
         Args:
-            file: Where the interior lies.
+            file: The file with the interior.
             pool: Spare memory.
 
         Raises:
@@ -71,7 +71,7 @@ class Parcel:
 
 
 class Read:
-    """One copy-in: asked for by ``prefetch`` or ``take``, done by the reader."""
+    """One copy-in: requested by ``prefetch`` or ``take``, performed by the reader."""
 
     __slots__ = ("ahead", "begun", "done", "fault", "parcel", "tensor", "urgent")
 

@@ -1,7 +1,7 @@
-"""Pageable memory that is pinned after it was mapped, exactly as large as it was requested for.
+"""Mapped memory that is pinned afterwards, without rounding its size up.
 
-It begins at a huge page and has its pages before it is registered (``ebbtide.store.pages``), on the memory node on
-which the caller runs. A forked child gets none of it: a fork would copy every pinned page at once.
+It begins at a huge page and is backed with pages before it is registered (``ebbtide.store.pages``), on the caller's
+memory node. A forked child does not inherit it: a fork would copy every pinned page at once.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from ebbtide.store.extents import round_up
 from ebbtide.store.pages import HUGE_PAGE_BYTES, populate
 
 _PORTABLE = 1
-"""Pinned for every device of the process, not for the current one alone."""
+"""Pinned for all devices of the process, not only the current one."""
 
 
 class Registrar(Protocol):
-    """What pins memory and lets go of it: both return 0, or the number of an error."""
+    """Pins and unpins memory; both return 0, or an error number."""
 
     def register(self, address: int, nbytes: int) -> int:
         """Pin memory."""
         ...
 
     def unregister(self, address: int) -> int:
-        """Let go of what was pinned there, once no copy uses it."""
+        """Unpin the memory at an address, once no copy uses it."""
         ...
 
 
 class RuntimeRegistrar:
-    """Pins through a runtime's own calls, as torch passes them on (CUDA and ROCm).
+    """Pins through a runtime's calls that torch exposes (CUDA and ROCm).
 
     Args:
         runtime: A module with ``cudaHostRegister`` and ``cudaHostUnregister``.
         settle: Waits for all copies of the process.
-        forget_error: Makes the runtime forget its last error, which would else be raised by an innocent kernel.
+        forget_error: Clears the runtime's last error, which the next kernel launch would raise otherwise.
     """
 
     def __init__(self, runtime: Any, settle: Callable[[], None], forget_error: Callable[[], None]) -> None:
         self._runtime, self._settle, self._forget_error = runtime, settle, forget_error
 
     def register(self, address: int, nbytes: int) -> int:
-        """Pin memory; returns 0, or the number of the runtime's error."""
+        """Pin memory; returns 0, or the runtime's error number."""
         code = int(self._runtime.cudaHostRegister(address, nbytes, _PORTABLE))
         if code:
             self._forget_error()
         return code
 
     def unregister(self, address: int) -> int:
-        """Wait for the copies that may use it and let go of it; returns 0, or the number of the runtime's error."""
+        """Wait for the copies that may use it and unpin it; returns 0, or the runtime's error number."""
         self._settle()
         code = int(self._runtime.cudaHostUnregister(address))
         if code:
@@ -64,15 +64,15 @@ class RuntimeRegistrar:
 
 
 class _Mapping:
-    """A mapped piece of memory and what is known of its registration."""
+    """A mapped piece of memory and the state of its registration."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(nbytes, mmap.PAGESIZE)
-        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # of which nothing is ever touched
+        spare = HUGE_PAGE_BYTES if nbytes >= HUGE_PAGE_BYTES else 0  # never touched
         self.memory = mmap.mmap(-1, self.nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.offset = -address % HUGE_PAGE_BYTES if spare else 0
-        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # pinning costs time for each page
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):  # pinning costs time per page
             if hasattr(mmap, advice):
                 with contextlib.suppress(OSError):
                     self.memory.madvise(getattr(mmap, advice))
@@ -81,11 +81,11 @@ class _Mapping:
 
 
 def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
-    """Return pinned memory; it is let go of when the last tensor on its storage dies, at the latest at exit.
+    """Return pinned memory; it is unpinned when the last tensor on its storage dies, at the latest at exit.
 
     Args:
         nbytes: Its size.
-        registrar: Who pins it.
+        registrar: Pins it.
 
     Raises:
         RuntimeError: It cannot be mapped, backed with pages, or pinned.
@@ -96,7 +96,7 @@ def pinned_memory(nbytes: int, registrar: Registrar) -> torch.Tensor:
         raise RuntimeError(f"cannot map memory: {error}") from error
     loan = (ctypes.c_ubyte * mapping.nbytes).from_buffer(mapping.memory, mapping.offset)
     address = ctypes.addressof(loan)
-    # Before it is registered: an interrupt must not leave memory that is unmapped while it is still pinned.
+    # Before registering: an interrupt must not cause memory to be unmapped while it is pinned.
     weakref.finalize(loan, _let_go, mapping, address, registrar)
     populate(address, mapping.nbytes, loan)
     mapping.requested = True
@@ -113,5 +113,5 @@ def _let_go(mapping: _Mapping, address: int, registrar: Registrar) -> None:
             mapping.requested = False
             registrar.unregister(address)
     else:
-        # There is nothing at this address here, or something of somebody else's: it must never be unmapped.
+        # In this process the address is unmapped or used for something else: never unmap it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping.memory))

@@ -1,14 +1,14 @@
 """The protocol between the engine and a tier.
 
 [Note: a slot's life]
-``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must stay as they are until
-``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the slot
-holds their memory, even one that was freed meanwhile. ``slot.take()`` brings the bytes back, as often as it is called;
-``prefetch()`` begins that early, ``put_back()`` drops what it brought. ``slot.free()`` gives the place back, at any
-moment: a copy still running is waited for, cancelled, or finished before the place is used again.
+``Tier.park(source)`` begins the copy-out and returns a ``Slot``. The source's bytes must not change until
+``slot.parked`` is true, or until ``slot.wait_parked()`` has made the compute stream wait for it; until then the slot,
+even a freed one, keeps their memory alive. ``slot.take()`` copies the bytes in, each time it is called; ``prefetch()``
+begins that early, ``put_back()`` discards a prefetch. ``slot.free()`` frees the place, at any time: a running copy is
+waited for, cancelled, or finished before the place is reused.
 
-The same protocol is served by the disk tier (threads are the streams) and by the host tier over a ``Device`` (streams
-and events); a tier knows no autograd.
+The disk tier (threads in place of streams) and the host tier over a ``Device`` (streams and events) implement this
+protocol; tiers are independent of autograd.
 """
 
 from __future__ import annotations
@@ -33,40 +33,40 @@ class Slot(Protocol):
 
     @property
     def parked(self) -> bool:
-        """Whether the copy-out is done. Raises what the copy raised, if it failed."""
+        """Whether the copy-out is done. Raises the error of a failed copy."""
         ...
 
     def wait_parked(self) -> None:
-        """Make compute wait for the copy-out. Raises what the copy raised."""
+        """Make compute wait for the copy-out. Raises the error of a failed copy."""
         ...
 
     def cancel(self) -> bool:
-        """Cancel a copy-out that has not begun. True: it was cancelled, nothing is parked, the slot is dead."""
+        """Cancel a copy-out that has not begun. True: it was cancelled and the slot is dead."""
         ...
 
     def prefetch(self) -> None:
-        """Begin the copy-in now (after the copy-out, if that still runs). Harmless when it has begun.
+        """Begin the copy-in now (after the copy-out, if that is running), unless it has begun.
 
         Raises:
-            torch.OutOfMemoryError: The device has no room for bytes that nobody needs yet.
+            torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
         """
         ...
 
     def put_back(self) -> None:
-        """Drop what a copy-in has brought and nobody took, or withdraw it. Harmless when there is none."""
+        """Discard or cancel an unused copy-in, if there is one."""
         ...
 
     def take(self) -> torch.Tensor:
         """Return the bytes.
 
-        The tensor is one-dimensional ``uint8``, on the device it came from, owns its storage whole (offset 0, exactly
-        ``nbytes`` long), and is ordered before whatever compute does next. It belongs to the caller: a later ``take``
-        copies in again. Raises what either copy raised.
+        The tensor is one-dimensional ``uint8``, on the source's device, has its own storage (offset 0, exactly
+        ``nbytes``), and is ordered before the next work of compute. It belongs to the caller: a later ``take`` copies
+        in again. Raises the error of a failed copy.
         """
         ...
 
     def free(self) -> None:
-        """Give the place back. Harmless when repeated."""
+        """Free the place. May be called repeatedly."""
         ...
 
 
@@ -80,37 +80,37 @@ class Tier(Protocol):
 
     @property
     def can_cancel(self) -> bool:
-        """Whether a copy-out that has not begun can be cancelled; if not, it is best asked for when it is needed."""
+        """Whether a copy-out that has not begun can be cancelled; if not, it should be queued only when needed."""
         ...
 
     @property
     def stalls(self) -> Stalls:
-        """For whom compute waited; ``reader`` is to be set before something is asked."""
+        """Stalls of compute, by reader; set ``reader`` before calling the tier."""
         ...
 
     @property
     def counters(self) -> TierCounters:
-        """What was moved, and for whom compute waited, as far as it is known now."""
+        """Moved bytes and stalls known so far."""
         ...
 
     def gauges(self) -> dict[str, int]:
-        """Return what is held and was moved, by name: see ``Stats.store``."""
+        """Return held and moved bytes, by name: see ``Stats.store``."""
         ...
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies on the device whose memory is scarce."""
+        """Whether the tensor is on the device whose memory is to be saved."""
         ...
 
     def capturing(self) -> bool:
-        """Whether what the caller asks of the device now is recorded in a graph, which no copy may be part of."""
+        """Whether the caller is capturing a device graph, which no copy may be part of."""
         ...
 
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle | None:
-        """Return the stream on which the caller computes now, where a tensor lies; None where there are none."""
+        """Return the caller's compute stream on a tensor's device; None without streams."""
         ...
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
-        """Order the caller after what was asked of another stream: there ``tensor`` was made, here it is read."""
+        """Order the caller, which reads ``tensor``, after another stream, on which it was made."""
         ...
 
     def park(self, source: torch.Tensor) -> Slot:
@@ -121,29 +121,29 @@ class Tier(Protocol):
 
         Raises:
             DiskFullError: The disk cannot hold it.
-            CapError: The cap given by the user is reached.
+            CapError: The user's cap is reached.
         """
         ...
 
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> Sequence[Slot | CapError]:
-        """Begin to copy out several sources together; where copies are asked of streams, at the price of one.
+        """Begin to copy out several sources together; with streams, at the host cost of one.
 
         Args:
             sources: As for ``park``.
             compute: The stream on which they were made, see ``stream_of``; None: the caller's.
 
         Returns:
-            For each source its slot, or why it has none: a cap that is reached.
+            For each source its slot, or the error of a cap that is reached.
         """
         ...
 
     def prefetch(self, slots: Sequence[Any]) -> int:
-        """Begin the copies-in of several slots of this tier together, as with ``Slot.prefetch``.
+        """Begin the copy-ins of several slots of this tier together, as with ``Slot.prefetch``.
 
         Returns:
-            How many have not begun, the last of them: the device has no room for more.
+            How many, at the end of the list, have not begun for lack of device memory.
 
         Raises:
             torch.OutOfMemoryError: It has no room for the first.
@@ -151,23 +151,23 @@ class Tier(Protocol):
         ...
 
     def expect(self, nbytes: int) -> None:
-        """Take the number of further bytes of this pass, as predicted by the first block."""
+        """Announce the number of further bytes of this pass, as predicted by the first block."""
         ...
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of places that live slots have now; exact as soon as a slot is dead, whatever still runs."""
+        """Bytes of live slots' places; a dead slot no longer counts, even if its copy is running."""
         ...
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that could still be parked; ``None`` where that is not known."""
+        """Bytes that could still be parked; ``None``: not known."""
         ...
 
     def trim(self) -> None:
-        """Give spare buffers back to the system; called between a backward and the next forward."""
+        """Free spare buffers; called between a backward and the next forward."""
         ...
 
     def close(self) -> None:
-        """Stop threads and give everything back. Harmless when repeated."""
+        """Stop threads and free everything. May be called repeatedly."""
         ...

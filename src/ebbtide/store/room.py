@@ -1,4 +1,4 @@
-"""Space on disk: a growing file without a name, and the places in it."""
+"""Space on disk: a growing unlinked file, and the places in it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _EXTENT_BYTES = 256 << 20
 
 
 class Room:
-    """Places in a growing file. Not thread-safe: whoever shares it holds a lock.
+    """Places in a growing file. Not thread-safe: callers must hold a lock.
 
     Args:
         file: The file.
-        budget_bytes: Most bytes it may grow to; ``None``: as many as the disk gives.
+        budget_bytes: Most bytes of the file; ``None``: as many as the disk has.
     """
 
     def __init__(self, file: BackingFile, budget_bytes: int | None) -> None:
         self._file, self._budget_bytes = file, budget_bytes
         self._extents = Extents()
-        # By offset: who lies there, and for which slot.
+        # Offset → parcel and its slot.
         self._owners: dict[int, tuple[Parcel, weakref.ref[object]]] = {}
 
     @property
     def size_bytes(self) -> int:
-        """Bytes the file takes."""
+        """Size of the file."""
         return self._extents.size_bytes
 
     @property
@@ -40,46 +40,46 @@ class Room:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes of free places, and what budget and disk let the file grow by."""
+        """Bytes of free places, and the growth that budget and disk allow."""
         return self._extents.free_bytes + self._growth_bytes()
 
     @property
     def parcels(self) -> list[Parcel]:
-        """Who has a place."""
+        """The parcels with a place."""
         return [parcel for parcel, _ in self._owners.values()]
 
     def place(self, parcel: Parcel, slot: object) -> None:
         """Give a parcel a place.
 
         Args:
-            parcel: Who gets it.
-            slot: For whom; it is not kept alive.
+            parcel: Gets the place.
+            slot: Its slot, which is not kept alive.
 
         Raises:
-            DiskFullError: Budget or disk does not give it.
+            DiskFullError: Budget or disk is exceeded.
             DiskError: The file cannot be grown for another reason.
         """
         owner = parcel, weakref.ref(slot)
         place = self._reserve(parcel.split.interior_bytes)
-        self._owners[place], parcel.place = owner, place  # no call in between: an interrupt cannot part them
+        self._owners[place], parcel.place = owner, place  # no call in between, so an interrupt cannot separate them
 
     def release(self, parcel: Parcel) -> None:
-        """Take back the place of a parcel, if it has one."""
+        """Free the place of a parcel, if it has one."""
         place, parcel.place = parcel.place, -1
         if self._owners.pop(place, None) is not None:
             self._extents.release(place, parcel.split.interior_bytes)
 
     def dead(self, *busy: Parcel | None) -> list[Parcel]:
-        """Return the parcels that have a place though they, or their slots, are dead.
+        """Return the parcels with a place that are dead or whose slots are.
 
         Args:
-            busy: Who may still have one when it is dead.
+            busy: Parcels that may keep a place when they are dead.
         """
         owners = list(self._owners.values())
         return [p for p, slot in owners if (p not in busy if p.state is ParcelState.DEAD else slot() is None)]
 
     def mend(self) -> int:
-        """Take back every place that no parcel has: an interrupt lost it. Returns the bytes that dead ones have."""
+        """Free every place without a parcel, lost by an interrupt. Returns the bytes of dead parcels."""
         self._extents.keep((parcel.place, parcel.split.interior_bytes) for parcel in self.parcels)
         return sum(round_up(parcel.split.interior_bytes) for parcel in self.parcels if parcel.state is ParcelState.DEAD)
 
@@ -95,7 +95,7 @@ class Room:
         least = round_up(need_bytes) - self._extents.tail_bytes
         growth = self._growth_bytes() // PLACE_ALIGN_BYTES * PLACE_ALIGN_BYTES
         cause: OSError | None = None
-        # In large steps, so that the file system lays the bytes down in one piece; if that is too much, in small ones.
+        # In large steps, for contiguous blocks on disk; if that is too much, in small ones.
         for step in (min(max(least, _EXTENT_BYTES), growth), least):
             if not least <= step <= growth:
                 continue

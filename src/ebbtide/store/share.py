@@ -1,8 +1,7 @@
-"""How much host memory a rank may take when nobody says so.
+"""A rank's default limit of host memory.
 
-A fair share of what this node's ranks have together: of the smallest limit among the machine's memory and the control
-groups around the process. And never more than a fair share of what is free, less a margin: a group that runs over its
-limit is killed, not refused.
+It is a fair share of this node's limit, the smallest of the machine's memory and the limits of the process's control
+groups; and at most a fair share of the free memory, less a margin: a control group that exceeds its limit is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _LEAST_MARGIN_BYTES, _MOST_MARGIN_BYTES = 256 << 20, 8 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Memory that processes share: how much there may be, and how much of that is still to be had."""
+    """Memory shared by processes: its limit and its free part."""
 
     limit_bytes: int
     free_bytes: int
@@ -28,8 +27,8 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
     """Return the most bytes of host memory for this rank's offloaded tensors.
 
     Args:
-        root: Where ``proc`` and ``sys`` lie.
-        ranks: Ranks on this node; ``None``: what ``LOCAL_WORLD_SIZE`` says, or one.
+        root: The folder of ``proc`` and ``sys``.
+        ranks: Ranks on this node; ``None``: ``LOCAL_WORLD_SIZE``, else one.
     """
     if ranks is None:
         ranks = ranks_of(os.environ)
@@ -38,7 +37,7 @@ def fair_share_bytes(*, root: Path = Path("/"), ranks: int | None = None) -> int
 
 
 def ranks_of(environment: Mapping[str, str]) -> int:
-    """Return how many ranks share this node, as ``LOCAL_WORLD_SIZE`` says; else one.
+    """Return the number of ranks on this node: ``LOCAL_WORLD_SIZE``, else one.
 
     Args:
         environment: The variables.
@@ -51,8 +50,8 @@ def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:
     """Return each rank's share of a node's host memory, less a margin that stays free.
 
     Args:
-        limit_bytes: Most that there may be.
-        free_bytes: What of that is still to be had.
+        limit_bytes: Limit of the node's memory.
+        free_bytes: Its free part.
         ranks: Ranks on the node.
     """
     margin = min(max(limit_bytes // _MARGIN_DIVISOR, _LEAST_MARGIN_BYTES), _MOST_MARGIN_BYTES)
@@ -60,19 +59,19 @@ def share_of(limit_bytes: int, free_bytes: int, ranks: int) -> int:
 
 
 def memory_limit_bytes(*, root: Path = Path("/")) -> int:
-    """Return the most host memory that this process can have: the machine's, or the smallest control group's."""
+    """Return this process's limit of host memory: the machine's, or the smallest control group's."""
     return min(x.limit_bytes for x in (_machine(root), *_groups(root)))
 
 
 def free_memory_bytes(*, root: Path = Path("/")) -> int:
-    """Return the host memory that is free: the machine's, or what the smallest control group leaves."""
+    """Return the free host memory: the machine's, or the rest of the smallest control group's limit."""
     return max(0, min(x.free_bytes for x in (_machine(root), *_groups(root))))
 
 
 def _machine(root: Path) -> Memory:
     fields = _fields(root / "proc/meminfo", unit=1024)
     total = fields.get("MemTotal:")
-    if total is None:  # no Linux: what is free is not known, so half of it all
+    if total is None:  # not Linux: free memory is unknown; assume half
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Memory(limit_bytes=total, free_bytes=total // 2)
     return Memory(limit_bytes=total, free_bytes=fields.get("MemAvailable:", total // 2))
@@ -94,7 +93,7 @@ def _groups(root: Path) -> list[Memory]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # A container may see its own group as the top, whatever its path: then only the top exists.
+        # A container may see its own group as the root, under any path: then only the root exists.
         inner = (top / path.lstrip("/")).resolve()
         for folder in dict.fromkeys((top, inner, *inner.parents)):
             if folder == top or top in folder.parents:

@@ -1,10 +1,9 @@
-"""How fast bytes go to a tier and come back: each way alone, and both ways at once.
+"""The copy rates of a tier: each way alone, and both ways at once.
 
-[Note: bytes that tell]
-The bytes are noise: a disk that leaves out zeros, or compresses, would flatter itself. All pieces are copied out before
-the first comes back, so that none is read from where it has just been. The tier's own counters keep the time, as they
-do in training; each piece gives a rate, and the median of the pieces counts.
-Where the device's events keep no time, the host's clock does: from before a copy is enqueued until the device is idle.
+[Note: bytes that tell] The bytes are noise: a disk that skips zeros or compresses would appear faster. All pieces are
+copied out before the first is copied in, so that none is read from a cache. The tier's counters measure the time, as in
+training; each piece gives a rate, and the median counts. If the device's events have no time, the host's clock is used,
+from before a copy is queued until the device is idle.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _NOISE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """What a tier copies in a second.
+    """The copy rates of a tier.
 
     Attributes:
-        out_bytes_per_second: Copies out, alone.
-        in_bytes_per_second: Copies in, alone.
-        both_ways: Both rates when copies run both ways at once, as a share of both alone: 1, neither slows the other;
-            0.5, they share one link. ``None``: nothing could be copied both ways.
+        out_bytes_per_second: Copy-outs alone.
+        in_bytes_per_second: Copy-ins alone.
+        both_ways: Sum of the rates in both directions at once, relative to that of each alone: 1, neither slows the
+            other; 0.5, they share one link. ``None``: both at once could not be measured.
     """
 
     out_bytes_per_second: float
@@ -43,11 +42,11 @@ class Speed:
 
 
 def noise(nbytes: int, where: torch.device) -> torch.Tensor:
-    """Return bytes that cannot be packed, the same each time; torch's own random state is left alone.
+    """Return incompressible bytes, equal in each call; torch's random state is unchanged.
 
     Args:
-        nbytes: How many, one-dimensional ``uint8``.
-        where: On which device.
+        nbytes: Their number, one-dimensional ``uint8``.
+        where: Their device.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     size = min(nbytes, _NOISE_BYTES)
@@ -59,10 +58,10 @@ def measure_speed(tier: Tier, where: torch.device, *, most_bytes: int, seconds: 
     """Copy some pieces out and in. See [Note: bytes that tell].
 
     Args:
-        tier: Where to; nothing is left in it.
-        where: The device whose memory the tier spares.
-        most_bytes: Of memory, on either side, that this may take.
-        seconds: About how long it may take; at a rate below some MB/s it takes longer.
+        tier: The tier; left empty.
+        where: The device whose memory the tier saves.
+        most_bytes: Most memory to use on either side.
+        seconds: Approximate time limit; at a rate below some MB/s it takes longer.
 
     Raises:
         DiskFullError: There is no room for one piece.
@@ -82,7 +81,7 @@ class _Trial:
         self._source = noise(_LEAST_BYTES, where)
 
     def run(self) -> Speed:
-        self._out([])  # takes memory, and opens the first stretch of the file
+        self._out([])  # allocates memory, and the first part of the file
         first = self._out([])
         self._source = noise(self._piece_bytes(first), self._where)
         slots: list[Slot] = []
@@ -98,12 +97,12 @@ class _Trial:
         )
 
     def _piece_bytes(self, rate: float) -> int:
-        """Return how large a piece is: all of them each way, and again both ways, in the time and memory there is."""
+        """Return the size of a piece, so that all pieces each way, and again both ways, fit into time and memory."""
         wanted = min(rate * self._seconds / (3 * PIECES), self._most_bytes / (2 * PIECES), _MOST_BYTES)
         return max(_LEAST_BYTES, 1 << int(wanted).bit_length() - 1) if wanted >= 1 else _LEAST_BYTES
 
     def _out(self, slots: list[Slot]) -> float:
-        """Park one piece; the slot is dropped if nobody wants it."""
+        """Park one piece; the slot may be dropped."""
         before = self._read()
         slot = self._tier.park(self._source)
         slot.wait_parked()
@@ -136,10 +135,10 @@ class _Trial:
         return statistics.median(rates)
 
     def _both(self, slots: list[Slot], out: float, into: float) -> float | None:
-        """Return both rates together while copies run both ways, as many as end at about the same time."""
+        """Return the sum of the rates while copies run both ways, numbered to end at about the same time."""
         inward = slots[: max(1, min(len(slots), round(len(slots) * into / out)))]
         wanted = max(1, min(len(slots), round(len(inward) * out / into)))
-        if self._tier.name == "host":  # pinning memory, and making it on a device, would keep the two apart
+        if self._tier.name == "host":  # allocating pinned or device memory would serialize the two
             self._cross(inward, wanted)
         before = self._read()
         crossed = self._cross(inward, wanted)

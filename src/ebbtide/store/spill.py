@@ -1,11 +1,10 @@
-"""Host memory first, and disk for what does not fit into it.
+"""Host memory first, and disk for bytes that do not fit.
 
-[Note: spilling]
-When the host budget is reached, a storage still crosses the link once, into a part of the budget that is left free for
-this, the *stage*. When it has arrived there, a writer takes it to disk; when it is on disk, its stage is free for the
-next. Nobody waits for that: what is ready is passed on whenever the tier is asked for something, and only a full
-stage makes the host wait. What is wanted back while it is staged comes from there; else it is read from disk, copied to
-a place in host memory, and crosses the link as anything else does. If the disk fails, what it was to hold stays staged.
+[Note: spilling] When the host budget is reached, a storage is still copied to host memory first, into a reserved part
+of the budget, the *stage*. From there a writer takes it to disk, which frees its stage for the next. Nobody waits for
+that: staged bytes are passed on in every call of the tier, and only a full stage makes the host wait. Bytes that are
+read while staged come from the stage; others are read from disk into host memory and copied in from there. If the disk
+fails, staged bytes stay staged.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class SpillSlot:
 
     @property
     def parked(self) -> bool:
-        """Whether the source is needed no more: the bytes have arrived in host memory."""
+        """Whether the bytes have arrived in host memory, so that the source is no longer needed."""
         stage = self.stage
         return stage is None or stage.parked
 
@@ -76,7 +75,7 @@ class SpillSlot:
         self._tier.prefetch_one(self)
 
     def put_back(self) -> None:
-        """Drop what a copy-in or a read has brought and nobody took."""
+        """Discard an unused copy-in or read."""
         self._tier.put_back(self)
 
     def take(self) -> torch.Tensor:
@@ -89,7 +88,7 @@ class SpillSlot:
         return self._tier.take(self)
 
     def free(self) -> None:
-        """Give its places back; at any moment, in any thread, again and again."""
+        """Free its places; at any time, in any thread, repeatedly."""
         self.freed = True
         for slot in (self.stage, self.on_disk):
             if slot is not None:
@@ -97,22 +96,22 @@ class SpillSlot:
 
 
 def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
-    """Return a slot and its stage, or ``None`` once it is dead or was freed, and its stage with it."""
+    """Return a slot and its stage; ``None`` if it is dead or freed."""
     slot = reference()
     if slot is None or slot.stage is None:
         return None
     if slot.freed:
-        slot.free()  # an interrupt may have kept it from that
+        slot.free()  # an interrupt may have prevented that
         return None
     return slot, slot.stage
 
 
 class SpillTier:
-    """A host tier that goes on to disk when its budget is reached. See [Note: spilling].
+    """A host tier that continues on disk when its budget is reached. See [Note: spilling].
 
     Args:
         host: Host memory with a budget.
-        open_disk: Opens the disk tier; called when it is needed first.
+        open_disk: Opens the disk tier; called at its first use.
         budget_bytes: The budget of ``host``.
     """
 
@@ -122,7 +121,7 @@ class SpillTier:
         self._stage_bytes = min(budget_bytes // _STAGE_DIVISOR, _MOST_STAGE_BYTES)
         self._disk: DiskTier | None = None
         self._refused: str | None = None
-        # Who takes a stage away holds the lock; slots die without it.
+        # Removing a stage requires the lock; slots die without it.
         self._lock = threading.Lock()
         self._staged: deque[weakref.ref[SpillSlot]] = deque()
         self._written: deque[weakref.ref[SpillSlot]] = deque()
@@ -134,31 +133,31 @@ class SpillTier:
 
     @property
     def can_cancel(self) -> bool:
-        """False: what was asked of a stream is done."""
+        """False: work queued on a stream cannot be cancelled."""
         return False
 
     @property
     def stalls(self) -> Stalls:
-        """For whom compute waited."""
+        """Stalls of compute, by reader."""
         return self.host.stalls
 
     @property
     def counters(self) -> TierCounters:
-        """What crossed the link to the device; what went on to disk is in ``disk_counters``."""
+        """Bytes copied over the device's link; for bytes to and from disk see ``disk_counters``."""
         return self.host.counters
 
     @property
     def disk_counters(self) -> TierCounters | None:
-        """What was written to disk and read from it; ``None``: nothing was spilled yet."""
+        """Bytes written to disk and read from it; ``None``: nothing was spilled yet."""
         return None if self._disk is None else self._disk.counters
 
     def gauges(self) -> dict[str, int]:
-        """Return what is held in host memory and on disk, by name."""
+        """Return the bytes in host memory and on disk, by name."""
         return self.host.gauges() | ({} if self._disk is None else self._disk.gauges())
 
     @property
     def arena(self) -> ArenaState:
-        """What host memory is held."""
+        """The state of host memory."""
         return self.host.arena
 
     @property
@@ -168,7 +167,7 @@ class SpillTier:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes that could still be parked; ``None``, not known, before anything was spilled."""
+        """Bytes that could still be parked; ``None``, unknown, before anything was spilled."""
         host = self.host.free_bytes
         return None if self._disk is None or host is None else host + self._disk.free_bytes
 
@@ -177,11 +176,11 @@ class SpillTier:
         return self.host.owns(tensor)
 
     def capturing(self) -> bool:
-        """Whether the device records what the caller asks of it in a graph."""
+        """Whether the caller is capturing a device graph."""
         return self.host.capturing()
 
     def stream_of(self, tensor: torch.Tensor) -> StreamHandle:
-        """Return the stream on which the caller computes now, where a tensor lies."""
+        """Return the caller's compute stream on a tensor's device."""
         return self.host.stream_of(tensor)
 
     def follow(self, tensor: torch.Tensor, stream: StreamHandle | None) -> None:
@@ -207,7 +206,7 @@ class SpillTier:
     def park_all(
         self, sources: Sequence[torch.Tensor], *, compute: StreamHandle | None = None
     ) -> list[HostSlot | SpillSlot | CapError]:
-        """Begin to copy out several sources, see ``Tier.park_all``: to host memory, and what has no place, to disk."""
+        """Begin to copy out several sources, see ``Tier.park_all``: to host memory, and the rest to disk."""
         if self._disk is not None:
             with self._lock:
                 self._pass_on(self._disk)
@@ -228,11 +227,11 @@ class SpillTier:
         return slot
 
     def expect(self, nbytes: int) -> None:
-        """Take host memory for so many further bytes at once, as far as the budget goes."""
+        """Reserve host memory for this many further bytes, within the budget."""
         self.host.expect(nbytes)
 
     def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
-        """Begin the copies-in of several slots; see ``Tier.prefetch``."""
+        """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
         if self._disk is None:
             return self.host.prefetch([slot for slot in slots if isinstance(slot, HostSlot)])
         for begun, slot in enumerate(slots):
@@ -256,7 +255,7 @@ class SpillTier:
             slot.on_disk.prefetch()
 
     def put_back(self, slot: SpillSlot) -> None:
-        """Drop what was brought of ``slot`` and nobody took."""
+        """Discard an unused copy-in or read of ``slot``."""
         self._check(slot)
         slot.wanted = False
         with self._lock:
@@ -278,7 +277,7 @@ class SpillTier:
         content = slot.on_disk.take()
         try:
             place = self.host.fill(content, slot.where)
-        except CapError:  # the stage is full: straight from pageable memory, in order with compute
+        except CapError:  # the stage is full: directly from pageable memory, in order with compute
             target = self.host.device.allocate(slot.nbytes, slot.where)
             self.host.device.copy_now(target, content)
             self.host.counters.in_bytes += slot.nbytes
@@ -288,7 +287,7 @@ class SpillTier:
         return target
 
     def trim(self) -> None:
-        """Give back what the last backwards did not need."""
+        """Free memory that the last backwards did not need."""
         if self._disk is not None:
             with self._lock:
                 self._pass_on(self._disk)
@@ -296,7 +295,7 @@ class SpillTier:
         self.host.trim()
 
     def close(self) -> None:
-        """Stop threads and give everything back. Harmless when repeated."""
+        """Stop threads and free everything. May be called repeatedly."""
         if self._disk is not None:
             self._disk.close()
         self.host.close()
@@ -314,7 +313,7 @@ class SpillTier:
                     self._refused = str(error)
                     _LOG.warning("the host budget is reached and no disk is available: %s", self._refused)
                 else:
-                    self._disk.counters.stalls = self.stalls  # one account of whom compute waited for
+                    self._disk.counters.stalls = self.stalls  # one account of stalls
                     _LOG.warning(
                         "the host budget is reached (%s): the rest goes to disk, which is slower than the link; "
                         "raise host_budget or offload less",
@@ -339,18 +338,18 @@ class SpillTier:
                 raise slot
 
     def _pass_on(self, disk: DiskTier, *, wait: bool = False) -> bool:
-        """Take to disk what has arrived in the stage, and free the stages of what is on disk.
+        """Write arrived stages to disk, and free the stages whose bytes are on disk.
 
         Args:
             disk: The disk tier.
-            wait: Until one stage was freed, if there is any to wait for.
+            wait: Whether to wait until a stage is freed, if there is one.
 
         Returns:
             Whether there may be more room than before.
         """
         freed = False
-        # An entry is forgotten when its step is done: an interrupt in between does the step again. Meanwhile slots may
-        # be freed in other threads: then their places fail to serve, which is no fault of the disk's.
+        # An entry is removed after its step, so an interrupted step is repeated. Slots may be freed in other threads
+        # meanwhile; errors from their places are not the disk's fault.
         while self._staged:
             found = _staged(self._staged[0])
             if found is None:
@@ -388,7 +387,7 @@ class SpillTier:
         return freed
 
     def _fail(self, slot: SpillSlot, error: TargetError) -> bool:
-        """Leave a slot's bytes where they are; returns whether it had merely been freed meanwhile."""
+        """Leave a slot's bytes in place; return whether it had only been freed meanwhile."""
         on_disk, slot.on_disk = slot.on_disk, None
         if on_disk is not None:
             on_disk.free()

@@ -1,4 +1,4 @@
-"""Waiting under a lock that an interrupt may end at any moment."""
+"""Wait under a lock, safely against interrupts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import threading
 
 
 def wait_held(condition: threading.Condition, seconds: float) -> bool:
-    """Wait on a condition over an ``RLock``; whatever ends the wait, the lock is held afterwards, as before.
+    """Wait on a condition over an ``RLock``; the lock is held afterwards even after an interrupt.
 
-    ``Condition.wait`` promises less: an interrupt right after it has released the lock leaves it released, and
-    whoever leaves the ``with`` around it then fails, or releases the lock under the thread that has it by then. Over
-    a plain ``Lock`` an interrupt may also end the attempt to take it again.
+    ``Condition.wait`` does not guarantee this: an interrupt right after it released the lock leaves it released, and
+    the end of the surrounding ``with`` then fails, or releases the lock of another thread. With a plain ``Lock`` an
+    interrupt may also prevent reacquiring it.
 
     Args:
         condition: The condition; its lock is held, once.

@@ -1,4 +1,4 @@
-"""Giving back what the C allocator keeps of freed memory, so that a process's resident size is what it uses."""
+"""Return freed memory from the C allocator to the system, so that resident size is memory in use."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 def trim_heap() -> bool:
     """Return the free pages of glibc's heap to the system.
 
-    They come back one page fault at a time: a forward after this is some percent slower.
+    Using them again costs page faults: the next forward is some percent slower.
 
     Returns:
         Whether it was possible: Linux with glibc's allocator.

@@ -44,8 +44,8 @@ def track_memory(
 
     Args:
         folder: Where ``run.jsonl`` and, at the end, ``summary.json`` are written.
-        model: The module whose forward and backward are distinguished where ebbtide is not enabled on it; or just
-            a name for the report.
+        model: The module whose forward and backward are distinguished if ebbtide is not enabled on it; or just a name
+            for the report.
         sample_seconds: Time between two samples.
         overwrite: Replace the files of an earlier run in the same folder.
         **fields: Fields of ``run_begin``, such as ``mode`` and ``config``.
@@ -57,7 +57,7 @@ def track_memory(
         DataError: The folder already holds a run, or cannot be written.
         EbbtideError: This system needs psutil to read memory, and it is not installed.
     """
-    from ebbtide.track.steps import StepMarker  # torch, which reports do without
+    from ebbtide.track.steps import StepMarker  # needs torch, which reports do not
 
     name = model if model is None or isinstance(model, str) else type(model).__name__
     run = RunFile(folder, sample_seconds=sample_seconds, overwrite=overwrite, model=name, **fields)

@@ -1,4 +1,4 @@
-"""How many bytes of device memory weights, gradients and optimizer state take on this process."""
+"""Bytes of weights, gradients and optimizer state in this process's device memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 
 def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the device memory of tensors on this process: of sharded ones, of its shards.
+    """Return the device memory of tensors on this process; of sharded tensors, that of its shards.
 
-    A storage counts once. With an accelerator, tensors in host memory count for nothing.
+    A storage counts once. With an accelerator, tensors in host memory do not count.
     """
     from torch.distributed.tensor import DTensor
 
@@ -28,10 +28,10 @@ def held_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def optimizer_parts(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return what optimizers know of: the fields of the event ``parts``, before gradients are zeroed.
+    """Return the fields of the event ``parts`` from optimizers, before gradients are zeroed.
 
     Args:
-        optimizers: Those that have just stepped.
+        optimizers: The optimizers that have just stepped.
     """
     optimizers = list(optimizers)
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]

@@ -1,4 +1,4 @@
-"""How long each phase of a step took and what memory it held: arithmetic on events, whatever the phases are called."""
+"""Time and memory of each phase of a step: arithmetic on events, for phases of any name."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Curve = Sequence[tuple[float, int]]
 def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict[str, dict[str, Any]]:
     """Return the figures of every phase, in the order in which phases first began.
 
-    They are taken from the steps after the warm-up, see [Note: steady steps]; a phase that only the warm-up has is
-    taken from there.
+    They are taken from the steps after the warm-up, see [Note: steady steps], or from the warm-up for a phase that
+    occurs only there.
 
     Args:
-        events: Of the run file.
-        curve: Memory samples in the order of time.
-        steady: Which steps count.
+        events: Events of the run file.
+        curve: Memory samples, sorted by time.
+        steady: The counted steps.
 
     Returns:
         By the phase's name: ``seconds_median`` (of the sums over a step), ``peak_bytes`` (the highest sample in the
@@ -42,7 +42,7 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
         for _, step, begin, end in timed:
             seconds[step] = seconds.get(step, 0.0) + end - begin
         for _, _, begin, end in counted:
-            # The sample of an edge is taken just after it: the one at the end belongs to the phase.
+            # The sample of an edge is taken just after it, so the last one belongs to the phase.
             within = [size for _, size in curve[bisect_left(times, begin) : bisect_right(times, end) + 1]]
             if within:
                 peaks.append(max(within))
@@ -56,7 +56,7 @@ def phase_figures(events: Sequence[Event], curve: Curve, steady: Steady) -> dict
 
 
 def _spans(events: Sequence[Event]) -> list[tuple[str, Any, float, float]]:
-    """Return name, step, begin and end of every finished phase, in the order in which they began."""
+    """Return name, step, begin and end of every finished phase, sorted by begin."""
     begun: dict[str, Event] = {}
     found: list[tuple[str, Any, float, float]] = []
     for event in events:

@@ -1,11 +1,11 @@
-"""Writes a run's events to one file.
+"""Write a run's events to one file.
 
 [Note: record, then report]
-Training emits events; this listener writes them as they come and nothing else. Every number and picture is made
-afterwards from the files, so a report can be made again, compared and doubted without the run.
+Training emits events, and this listener only writes them. Every number and picture is made later from the files, so
+reports can be reproduced, compared and verified without the run.
 
-Each event is one ``write`` of one whole line to a file opened for appending: threads do not mix their lines, and a
-process that is killed leaves a file that reads up to its last event.
+Each event is one ``write`` of a complete line to a file opened for appending: lines of threads do not mix, and the file
+of a killed process is readable up to its last event.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RunFile:
     processes, open it in one of them.
 
     Args:
-        folder: Made if it is not there.
-        bus: Where events come from.
+        folder: Created if missing.
+        bus: The source of events.
         sample_seconds: Time between two memory samples; memory is also read at the edges of phases,
             passes and loads.
         overwrite: Replace the files of an earlier run in the same folder.
@@ -66,12 +66,12 @@ class RunFile:
         self.folder = Path(folder)
         self._bus, self._sample_seconds, self._overwrite = bus, sample_seconds, overwrite
         self._fields = run_begin_fields
-        # Reentrant: an event may be emitted by a finaliser that the collector runs while this thread is writing.
+        # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
         self._remove: Callable[[], None] | None = None
         self.marker: StepMarker | None = None
-        """Numbers and times the steps that the loop does not."""
+        """Numbers and times the steps that the loop does not mark."""
 
     def __enter__(self) -> RunFile:
         self._open()
@@ -80,7 +80,7 @@ class RunFile:
         self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
         self._sampler.start()
         self._remove = self._bus.subscribe(self._hear)
-        for plan in self._bus.ask("plan"):  # of models that were enabled before
+        for plan in self._bus.ask("plan"):  # of models that were enabled earlier
             self._write("plan", plan)
         return self
 
@@ -98,7 +98,7 @@ class RunFile:
     def phase(self, name: str, *, step: int) -> Generator[None, None, None]:
         """Mark a phase of a step, for loops that do so by hand.
 
-        Memory is compared at the edges of ``forward``; any other name is reported as it is.
+        Memory is compared at the edges of ``forward``; other names are only reported.
         """
         self._bus.emit("phase", name=name, edge="begin", step=step)
         try:
@@ -114,7 +114,7 @@ class RunFile:
         loss: float | None = None,
         tokens: int | None = None,
     ) -> None:
-        """Add figures to the step that an optimizer has just ended, or mark the end of a step by hand.
+        """Add figures to the step that an optimizer has just ended, or mark the end of a step manually.
 
         ::
 
@@ -122,13 +122,13 @@ class RunFile:
             run.step(loss=loss.item(), tokens=batch.numel())
 
         Args:
-            step: Its number, of a loop that marks all its steps by hand; default: counted.
-            seconds: Its time, of such a loop; default: measured.
+            step: Its number, if the loop marks all its steps manually; default: counted.
+            seconds: Its time, likewise; default: measured.
             loss: Its loss.
             tokens: Tokens of the step, over all processes.
 
         Raises:
-            ConfigError: One of number and time without the other, or no optimizer has stepped since the step before.
+            ConfigError: Only one of number and time, or no optimizer has stepped since the previous step.
         """
         if step is None and seconds is None and self.marker is not None:
             self.marker.finish(loss=loss, tokens=tokens)
@@ -170,7 +170,7 @@ class RunFile:
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         self._write(kind, fields)
         if kind in ("phase", "pass_end", "load"):
-            # The edges are where memory is compared; a sample of the thread may be up to sample_seconds away.
+            # Memory is compared at the edges, and the thread's nearest sample may be sample_seconds away.
             self._reader.follow_thread_device()
             rss = self._reader.rss_bytes()
             if rss is not None:
@@ -180,7 +180,7 @@ class RunFile:
         self._write("memory", {"rss_bytes": rss_bytes, "device_bytes": device_bytes})
 
     def _write(self, kind: str, fields: Mapping[str, Any]) -> None:
-        # Fields may have a "t" of their own: of what happened before it was known what it was.
+        # Fields may have their own "t", for events that are recognized later.
         line = json.dumps({"t": time.monotonic(), "event": kind, **_plain(fields)}, allow_nan=False) + "\n"
         with self._lock:
             if self._file is None:
@@ -188,13 +188,13 @@ class RunFile:
             try:
                 os.write(self._file, line.encode())
             except OSError as error:
-                # A full disk must not end a training run; the record ends here and says so.
+                # A full disk must not end a training run; only the record ends.
                 logger.warning("The run file in %s is no longer written: %s", self.folder, error.strerror)
                 self._close()
 
 
 def _plain(value: Any) -> Any:
-    """Make a value fit for strict JSON: numbers that are not finite become text, unknown objects their ``str``."""
+    """Convert a value for strict JSON: non-finite numbers become text, unknown objects their ``str``."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (str, int)):

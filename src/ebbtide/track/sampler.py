@@ -1,6 +1,6 @@
-"""Reads resident and device memory: once, or again and again in a thread.
+"""Read resident and device memory, once or repeatedly in a thread.
 
-The same reader serves a run that samples itself and ``compare``, which samples its children from outside.
+A run that samples itself and ``compare``, which samples its children from outside, use the same reader.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ebbtide.base.extras import require
 
-# Listing a process's descendants reads the whole process table; their number changes only when workers start.
+# Listing descendants reads the whole process table, and they change only when workers start.
 _CHILDREN_SECONDS = 0.25
 
 
@@ -28,7 +28,7 @@ class MemoryReader:
 
     Args:
         pid: The process; this one if ``None``.
-        children: Add its descendants' resident bytes. Pages that they share count once for each.
+        children: Add its descendants' resident bytes. Shared pages count once per process.
         device: Read the accelerator's allocated bytes too (this process only).
 
     Raises:
@@ -62,15 +62,15 @@ class MemoryReader:
         return None if self._accelerator is None else int(self._accelerator.memory_allocated(self._device_index))
 
     def follow_thread_device(self) -> None:
-        """Read from now on the device that is current in the calling thread.
+        """Read the current device of the calling thread from now on.
 
-        The current device belongs to a thread, and a sampling thread would otherwise read device 0 for ever.
+        The current device is per thread, so a sampling thread would otherwise always read device 0.
         """
         if self._accelerator is not None:
             self._device_index = self._accelerator.current_device_index()
 
     def peaks(self) -> dict[str, int | None]:
-        """Return the peaks that the system keeps since the process began, ``None`` where it keeps none."""
+        """Return the system's peaks since the process began; ``None`` if it keeps none."""
         device = None if self._accelerator is None else int(self._accelerator.max_memory_allocated(self._device_index))
         return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
 
@@ -109,10 +109,10 @@ def _accelerator() -> Any | None:
 
 
 class Sampler:
-    """A thread that reads memory at an even pace and hands it on.
+    """A thread that reads memory at regular intervals.
 
     Args:
-        reader: What to read.
+        reader: Reads the memory.
         sink: Called with ``rss_bytes`` and ``device_bytes``, in the sampler's thread.
         seconds: Time between two samples.
     """
@@ -123,11 +123,11 @@ class Sampler:
         self._thread = threading.Thread(target=self._loop, name="ebbtide-memory", daemon=True)
 
     def start(self) -> None:
-        """Begin; the first sample is taken at once."""
+        """Start; the first sample is taken at once."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End, and wait until the thread is gone. Harmless when repeated."""
+        """Stop and join the thread. May be called repeatedly."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()

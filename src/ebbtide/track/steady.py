@@ -1,11 +1,11 @@
-"""Which steps of a run count.
+"""The counted steps of a run.
 
 [Note: steady steps]
-The first step warms allocators and caches, and under ``Auto`` the steps before the last plan are not the planned ones:
-they warm up, and no figure is taken from them. A comparison leaves out the same number of steps in every mode. A
-process's resident size also holds what its allocator keeps of freed memory; so in one step, the last of a recipe's run,
-the free memory of the heap is given back at both edges of the forward (the event ``trim``). Activation memory is taken
-from that step, and times from the others: memory that comes fresh from the kernel is slower.
+The first step warms up allocators and caches, and under ``Auto`` the steps before the last plan do not run it: these
+warm-up steps do not count. A comparison skips the same number of steps in every mode. A process's resident size
+includes freed memory that its allocator keeps; so in one step, the last of a recipe's run, the heap is trimmed at both
+edges of the forward (the event ``trim``). Activation memory is taken from that step, and times from the others, because
+fresh memory from the kernel is slower.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ebbtide.base.runs import Event
 
 @dataclass(frozen=True, kw_only=True)
 class Steady:
-    """The steps of a run, sorted.
+    """The steps of a run, classified.
 
     Attributes:
         warm_up: The first steps, which do not count.
         trimmed: Steps whose forward began and ended with a trimmed heap.
-        begins: When the warm-up was over, in seconds of the run's clock; minus infinity if it never was.
+        begins: The end of the warm-up, in seconds of the run's clock; minus infinity without a warm-up.
     """
 
     warm_up: tuple[Any, ...]
@@ -42,12 +42,12 @@ class Steady:
 
 
 def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
-    """Sort the steps of a run.
+    """Classify the steps of a run.
 
     Args:
-        events: Of the run file.
-        warm_up: Number of steps to leave out; ``None``: those before the last plan, and at least the first. One step
-            is left out where there are not enough.
+        events: Events of the run file.
+        warm_up: Number of steps to skip; ``None``: those before the last plan, at least one. With too few steps, one is
+            skipped.
     """
     ends = {event.get("step"): event["t"] for event in events if event["event"] == "step"}
     forwards = [e.get("step") for e in events if e["event"] == "phase" and e.get("name") == "forward"]
@@ -60,7 +60,7 @@ def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
 
 
 def steps_before_plan(events: Sequence[Event]) -> int:
-    """Return how many steps ended before the last plan was made that a step followed."""
+    """Return the number of steps before the last plan that was followed by a step."""
     ends = [event["t"] for event in events if event["event"] == "step"]
     plans = [event["t"] for event in events if event["event"] == "plan" and ends and event["t"] < ends[-1]]
     return sum(end < plans[-1] for end in ends) if plans else 0

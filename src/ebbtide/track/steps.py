@@ -1,18 +1,17 @@
-"""Marks the steps and phases of any training loop.
+"""Mark the steps and phases of any training loop.
 
 [Note: steps mark themselves]
-A step is over when an optimizer has stepped: torch calls hooks before and after every optimizer's ``step``, whoever
-calls it. Gradient accumulation is one step, for the optimizer steps once; optimizers that step back to back are one
-step too, so the event comes late, when the next forward begins or one of them steps again. A step takes the time from
-the end of the step before to its own end, so that loading of data counts.
+A step ends when an optimizer has stepped: torch calls hooks before and after every optimizer's ``step``. Gradient
+accumulation is one step, because the optimizer steps once; optimizers that step back to back are one step, too, so the
+event is emitted late, when the next forward begins or one of them steps again. A step's time includes loading of data:
+it runs from the end of the previous step to its own end.
 
-Forward begins and ends with a pass of the engine, or with the forward of a module that is followed; backward ends with
-autograd's graph task. A loss that is computed outside of the model's forward is therefore a part of the phase
-``backward``. Without ebbtide on the model, and with no module to follow, nothing tells the two apart: the phase is
-called ``forward and backward`` then. (Hooks on all modules would tell, but ``torch.compile`` does not bear them.)
+Forward begins and ends with a pass of the engine, or with the forward of a followed module; backward ends with
+autograd's graph task. A loss computed outside of the model's forward is therefore part of the phase ``backward``.
+Without ebbtide on the model and without a followed module, the two cannot be distinguished, and the phase is called
+``forward and backward``. (Hooks on all modules could, but ``torch.compile`` does not support them.)
 
-What a loop marks by hand (``run.phase``, ``run.step``, the recipes) is left to it: phases that have a mark by hand are
-not marked, nor steps.
+Steps and phases that a loop marks manually (``run.phase``, ``run.step``, the recipes) are not marked here.
 """
 
 from __future__ import annotations
@@ -39,29 +38,29 @@ class StepMarker:
     """Emits ``phase``, ``step``, ``stats`` and ``parts`` while it is open. See [Note: steps mark themselves].
 
     Args:
-        bus: Where the engine's passes are heard, and where the marks go.
+        bus: Source of the engine's passes, and destination of the marks.
     """
 
     def __init__(self, bus: Bus = BUS) -> None:
         self._bus = bus
-        # Backward may run in autograd's threads; an event may be emitted by a finaliser in the middle of a mark.
+        # Backward may run in autograd's threads, and a finalizer may emit an event in the middle of a mark.
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
         self._emitting = False
         self._hand_phases = self._hand_steps = False
         self._step: Any = 1
         self._since: float | None = None
-        """When the step before was over; of the first step, when its forward began."""
+        """End of the previous step; for the first step, the start of its forward."""
         self._phase: str | None = None
         self._passes = 0
         """Forwards of the step."""
         self._turned: float | None = None
-        """When a forward was over whose backward has not begun."""
+        """End of a forward whose backward has not begun."""
         self._stepping: torch.optim.Optimizer | None = None
         self._stepped: list[torch.optim.Optimizer] = []
         """Optimizers that have stepped in this step."""
         self._ended: float | None = None
-        """When the last of them was done."""
+        """When the last of them finished."""
         self._stats: list[Mapping[str, Any]] | None = None
         self._parts: dict[str, Any] | None = None
         self._parts_emitted = False
@@ -92,12 +91,12 @@ class StepMarker:
         """Emit the step that an optimizer has just ended, with further figures.
 
         Raises:
-            ConfigError: No optimizer has stepped since the step before.
+            ConfigError: No optimizer has stepped since the previous step.
         """
         with self._lock:
             if self._ended is None:
                 raise ConfigError(
-                    "no optimizer has stepped since the step before",
+                    "no optimizer has stepped since the previous step",
                     expected="run.step(loss=...) after optimizer.step()",
                     hint="with an optimizer that is not torch's, pass number and time: run.step(n, seconds=...)",
                 )
@@ -163,7 +162,7 @@ class StepMarker:
 
     def _forward_begins(self) -> None:
         if self._phase == "forward" and self._passes:
-            return  # of a followed module, which the engine tells of too
+            return  # of a followed module, which the engine also reports
         self._settle()
         self._end_phase()
         self._turned = None
@@ -200,7 +199,7 @@ class StepMarker:
                 self._settle()
             self._stepping = optimizer
             if _in_backward():
-                return  # it steps inside backward, as soon as a gradient is there
+                return  # it steps inside backward, as soon as a gradient is ready
             if self._phase is None and self._turned is not None:  # no event marked backward's begin
                 self._begin_phase("backward", at=self._turned)
             elif not self._passes and not self._stepped and self._since is not None:
@@ -222,7 +221,7 @@ class StepMarker:
                 self._look()
 
     def _look(self) -> None:
-        """Take the figures of the step now: when it is emitted, handles may be closed and gradients gone."""
+        """Read the figures of the step now: when it is emitted, handles may be closed and gradients freed."""
         self._stats = self._bus.ask("stats")
         if not self._parts_emitted:
             weights = {name: size for found in self._bus.ask("weights") for name, size in found.items()}
@@ -278,5 +277,5 @@ def _in_backward() -> bool:
 
 
 def _in_training_forward() -> bool:
-    """Whether a forward is one that a backward follows: no evaluation, and no checkpoint that runs it again."""
+    """Whether a backward follows this forward: not in evaluation, nor in a checkpoint's recomputation."""
     return torch.is_grad_enabled() and not _in_backward()

@@ -1,7 +1,7 @@
-"""Makes ``summary.json`` of a run folder's events: arithmetic on what was recorded, nothing measured here.
+"""Make ``summary.json`` from a run folder's events; nothing is measured here.
 
 Times, rates and memory are taken from the steps after the warm-up, see [Note: steady steps] in ``steady.py``; with a
-single step, from that one, except the views of memory, which then are unknown. What is not known is ``None``, never 0.
+single step, from that one, except the views of memory, which are then unknown. Unknown values are ``None``, never 0.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> 
 
 
 def write_summary(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> dict[str, Any]:
-    """Summarise a run folder and write its ``summary.json``, whole or not at all.
+    """Summarise a run folder and write its ``summary.json`` atomically.
 
     Args:
         folder: As ``summarise`` takes it.
@@ -107,13 +107,13 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
 
 
 def _losses(events: Sequence[Event], steps: Sequence[Event]) -> list[Any]:
-    """Return one loss a step: its own, else the one that the trainer logged for it."""
+    """Return one loss per step: its own, else the one that the trainer logged for it."""
     logged = {event.get("step"): (event.get("logs") or {}).get("loss") for event in _all(events, "log")}
     return [logged.get(s.get("step")) if s.get("loss") is None else s["loss"] for s in steps]
 
 
 def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) -> int | None:
-    """Return the highest sample, or the system's own peak where that rose during the run and so belongs to it."""
+    """Return the highest sample, or the system's own peak if that rose during the run."""
     sampled = [event[field] for event in _all(events, "memory") if event.get(field) is not None]
     kept = "peak_" + field
     before, after = begin.get(kept), end.get(kept) if end else None
@@ -123,15 +123,15 @@ def _peak(events: Sequence[Event], field: str, begin: Event, end: Event | None) 
 
 
 def _activations(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
-    """Take the bytes of the largest pass: all five from one pass, so that they belong together."""
+    """Return the bytes of the largest pass; all five from the same pass, to be consistent."""
     passes = _all(events, "pass_end")
     counted = [p for p in passes if p["t"] > steady.begins] or passes
-    # max() keeps the first of equals; the last pass is the one that the final plan made.
+    # max() keeps the first of equals; the last pass ran under the final plan.
     largest = max(reversed(counted), key=lambda p: p.get("unique_bytes") or 0, default=None)
     bytes_ = {name: largest.get(f"{name}_bytes") if largest else None for name in _ACTIVATIONS}
     baseline, kept = bytes_["unique"], bytes_["kept"]
     if largest and largest.get("checkpointed"):
-        # What a checkpointed block would have saved is not seen: only a pass without such blocks tells.
+        # Saved bytes of checkpointed blocks are unknown; only a pass without such blocks shows them.
         uncheckpointed = [
             p["unique_bytes"] for p in passes if not p.get("checkpointed") and p.get("unique_bytes") is not None
         ]
@@ -163,7 +163,7 @@ def _plan(events: Sequence[Event]) -> dict[str, Any] | None:
 
 
 def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tuple[float, int]]:
-    """Return memory over time: of the device; of a CPU as another process saw it, if one did."""
+    """Return memory over time: of the device; on a CPU as sampled from outside, if it was."""
     field = "rss_bytes" if begin.get("device") == "cpu" else "device_bytes"
     samples = read_events(outside) if field == "rss_bytes" and events and outside.exists() else _all(events, "memory")
     return [(e["t"], e[field]) for e in samples if e.get(field) is not None and e["t"] >= events[0]["t"]]
@@ -172,12 +172,12 @@ def _best_curve(events: Sequence[Event], outside: Path, begin: Event) -> list[tu
 def _outside(
     events: Sequence[Event], steady: Steady, samples: Sequence[Event], inside: dict[str, Any]
 ) -> dict[str, Any]:
-    """Read the steady steps off an outside sampler's curve: see [Note: the same two instants].
+    """Read the steady steps from an outside sampler's curve: see [Note: the same two instants].
 
-    The floor is the last sample before the forward, so that nothing of the forward can be in it. Where the heap was
-    trimmed the two instants are the run's own samples: the sampler would also see the trimming half done.
+    The floor is the last sample before the forward, so it contains nothing of the forward. If the heap was trimmed, the
+    run's own samples are used: the sampler may sample in the middle of trimming.
     """
-    # A folder that was overwritten may still hold the samples of the run before.
+    # An overwritten folder may still hold samples of the previous run.
     curve = [(e["t"], e["rss_bytes"]) for e in samples if e["t"] >= events[0]["t"]]
     view = _view(events, steady, curve, before=lambda times, instant: bisect_left(times, instant) - 1, at=_nearest)
     if steady.trimmed and inside["activation_bytes"] is not None:
@@ -202,8 +202,8 @@ def _view(
     """Measure the forwards of the steady steps on a curve of memory over time.
 
     [Note: the same two instants]
-    The floor is memory as a forward begins; activation memory is memory when the loss is there and backward has not
-    begun, less the floor. Both instants exist in every mode, with the engine or without it, so modes can be compared.
+    The floor is memory at the start of a forward; activation memory is memory between loss and backward, less the
+    floor. Both instants exist in every mode, with the engine or without it, so modes can be compared.
     """
     counted = [forward for forward in _forwards(events) if steady.counts(forward[2])]
     times = [t for t, _ in curve]

@@ -1,13 +1,12 @@
-"""Ranks that train the same part of a model offload it alike, or say at once that they do not.
+"""Ranks that train the same part of a model must offload it with equal settings, or raise at once.
 
 [Note: agreement]
-A block that is re-run whole in backward repeats the collectives inside it (tensor parallelism, units nested in the
-block): were it re-run on one rank only, the others would wait for ever. So ranks compare what they were told when
-offloading is enabled, or, if the model is wrapped later, in its first forward after that; and where a block has
-collectives inside they decide together whether its kind is re-run: what a rank saw of its own batch is a wish, and one
-that wishes it is enough. Only ranks that hold the same part are asked, which the model tells: the meshes of its
-parameters, the groups of its wrappers; stages of a pipeline differ, and may. Collectives that the model does not tell
-are seen when a block runs: see [Note: collectives seen].
+A checkpointed block repeats the collectives in its forward (tensor parallelism, nested units): if only one rank
+checkpointed it, the others would deadlock. So ranks compare their settings when offloading is enabled, or, if the model
+is wrapped later, in its first forward after that; and they decide together whether a kind of blocks with collectives is
+checkpointed: each rank votes from its own batch, and one vote is enough. Only ranks with the same part of the model
+take part, found from the meshes of its parameters and the groups of its wrappers; stages of a pipeline may differ.
+Other collectives are detected when a block runs: see [Note: collectives seen].
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from ebbtide.wrap.meeting import Meeting, spelled
 from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
 ONCE, AGAIN, NEVER = "once", "again", "never"
-"""What ranks wish for a kind of blocks; the later one of two prevails."""
+"""A rank's vote for a kind of blocks; the later one in this list prevails."""
 SHOWN = 3
-"""Differences told in one message."""
+"""Most differences in one message."""
 
 
 def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
-    """Return the groups of ranks that hold a part of the model with this one; none if nothing is distributed.
+    """Return the groups of ranks that share a part of the model with this one; none if nothing is distributed.
 
-    A group is told by the same mesh or process group on each of its ranks, so all of them name it alike.
+    A group comes from the same mesh or process group on each of its ranks, so all of them identify it alike.
     """
     if not dist.is_available() or not dist.is_initialized():
         return []
@@ -45,7 +44,7 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
             inner: list[Any] = [module.process_group, getattr(module, "_inter_node_pg", None)]  # FSDP1's replicas
             groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in inner if g is not None)
     meshes = {id(m): m for p in model.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
-    found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be whole
+    found = list(meshes.values()) or unit_meshes(model)  # in a forward all weights may be unsharded
     groups.update(tuple(sorted(m.mesh.flatten().tolist())) for m in found)
     divided = {id(g): g for p in model.parameters() if (g := getattr(p, "ds_process_group", None)) is not None}
     groups.update(tuple(sorted(dist.get_process_group_ranks(g))) for g in divided.values())
@@ -53,9 +52,9 @@ def groups_of(model: nn.Module) -> list[tuple[int, ...]]:
 
 
 def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[str, str]:
-    """Return what ranks compare, each with its value in words.
+    """Return the settings that ranks compare, each with its value in words.
 
-    A directory for the disk tier is a rank's own affair.
+    The directory of the disk tier may differ.
     """
     options = engine.options
     terms = {
@@ -73,18 +72,18 @@ def terms_of(model: nn.Module, blocks: Sequence[Block], engine: Engine) -> dict[
 
 
 def check_agreement(groups: Sequence[Sequence[int]], terms: Mapping[str, str]) -> None:
-    """Meet the ranks of each group and compare.
+    """Compare settings with the ranks of each group.
 
     Args:
-        groups: Who is to come.
-        terms: What must be the same within a group.
+        groups: The groups.
+        terms: The settings, which must be equal within a group.
 
     Raises:
-        ConfigError: They differ, or a rank did not come in time.
+        ConfigError: They differ, or a rank did not arrive in time.
     """
     text = json.dumps(dict(terms))
     with contextlib.ExitStack() as stack:
-        # Texts are left in all before one is waited in: no two ranks wait for each other in different groups.
+        # Post in all groups before waiting in any, so no two ranks wait for each other in different groups.
         for meeting in [stack.enter_context(Meeting(ranks, "enable offloading", text)) for ranks in groups]:
             answers = meeting.attend()
             lines = _differences({rank: json.loads(one) for rank, one in answers.items()})
@@ -109,10 +108,10 @@ def _differences(answers: Mapping[int, Mapping[str, str]]) -> list[str]:
 
 
 class Votes:
-    """Which kinds of blocks are re-run whole, decided once and by all ranks where a block has collectives inside.
+    """Decides once which kinds of blocks are checkpointed, by all ranks together if a block has collectives.
 
     Args:
-        groups: Who is asked; may be empty until the model is wrapped.
+        groups: The voting ranks; may be empty until the model is wrapped.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
@@ -120,16 +119,16 @@ class Votes:
         self._decided: dict[tuple[str, tuple[tuple[int, ...], ...]], str | None] = {}  # None: each rank for itself
 
     def decide(self, kind: str, block: nn.Module, wish: str, seen: Sequence[tuple[int, ...]] = ()) -> bool:
-        """Return whether blocks of a kind are re-run.
+        """Return whether blocks of a kind are checkpointed.
 
         Args:
             kind: The kind; this rank has seen one of its blocks.
             block: One of them.
-            wish: ``AGAIN``, ``ONCE``, or ``NEVER`` where they must not be.
-            seen: Groups that blocks like this one were seen to call collectives with.
+            wish: ``AGAIN``, ``ONCE``, or ``NEVER`` if they must not be.
+            seen: Groups with which similar blocks were seen to call collectives.
 
         Raises:
-            ConfigError: A rank did not come to this in time.
+            ConfigError: A rank did not arrive in time.
         """
         groups = tuple(sorted({*seen, *map(tuple, self._groups if has_collectives(block) else ())}))
         if (kind, groups) not in self._decided:
@@ -138,7 +137,7 @@ class Votes:
 
     @staticmethod
     def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
-        for _ in groups:  # where groups cross, a wish needs as many rounds as there are to reach everybody
+        for _ in groups:  # with crossing groups, a vote needs that many rounds to reach everybody
             with contextlib.ExitStack() as stack:
                 meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
                 wish = max((answer for m in meetings for answer in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
@@ -146,8 +145,8 @@ class Votes:
 
 
 def has_collectives(block: nn.Module) -> bool:
-    """Whether a second run of the block is known to need the other ranks."""
+    """Whether a second forward of the block is known to need other ranks."""
     if any(hasattr(p, "device_mesh") or is_partitioned(p) for p in block.parameters()):
-        return True  # weights that are split, by tensor parallelism or by units below the block that are resharded
+        return True  # weights split by tensor parallelism, or by units below the block that are resharded
     below = (m for m in block.modules() if m is not block)
     return any(is_fsdp2(m) or is_fsdp1(m) or isinstance(m, nn.SyncBatchNorm) for m in below)

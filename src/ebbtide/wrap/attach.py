@@ -1,10 +1,10 @@
-"""Putting the hooks around the blocks, and removing them.
+"""Install the hooks around the blocks, and remove them.
 
-[Note: where the hooks stand]
-A block's ``forward`` is replaced on the instance. That is inside module hooks, so FSDP has unsharded before and
-reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint's hooks are innermost and
-ours see its inputs. Hooks opened *inside* a checkpointed function would silently cancel the checkpoint: none are
-opened there, see [Note: checkpoints around blocks]. Hooks are never open while ``backward()`` runs.
+[Note: where the hooks stand] A block's ``forward`` is replaced on the instance. That is inside module hooks, so FSDP
+unshards before and reshards after; and it is outside a ``forward`` that checkpoints itself, so the checkpoint's hooks
+are innermost and ours see its inputs. Hooks opened *inside* a checkpointed function would silently cancel the
+checkpoint, so none are opened there: see [Note: checkpoints around blocks]. Hooks are never open while ``backward()``
+runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from ebbtide.wrap.tree import Tree
 logger = logging.getLogger("ebbtide.wrap")
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Blocks under a living handle: two offloaders on one block are refused."""
+"""Blocks under a live handle: a block may have only one offloader."""
 
 
 def is_attached(model: nn.Module) -> bool:
@@ -67,7 +67,7 @@ class Attachment:
     Args:
         model: The model; its forward delimits a pass.
         blocks: Modules, each with its description for the engine.
-        engine: Carries out the plan.
+        engine: Executes the plan.
         watch: Measures the blocks' share of the bytes that autograd saves.
 
     Raises:
@@ -89,8 +89,8 @@ class Attachment:
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks
-        self._tree, self._moves = Tree(model), (0, False)  # do weights move: in which version of the tree, the answer
-        self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # when ranks were last looked for
+        self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
+        self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
         self._groups: list[tuple[int, ...]] = []  # ranks that have agreed
         self._agree()
         self._undo: list[Callable[[], None]] = []
@@ -100,14 +100,14 @@ class Attachment:
         self._ran: set[str] = set()
         self._before: Block | None = None  # the latest block of this pass that ran without gradients
         self._room_checked = False
-        self._logged: set[str] = set()  # reasons to offload nothing that were already logged
+        self._logged: set[str] = set()  # already logged reasons for offloading nothing
         self._reruns = Reruns(engine.plan, Votes(self._groups))
         self._plain = PlainBlocks(engine)
         self._rest = Rest(engine)
         self._seen: dict[str, Tally] = {}  # block kind → what it saved when it last ran without a checkpoint
         self._scopes: list[tuple[nn.Module, Scope]] = []
-        self._own: Scope | None = None  # of the model, if it is its own single block
-        # If the model is compiled, only its compiled call surrounds the code that runs. See [Note: compiled blocks].
+        self._own: Scope | None = None  # of a model that is its own single block
+        # Of a compiled model, only the compiled call is executed. See [Note: compiled blocks].
         name = "_compiled_call_impl" if is_compiled(model) else "forward"
         self._undo.append(StandIn(model, self._model_call, name, traced=self._compiled_away).remove)
         self._install(blocks)
@@ -118,7 +118,7 @@ class Attachment:
         return [block.name for _, block in self._blocks]
 
     def remove(self) -> None:
-        """Remove all hooks. Harmless when repeated."""
+        """Remove all hooks. May be called repeatedly."""
         self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         while self._undo:
             self._undo.pop()()
@@ -158,7 +158,7 @@ class Attachment:
         return self._block_call(scope, forward, args, kwargs)
 
     def _agree(self) -> None:
-        """Compare with the other ranks, once: when the handle is made, or in the first pass after wrapping."""
+        """Compare settings with the other ranks once: when the handle is made, or in the first pass after wrapping."""
         distributed = dist.is_available() and dist.is_initialized()
         around = running_ddp()
         now = self._tree.look(), distributed, None if around is None else weakref.ref(around)
@@ -168,12 +168,12 @@ class Attachment:
         if groups:
             check_agreement(groups, terms_of(self._model, [block for _, block in self._blocks], self.engine))
             self._groups += groups
-        self._looked = now  # only now: where ranks differ, each forward says so
+        self._looked = now  # only after success: if ranks differ, every forward raises
 
     def _begin_pass(self) -> None:
         self._before = None
         version, moves = self._moves
-        if version != self._tree.version:  # as ``_agree`` saw it; FSDP may have come after the handle
+        if version != self._tree.version:  # as ``_agree`` saw it; FSDP may be applied after the handle
             moves = weights_move(self._model)
             self._moves = self._tree.version, moves
         self.engine.weights.move = moves
@@ -256,11 +256,11 @@ class Attachment:
             return output
         finally:
             scope.open = False
-            hooks.close()  # in case an interrupt left them open
+            hooks.close()  # an interrupt may have left them open
             self._leave_compiled_parts(scope)
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
-        """Offload what a checkpoint around a block keeps. See [Note: checkpoints around blocks].
+        """Offload the tensors that a checkpoint around a block keeps. See [Note: checkpoints around blocks].
 
         Raises:
             ConflictError: Another offloader already holds it.
@@ -275,7 +275,7 @@ class Attachment:
             refuse_taken(block.name, theirs)
 
     def _leave_to_reentrant(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Offload what a reentrant checkpoint around the block before this one keeps."""
+        """Offload the tensors that a reentrant checkpoint around the previous block keeps."""
         before, self._before = self._before, scope.block
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         kept = None if before is None else checkpoint_before(inputs)
@@ -283,7 +283,7 @@ class Attachment:
             self._leave_to_checkpoint(kept, before)
 
     def _compiled_away(self) -> None:
-        """Warn that the model, or a module around its blocks, is compiled: our hooks do not run in compiled code."""
+        """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""
         if self.enabled and "compiled" not in self._logged:
             self._logged.add("compiled")
             logger.warning(
@@ -312,7 +312,7 @@ class Attachment:
         return graphed
 
     def _check_room(self) -> None:
-        """After the first block, check that the store can hold what all blocks offload, and announce that size to it.
+        """After the first block, check that the store can hold the bytes of all blocks, and announce that size to it.
 
         Raises:
             DiskFullError: It cannot; raised during the first forward.
@@ -369,7 +369,7 @@ class Attachment:
             scope.follow()
 
     def _stand_around_compiled(self) -> None:
-        """Put the hooks around blocks that were compiled. See [Note: compiled blocks]."""
+        """Install the hooks around compiled blocks. See [Note: compiled blocks]."""
         refuse_compiled(self._blocks)
         for module, scope in self._scopes:
             if is_compiled(module):

@@ -2,13 +2,13 @@
 
 [Note: blocks]
 A *stack* is a container whose children are mostly of one class and have submodules; its children are the blocks.
-Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack too. Stacks inside a
+Attributes of one class whose names differ only in a number (``layer1``, ``layer2``) are a stack, too. Stacks inside a
 block are ignored, so a transformer layer is a block and its experts are not. If nothing repeats, the largest modules
-with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one
-block. No class name is used, so unknown models work like any other.
+with submodules are the blocks; if there are fewer than two (a lone LSTM, a few linear layers), the model is one block.
+Class names are never used, so unknown models work, too.
 
-The number of parameters decides nothing: in convolutional networks the small stacks hold the most activations. The
-blocks' share of the bytes that autograd saves is measured in the first pass: see [Note: coverage].
+Parameter counts are ignored: in convolutional networks the small stacks save the most activations. The blocks' share of
+the bytes that autograd saves is measured in the first pass: see [Note: coverage].
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper
 from ebbtide.wrap.strategy import is_ddp, is_fsdp1, is_fsdp2, is_partitioned
 
 LARGE_CHILD = 0.1
-"""Where nothing repeats, modules that hold at least this share of the model's parameters are blocks."""
+"""If nothing repeats, modules with at least this share of the model's parameters are blocks."""
 
 ENTIRE_MODEL = "(model)"
 """Name of the block that is the model itself."""
 
 WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module")
-"""Names under which wrappers hold a module; DDP's, ``module``, may be a model's own. The last is Lightning Fabric's."""
+"""Attributes in which wrappers hold a module, except DDP's ``module``: models use that name. The last is Fabric's."""
 
 Found = list[tuple[str, nn.Module]]
 """Paths of blocks, with their modules."""
@@ -45,12 +45,12 @@ _NUMBERED = re.compile(r"(.*?)\d+")
 
 
 def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> list[tuple[nn.Module, Block]]:
-    """Return the model's blocks, each with the module whose ``forward`` the hooks go around.
+    """Return the model's blocks, each with the module whose ``forward`` is hooked.
 
     Args:
         model: Any module, wrapped or not.
-        globs: Paths of blocks, such as ``"model.layers.*"``, with or without what wrappers put into them; None: find
-            them by structure.
+        globs: Paths of blocks, such as ``"model.layers.*"``, with or without wrappers' names; None: find them by
+            structure.
 
     Raises:
         BlocksError: The model has no parameters, or a glob matches no module.
@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
 
 
 def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
-    """Return blocks as the engine knows them, each with the module whose ``forward`` the hooks go around.
+    """Return the engine's descriptions of blocks, each with the module whose ``forward`` is hooked.
 
     Raises:
         ConflictError: A module is in torch's ``offload_wrapper``.
@@ -88,7 +88,7 @@ def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
 
 
 def _refuse_offloaded(name: str, module: nn.Module) -> None:
-    """Raise if a block's saved tensors are offloaded by hooks inside ours, which ours would then not see."""
+    """Raise if hooks inside ours offload a block's saved tensors, which ours would not see."""
     loaded = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
     if loaded is not None and isinstance(module, loaded.OffloadWrapper):
         raise ConflictError(
@@ -115,7 +115,7 @@ def entire_model(model: nn.Module) -> Found:
 
 def stacks_in(name: str, module: nn.Module) -> Found:
     """Return the blocks of the stacks in a module; none if nothing repeats there."""
-    # Two attributes are a stack only where there is no other: ``attn1`` and ``attn2`` are parts of one layer.
+    # Two attributes are a stack only if there is no other: ``attn1`` and ``attn2`` are parts of one layer.
     return list(_stacks(name, module, 3)) or list(_stacks(name, module, 2))
 
 
@@ -193,15 +193,15 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
 
 
 def _own_name(model: nn.Module, name: str) -> str:
-    """Return the path of a module as it was before the model was wrapped, compiled or checkpointed."""
+    """Return the path of a module before the model was wrapped, compiled or checkpointed."""
     parts = [p for p in name.split(".") if p not in WRAPPED]
     return ".".join(parts[1:] if is_ddp(model) and parts[0] == "module" else parts)
 
 
 def _kind(module: nn.Module) -> str:
-    """Return the name of a block's class, which is the same before and after the model is wrapped."""
+    """Return the name of a block's class, independent of wrappers."""
     inner = _behind(module)
-    own = type(inner).__mro__[2] if is_fsdp2(inner) else type(inner)  # FSDP2 puts a class of its own before it
+    own = type(inner).__mro__[2] if is_fsdp2(inner) else type(inner)  # FSDP2 prepends its own class
     return own.__name__
 
 
@@ -234,7 +234,7 @@ def weights_of(module: nn.Module) -> Iterator[torch.Tensor]:
         inner = pending.pop()
         yield from (p for p in inner.parameters(recurse=False) if not is_partitioned(p))
         yield from inner.buffers(recurse=False)
-        yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of what was let go
+        yield from (w for w in _flattened(inner) if w.untyped_storage().nbytes())  # else a view of freed memory
         pending.extend(c for c in inner.children() if not is_fsdp2(c) and not is_fsdp1(c))
 
 

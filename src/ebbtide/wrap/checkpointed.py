@@ -1,19 +1,17 @@
-"""Checkpointed blocks: their forward is repeated in backward, in the same context as the first time.
+"""Checkpointed blocks: their forward is repeated in backward, in the context of the first.
 
-[Note: a second run]
-Gradients are right only if the second forward computes what the first did. torch's checkpoint restores autocast and
-the default random generators. The rest is restored here: Python's and numpy's random state, everything that the
-block's modules can reach (see [Note: state]: parameters and adapters of that time, counters, memories),
-``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the modules
-are watched: see [Note: watched weights].
+[Note: a second run] Gradients are right only if the second forward computes the same values. torch's checkpoint
+restores autocast and the default random generators. The rest is restored here: Python's and numpy's random state,
+everything that the block's modules can reach (see [Note: state]: the parameters and adapters of that time, counters,
+memories), ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the
+modules are checked for changes: see [Note: watched weights].
 
 [Note: watched weights].
 
 [Note: checked checkpoints]
-Tensors that torch's checkpoint saves in the first forward pass through hooks of ours, which remember their version
-and a fingerprint. In backward both are compared with those of the second forward: an in-place change that ordinary
-autograd refuses is refused, and a second forward that computed something else is an error before any gradient is
-computed from it.
+Tensors that torch's checkpoint saves in the first forward pass through our hooks, which record their version and a
+fingerprint. In backward both are compared with those of the second forward: an in-place change that ordinary autograd
+rejects is rejected, and a second forward with other values is an error before any gradient is computed from it.
 """
 
 from __future__ import annotations
@@ -67,10 +65,10 @@ class ForwardContext:
 
     @contextmanager
     def back(self) -> Generator[None]:
-        """Restore it for the second forward, and the present context afterwards.
+        """Restore it for the second forward, and the current context afterwards.
 
         Raises:
-            ModifiedInPlaceError: A tensor that the modules hold changed since.
+            ModifiedInPlaceError: A tensor of the modules has changed since.
         """
         instead = self._check_tensors()
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
@@ -113,13 +111,13 @@ def run_checkpointed(
 ) -> Any:
     """Run a block under a checkpoint. Its inputs are saved, and offloaded by the open hooks.
 
-    Tensors are handed over one by one: what a checkpoint is given by name, or inside a list, it would hold itself. The
-    first run gets what the caller gave; lists and dictionaries of the second are copies.
+    Tensors are passed as positional arguments: the checkpoint itself would hold those passed by name or in a list. The
+    first forward gets the caller's objects; lists and dictionaries of the second are copies.
 
     Args:
-        forward: The block's.
-        args: What it is called with.
-        kwargs: What it is called with, by name.
+        forward: The block's forward.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         context: The context of this forward.
         run: The block's run.
         saved_bytes: Bytes that such a block saves without a checkpoint.
@@ -138,13 +136,13 @@ def run_checkpointed(
             try:
                 return forward(*again_args, **again_kwargs)
             except RuntimeError as error:
-                # Torch ends a second run by an exception once it has all tensors. One that passes through TorchScript
-                # becomes another. Torch itself raises if tensors are missing.
+                # Torch ends a second run with an exception once it has all tensors. TorchScript replaces an exception
+                # that passes through it by another. Torch itself raises if tensors are missing.
                 if "TorchScript interpreter" not in str(error):
                     raise
                 return None
 
-    # Our hooks compare versions and bytes, which is more than torch's own check of shapes.
+    # Our hooks compare versions and bytes, more than torch's check of shapes.
     try:
         return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
     finally:
@@ -201,8 +199,8 @@ class _Checked:
 def _has_only_values(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a saved tensor are values.
 
-    Kernels save memory of their own for their backward, parts of which nobody ever wrote: the workspace of a recurrent
-    layer, as bytes, and on devices the padded sums of attention, which take no gradient.
+    Kernels save workspaces for their backward with parts that were never written: those of recurrent layers, as bytes,
+    and on devices the padded sums of attention, which take no gradient.
     """
     if tensor.requires_grad or tensor.device.type == "cpu":
         return tensor.dtype is not torch.uint8

@@ -2,14 +2,13 @@
 
 [Note: checkpoints around blocks]
 A loop that calls ``checkpoint(layer, x)`` (older transformers, hand-written code) calls the block inside the
-checkpoint. Hooks of ours opened there would be the innermost ones: everything would be saved again and the checkpoint
-silently cancelled. So none are opened. The checkpoint keeps the block's inputs as saved tensors, and a saved tensor
-takes hooks of its own afterwards (``SavedTensor.register_hooks``): those that hold the block's inputs get ours, one
-by one.
+checkpoint. Our hooks would be the innermost ones there: everything would be saved and the checkpoint silently
+cancelled. So none are opened. The checkpoint keeps the block's inputs as saved tensors, which accept hooks afterwards
+(``SavedTensor.register_hooks``): each of them gets ours.
 
-A non-reentrant checkpoint is recognised by its hooks, which are the innermost ones; they lead to its frame. A
-reentrant one saves its inputs in an autograd node that is made after its function has run: it is found behind the
-input of the next block. Nothing follows the last block; its inputs are read first in backward and stay.
+A non-reentrant checkpoint is recognised by its hooks, which are the innermost ones and refer to its frame. A reentrant
+one saves its inputs in an autograd node that is made after its function has run: it is found behind the input of the
+next block. There is none after the last block, whose inputs are read first in backward and stay.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ logger = logging.getLogger("ebbtide.wrap")
 
 REENTRANT = "CheckpointFunctionBackward"
 NEAR = 16
-"""Nodes looked at behind a block's input: a checkpoint's output reaches the next block directly, or through a sum."""
+"""Most nodes searched behind a block's input: a checkpoint's output reaches it directly, or through a sum."""
 
 HAS_HOOKS = "hooks have already been set"
 
@@ -53,7 +52,7 @@ class Kept:
         """Give pack and unpack hooks to tensors without hooks.
 
         Returns:
-            What another offloader's hooks made of a tensor, if one was first; else None.
+            The object that another offloader packed a tensor into, if one was first; else None.
         """
         for saved in self._saved:
             try:
@@ -64,17 +63,17 @@ class Kept:
         return self.taken()
 
     def taken(self) -> object | None:
-        """Return what another offloader's hooks made of a tensor; None if there is no other."""
+        """Return the object that another offloader packed a tensor into; None if there is no other."""
         packed = [s.data for s in self._saved]  # ours, if two blocks share a checkpoint
         ours = (torch.Tensor, Ticket, LightTicket, WrapperTicket, type(None))
         return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
 
 
 def name_checkpoints(logged: set[str], block: str) -> None:
-    """Log once that the model checkpoints its own blocks, so ebbtide has little left to choose.
+    """Log once that the model checkpoints its own blocks, which leaves ebbtide little to choose.
 
     Args:
-        logged: What was logged before; this is added.
+        logged: The reasons logged so far; this one is added.
         block: The name of such a block.
     """
     if "checkpointed" not in logged:

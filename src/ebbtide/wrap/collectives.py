@@ -1,13 +1,12 @@
-"""Which other ranks a block's forward needs, told by the counters of process groups.
+"""Detect which other ranks a block's forward needs, from the counters of process groups.
 
-[Note: collectives seen]
-Megatron's tensor parallelism, experts spread over ranks and all-to-all sequence parallelism call collectives in a
-block's forward, and neither wrapper nor parameter tells. But every process group counts its collectives: a forward
-that moved the count has used the group. All ranks of a group call the same collectives in the same order, so all of
-them see the same, in the same block. Blocks whose modules are of the same classes are taken to use the same groups; the
-first of them is never checkpointed.
+[Note: collectives seen] Megatron's tensor parallelism, expert parallelism and all-to-all sequence parallelism call
+collectives in a block's forward that neither wrappers nor parameters reveal. But every process group counts its
+collectives, so a forward that raised the count has used the group. All ranks of a group call the same collectives in
+the same order, so all of them make the same observation in the same block. Blocks whose modules have the same classes
+are assumed to use the same groups; the first of them is never checkpointed.
 
-Not counted: point-to-point messages of NCCL, and kernels that read other ranks' memory without a process group.
+Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ Ranks = tuple[int, ...]
 
 
 class Collectives:
-    """The groups of ranks that blocks were seen to call collectives with. See [Note: collectives seen]."""
+    """The groups with which blocks were seen to call collectives. See [Note: collectives seen]."""
 
     def __init__(self) -> None:
         self._structures: dict[str, Hashable] = {}  # block → the classes of its modules
         self._seen: dict[Hashable, set[Ranks]] = {}  # structure → groups
 
     def known(self, block: Block, module: nn.Module) -> bool:
-        """Whether a block of this structure was looked at, or there is no other rank."""
+        """Whether a block of this structure was observed, or there is no other rank."""
         return self._structure(block, module) in self._seen or not _groups()
 
     def groups(self, block: Block, module: nn.Module) -> list[Ranks]:
@@ -41,7 +40,7 @@ class Collectives:
 
     @contextlib.contextmanager
     def look(self, block: Block, module: nn.Module) -> Generator[None]:
-        """See which groups a block's forward uses."""
+        """Observe which groups a block's forward uses."""
         before = _counts()
         try:
             yield

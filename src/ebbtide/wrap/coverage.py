@@ -1,18 +1,17 @@
 """The blocks' share of the bytes that autograd saves, and blocks chosen by it.
 
 [Note: coverage]
-Tensors saved inside blocks pass through the pack hook and are counted there. Tensors saved outside are read from the
-graph, once, after the first forward with gradients: every node that the outputs lead to shows its saved tensors. No
-hooks are opened for this, because any hook, even the identity, changes what autograd checks and keeps. A node's
-sequence number says which module saved a tensor: module hooks, in this one pass only, note where the numbers stood
-when each forward began and ended. Tensors that backward has freed by then, and nodes of C++ extensions, which show
-nothing, are not counted.
+Tensors saved inside blocks are counted in the pack hook. Tensors saved outside are read from the graph, once, after the
+first forward with gradients: every node reachable from the outputs exposes its saved tensors. No hooks are opened for
+this, because any hook, even the identity, changes autograd's checks and lifetimes. A node's sequence number identifies
+the module that saved a tensor: in this pass, module hooks record the numbers at the start and end of each forward. Not
+counted are tensors already freed by backward, and nodes of C++ extensions, which expose none.
 
 [Note: blocks by what they save]
-If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more
-than ``LARGE_SHARE`` of them become blocks too from the second pass on; if the blocks were no stack and still hold
-less, the model becomes one block. This is done once, and only in a process that trains alone: batches differ between
-ranks, and ranks must have the same blocks.
+If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
+``LARGE_SHARE`` of them become blocks from the second pass on; if the blocks were not a stack and still hold less, the
+model becomes one block. This is done once, and only in single-process training: ranks must have the same blocks, but
+their batches differ.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper, is_scripted
 logger = logging.getLogger("ebbtide.wrap")
 
 LOW_PERCENT = 50.0
-"""Blocks that hold less of what autograd saves are reported with a warning."""
+"""A lower share of the saved bytes is logged as a warning."""
 
 LARGE_SHARE = 0.1
-"""A module that saves this share of the bytes is worth a block of its own."""
+"""A module outside of the blocks becomes a block if it saves this share of the bytes."""
 
 _SLOT = "_raw_saved_"
 
@@ -67,7 +66,7 @@ class Watch:
         self._added = ""
 
     def call(self, blocks: Blocks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward; in the first pass, see what it saves outside of the blocks."""
+        """Run the model's forward; in the first pass, count the bytes saved outside of the blocks."""
         if self._done:
             return forward(*args, **kwargs)
         marks = _Marks()
@@ -80,7 +79,7 @@ class Watch:
         return output
 
     def pass_ends(self, blocks: Blocks) -> Blocks | None:
-        """Account for a pass; return other blocks for the next one, or None.
+        """Account for a pass; return different blocks for the next one, or None.
 
         Args:
             blocks: The blocks of that pass.
@@ -96,7 +95,7 @@ class Watch:
         )
         better = self._better(blocks, coverage)
         if better is not None:
-            self._may_choose = self._done = False  # the next pass is measured as well, and nothing chosen by it
+            self._may_choose = self._done = False  # the next pass is measured as well, but chooses nothing
             names = [block.name for _, block in better if block.name not in {b.name for _, b in blocks}]
             self._added = f"in the first pass {coverage}; these became blocks: {', '.join(names)}"
             logger.info("%s", self._added)
@@ -123,7 +122,7 @@ class Watch:
             )  # fmt: skip
 
     def _better(self, blocks: Blocks, coverage: Coverage) -> Blocks | None:
-        """Return blocks that hold more of the bytes, in a process that trains alone; else None."""
+        """Return blocks that hold more of the bytes, in single-process training; else None."""
         alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
         low = coverage.percent is not None and coverage.percent < LOW_PERCENT
         if not (self._may_choose and alone and low) or coverage.checkpointed:
@@ -141,7 +140,7 @@ class Watch:
 
 
 class _Marks:
-    """Notes where autograd's sequence numbers stood when modules outside of the blocks began and ended."""
+    """Records autograd's sequence numbers at the start and end of modules outside of the blocks."""
 
     def __init__(self) -> None:
         self._numbers: list[int] = [0]
@@ -150,7 +149,7 @@ class _Marks:
         self._undo: list[Callable[[], None]] = []
 
     def follow(self, model: nn.Module, blocks: list[nn.Module]) -> None:
-        """Note where modules begin and end, except blocks, compiled modules, and modules inside these."""
+        """Hook all modules except blocks, compiled modules, and modules inside these."""
         for path, module in _outside_of(model, blocks):
             if path:
                 before = module.register_forward_pre_hook(self._entering(path))
@@ -247,7 +246,7 @@ def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
         slot = getattr(node, name)
         packed = [saved.data for saved in (slot if isinstance(slot, (tuple, list)) else [slot]) if saved is not None]
     except RuntimeError:
-        return  # a backward has already freed it
+        return  # already freed by a backward
     for tensor in packed:
         if isinstance(tensor, torch.Tensor):
             base = tensor if tensor._base is None else tensor._base

@@ -1,30 +1,29 @@
 """The replacement of a module's ``forward``, or of its compiled call.
 
 [Note: copies]
-A copied or unpickled model carries no offloading: a copied replacement would still call the first model and compute
-with its weights. So it pickles as the ``forward`` that it replaces; and the state of the module, which ``copy.copy``
-takes as it is, and the replicas of ``DataParallel`` leave it out. Both are asked of the instance before its class.
+A copied or unpickled model has no offloading: a copied replacement would still call the first model with its weights.
+So it pickles as the ``forward`` that it replaces; and ``copy.copy`` and the replicas of ``DataParallel``, which take
+the module's state directly, omit it. Their methods are looked up on the instance before its class.
 
 [Note: wrappers that forward]
-A wrapper may pass attributes set on it to the module inside: Lightning Fabric's does so for each that the module has
-too, ``forward`` among them. The replacement of the wrapper's forward would then be called by the forward that it
-replaces, without end. So it goes into the module's own dictionary, past any ``__setattr__`` of its class.
+A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
+has, including ``forward``. The replacement of the wrapper's forward would then recurse into itself. So it is written
+into the module's ``__dict__``, bypassing any ``__setattr__``.
 
 [Note: compiled blocks]
-Hooks opened in compiled code are a graph break, or an error with ``fullgraph=True``; anything that differs between
-blocks, a replaced forward or a module hook, has every block compiled separately, until torch gives up. So nothing of
-ours is left on a compiled block or inside it: the hooks go around the compiled call, ``_compiled_call_impl``. A block
+Hooks opened in compiled code are a graph break, or an error with ``fullgraph=True``; any difference between blocks,
+such as a replaced forward or a module hook, makes torch compile every block separately until it gives up. So compiled
+blocks and their modules are left clean: the hooks go around the compiled call, ``_compiled_call_impl``. A block
 compiled while a handle is open is found when the next forward of the model begins. If it is traced before that, the
-replacement is just the forward behind it, and says so: Dynamo calls a function marked as constant while it traces,
-and leaves it out of the graph. The module hooks inside an eager block do the same when a part of the block is
-compiled unnoticed (a method, a function that calls modules): they are removed from that part when the block's forward
-is over.
+replacement just calls the original forward and reports it: while tracing, Dynamo calls functions marked as constant,
+and omits them from the graph. The module hooks inside an eager block do the same if a part of the block is compiled
+unnoticed (a method, a function that calls modules): they are removed from that part when the block's forward ends.
 
 [Note: device graphs]
-A device graph replays kernels at fixed addresses. A forward that is captured (``torch.cuda.graph``) must not query
-events or copy to memory that is reused, so it runs as without ebbtide. A compiled block of ``mode="reduce-overhead"``
-saves tensors in the pool of Inductor's own graphs, which checks at each replay which of them are alive: hooks would
-free nothing of that pool, and would have graphs recorded again.
+A device graph replays kernels at fixed addresses. A captured forward (``torch.cuda.graph``) must not query events or
+copy to reused memory, so it runs as without ebbtide. A compiled block of ``mode="reduce-overhead"`` saves tensors in
+the pool of Inductor's graphs, which checks at each replay which of them are alive: hooks would free none of that pool,
+and would cause graphs to be recorded repeatedly.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class StandIn:
 
     Args:
         module: The module; its attribute ``name`` is replaced on the instance.
-        call: What runs instead; it receives the original.
+        call: The replacement; it receives the original.
         name: ``"forward"`` or ``"_compiled_call_impl"``.
         traced: Called when the stand-in is compiled into surrounding code, where it has no effect.
     """
@@ -59,7 +58,7 @@ class StandIn:
         self, module: nn.Module, call: Call, name: str = "forward", *, traced: Callable[[], None] | None = None
     ) -> None:
         behind = getattr(module, name)
-        functools.update_wrapper(self, behind)  # inspect.signature(module.forward) stays what it was
+        functools.update_wrapper(self, behind)  # keeps inspect.signature(module.forward)
         self._module, self._name, self._call, self._behind = module, name, call, behind
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
@@ -98,7 +97,7 @@ class StandIn:
 
     @staticmethod
     def left_out(held: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of a module as they are without stand-ins. See [Note: copies]."""
+        """Return the attributes of a module without stand-ins. See [Note: copies]."""
         kept = {name: value for name, value in held.items() if name not in _COPIED_BY}
         for name, value in held.items():
             if isinstance(value, StandIn):
@@ -115,7 +114,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile(block)`` returned: its own forward is the compiled call."""
+    """Whether ``module`` was returned by ``torch.compile(block)``: its own forward is the compiled call."""
     return "_orig_mod" in module._modules
 
 
@@ -139,7 +138,7 @@ def replays_graphs() -> bool:
 
 
 def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside a block, with their paths, that are in no compiled or scripted part of it."""
+    """Return the modules inside a block, with their paths, except those in compiled or scripted parts."""
     below = [m for m in block.modules() if m is not block or is_scripted(m)]
     compiled = [m for m in below if is_compiled(m) or is_compiled_wrapper(m) or is_scripted(m)]
     left_out = {id(block), *(id(inner) for module in compiled for inner in module.modules())}
@@ -147,7 +146,7 @@ def eager_parts(block: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def refuse_compiled_around(model: nn.Module, block: str) -> None:
-    """Raise if a module around a block is compiled: nothing of ours runs in compiled code.
+    """Raise if a module around a block is compiled: our hooks do not run in compiled code.
 
     Raises:
         ConflictError: One is.
@@ -165,7 +164,7 @@ def refuse_compiled_around(model: nn.Module, block: str) -> None:
 
 
 def in_backward() -> bool:
-    """Whether the current code is called by a backward of autograd."""
+    """Whether the current code is called by autograd's backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -183,7 +182,7 @@ def running_transform() -> str | None:
 
 
 def while_tracing(on_trace: Callable[..., None] | None) -> Callable[..., None]:
-    """Return a function that Dynamo calls while it traces and leaves out of the compiled code."""
+    """Return a function that Dynamo calls while tracing and omits from the compiled code."""
 
     def call(*arguments: Any) -> None:
         if on_trace is not None:
@@ -199,7 +198,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _state_without(module: nn.Module) -> Any:
-    """Return what ``copy`` and ``pickle`` take of a module, without stand-ins."""
+    """Return the state that ``copy`` and ``pickle`` take of a module, without stand-ins."""
     state = type(module).__getstate__(module)
     return StandIn.left_out(state) if isinstance(state, dict) else state
 
@@ -215,4 +214,4 @@ _COPIED_BY: dict[str, Callable[[nn.Module], Any]] = {
     "__getstate__": _state_without,
     "_replicate_for_data_parallel": _replica_without,
 }
-"""Methods by which a module is copied, and what a module with a stand-in has in their place."""
+"""Methods that copy a module → their replacements on a module with a stand-in."""

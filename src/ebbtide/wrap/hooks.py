@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of one run of a block: opened, and closed however the block is left."""
+"""The saved-tensor hooks of one run of a block."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ebbtide.engine.run import BlockRun
 
 
 class offloading:
-    """Opens the hooks for one block, and closes them however the block is left, ``KeyboardInterrupt`` included.
+    """Opens the hooks for one block, and closes them on any exit, ``KeyboardInterrupt`` included.
 
-    Not a generator: one that an interrupt stops early would hold the hooks open as long as the traceback lives.
+    Not a generator: an interrupted one would hold the hooks open as long as the traceback lives.
 
     Args:
-        engine: Carries out the plan.
+        engine: Executes the plan.
         block: The block, as the engine knows it.
         inputs: Tensors that come into it.
         checkpointed: Whether the block is checkpointed.
@@ -38,7 +38,7 @@ class offloading:
         self.close()
 
     def close(self) -> None:
-        """Close the hooks and end the block. Harmless when repeated; a repeat finishes an interrupted close."""
+        """Close the hooks and end the block. May be called repeatedly; a repeat finishes an interrupted close."""
         run = self._run
         if run is None:
             return
@@ -49,7 +49,7 @@ class offloading:
                 self._ended = True
                 self._engine.end_block(run, checkpointed=self._checkpointed)
         finally:
-            run.close()  # an open run holds its own tickets
+            run.close()  # an open run references its own tickets
 
 
 def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

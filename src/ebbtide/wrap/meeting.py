@@ -1,11 +1,10 @@
-"""Comparing texts between ranks without a collective: through the store that started the process group.
+"""Compare texts between ranks without a collective, through the store that started the process group.
 
 [Note: meetings]
-A group meets about a topic: every rank posts a text and reads those of the others. The n-th meeting of one rank is
-the n-th of the others. A rank that never arrives is named when the store's timeout is over
-(``init_process_group(timeout=...)``). A rank that has waited in vain removes its text: a later rank must not count it
-as present, and finds it when it returns. Texts are compared by digest and read only if they differ, because ranks
-mostly agree.
+A group meets about a topic: every rank posts a text and reads those of the others. The n-th meeting of one rank is the
+n-th of the others. After the store's timeout (``init_process_group(timeout=...)``), missing ranks are named in an
+error. A rank whose wait timed out removes its text, so that a later rank does not count it as present. Texts are
+compared by digest and read only if they differ, because ranks mostly agree.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from ebbtide.base.errors import ConfigError
 logger = logging.getLogger("ebbtide.wrap")
 
 PATIENCE_SECONDS = 30.0
-"""After this long a rank says for whom it waits."""
+"""After this time a rank logs for whom it waits."""
 
 
 class Meeting:
-    """One meeting; post the text first, then attend. Used as a context manager. See [Note: meetings].
+    """One meeting, as a context manager: post the text first, then attend. See [Note: meetings].
 
     Args:
         ranks: The group, in order; this rank is one of them.
@@ -95,6 +94,6 @@ def _absent(store: Any, keys: Mapping[int, str], seconds: float) -> list[int]:
     """Wait; return the ranks whose key is missing then."""
     try:
         store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:  # a file store has no error of its own for this
+    except RuntimeError:  # a file store has no specific error for this
         return [rank for rank, key in keys.items() if not store.check([key])]
     return []

@@ -1,13 +1,12 @@
 """Other offloaders: saved-tensor hooks that are not ours, around a block or inside it.
 
 [Note: two offloaders]
-Of saved-tensor hooks only the innermost see a tensor. Hooks of another offloader around a block see nothing while
-ours are open; opened inside it, as transformers does around the checkpoint in its layers (``offload=True``), they
-silently leave ours without work. Both are refused. Hooks that take a part of a block's tensors are logged once, and
-the rest is offloaded.
+Only the innermost saved-tensor hooks see a tensor. Another offloader's hooks around a block see nothing while ours are
+open; opened inside it, as transformers does around the checkpoint in its layers (``offload=True``), they silently
+disable ours. Both raise. Hooks that take some of a block's tensors are logged once, and the rest is offloaded.
 
-The module of a pack hook says whose it is, and the error names the flag that switches it off. torch's compiler shows
-no hooks when it offloads inside compiled code: its own switch is read.
+The module of a pack hook identifies the offloader, and the error names the flag that turns it off. torch's compiler
+offloads inside compiled code without hooks; its own switch is read.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class Offloader:
     """An offloader of another library.
 
     Attributes:
-        prefix: How the names of its hooks begin.
+        prefix: Prefix of the names of its hooks.
         name: Its name.
-        unset: How to switch it off.
+        unset: How to turn it off.
     """
 
     prefix: str
@@ -67,24 +66,24 @@ OFFLOADERS = (
         "'offload'])",
     ),
 )
-"""Those whose hooks are known, with the versions of docs/guides/from-other-offloaders.md."""
+"""Known offloaders, in the versions of docs/guides/from-other-offloaders.md."""
 
 COMPILED = "torch._functorch.config"
 
 
 class Inside:
-    """The foreign hooks that are opened inside a block while its forward runs. See [Note: two offloaders]."""
+    """Foreign hooks opened inside a block during its forward. See [Note: two offloaders]."""
 
     def __init__(self) -> None:
-        self._looked: Any = None  # at these hooks, just before
+        self._looked: Any = None  # at these hooks, last time
         self._found = ""
         self._logged = False
         self._entered = False
         self.checkpointed = False
-        """The block's first module ran in a checkpoint: the block checkpoints its own forward."""
+        """Whether the block's first module ran in a checkpoint: the block checkpoints its own forward."""
 
     def look(self, run: BlockRun) -> None:
-        """Look at the innermost hooks; called when a module of the block begins to run."""
+        """Inspect the innermost hooks; called when a module of the block begins to run."""
         pack = innermost_hooks()
         if not self._entered:  # a reentrant checkpoint opens no hooks, but runs without gradients
             self._entered = True
@@ -116,12 +115,12 @@ class Inside:
             )  # fmt: skip
 
     def forget(self) -> None:
-        """Forget the forward, however it ended."""
+        """Reset after a forward, even a failed one."""
         self._looked, self._found, self._entered = None, "", False
 
 
 def refuse_around(block: str, pack: Any) -> None:
-    """Raise if saved-tensor hooks that are not ours are open where ours would be entered.
+    """Raise if foreign saved-tensor hooks are open around ours.
 
     Args:
         block: Its name.
@@ -135,7 +134,7 @@ def refuse_around(block: str, pack: Any) -> None:
 
 
 def refuse_taken(block: str, taken: object) -> None:
-    """Raise because another offloader packed a tensor that a checkpoint around a block keeps.
+    """Raise: another offloader packed a tensor that a checkpoint around a block keeps.
 
     Raises:
         ConflictError: Always.
@@ -144,7 +143,7 @@ def refuse_taken(block: str, taken: object) -> None:
 
 
 def refuse_compiled(blocks: Iterable[tuple[nn.Module, Block]]) -> None:
-    """Raise if torch's compiler offloads what compiled blocks save.
+    """Raise if torch's compiler offloads the saved tensors of compiled blocks.
 
     Raises:
         ConflictError: Its switch is on, and a block is compiled.

@@ -28,10 +28,10 @@ class _Seen(NamedTuple):
 
 
 class PlainBlocks:
-    """Runs blocks without hooks when the engine's timer asks for it, and counts the bytes they keep.
+    """Runs blocks without hooks when the engine's timer requests it, and counts the bytes they keep.
 
-    A block called with clearly larger inputs than when it last ran with hooks gets its hooks again: its bytes are not
-    known then.
+    A block called with clearly larger inputs than when it last ran with hooks runs with hooks, because its bytes are
+    unknown.
 
     Args:
         engine: Its timer chooses, its pass counts.
@@ -57,7 +57,7 @@ class PlainBlocks:
 
         Args:
             block: The block.
-            inputs: What it is called with.
+            inputs: Its inputs.
         """
         timer, seen = self._engine.timer, self._seen.get(block.name)
         if timer is None or not timer.runs_plain(block.name) or seen is None:
@@ -76,10 +76,10 @@ class PlainBlocks:
 
         Args:
             block: The block.
-            inputs: The tensors that it is called with.
+            inputs: Its input tensors.
             forward: Its forward.
-            args: What it is called with.
-            kwargs: What it is called with, by name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
         engine = self._engine
         timer, pass_ = engine.timer, engine._pass
@@ -106,14 +106,14 @@ class PlainBlocks:
         return output
 
     def mark(self, run: BlockRun | PlainRun, inputs: Sequence[torch.Tensor], output: Any) -> None:
-        """Notify the timer, and listeners of a plain block, when the gradient of a block's output is there.
+        """Notify the timer, and listeners of a plain block, when the gradient of a block's output is ready.
 
-        A plain block after blocks with hooks starts to prefetch what these offloaded: its backward hides the copies.
+        A plain block after blocks with hooks starts their prefetches, which its backward hides.
 
         Args:
             run: The block.
-            inputs: The tensors it was called with: an input that it returns is not its own output.
-            output: What it returned.
+            inputs: Its input tensors; an input that it returns is not its own output.
+            output: Its output.
         """
         timer = self._engine.timer
         plain = isinstance(run, PlainRun) and (run.previous is not None or self._engine.bus.active)
@@ -126,17 +126,17 @@ class PlainBlocks:
 
     def _backward_begins(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
         with self._engine.lock:
-            if isinstance(run, PlainRun):  # of others the engine tells
+            if isinstance(run, PlainRun):  # the engine reports others
                 self._engine.bus.emit("block_backward", index=run.block.index, name=run.block.name)
                 task = torch._C._current_graph_task_id()
-                measured = self._engine.timer is not None and self._engine.timer.wanted  # alone, for once
+                measured = self._engine.timer is not None and self._engine.timer.wanted  # timed alone
                 if run.previous is not None and run.previous.task != task and not measured:
                     self._engine.restorer.begin_block(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
 
     def _settle(self) -> None:
-        """Wait for copies in flight: on a CPU they take cores and memory from the block that is timed."""
+        """Wait for copies in flight: on a CPU they take cores and memory bandwidth from the timed block."""
         with self._engine.lock:
             self._engine._stalls.clear_reader()
             self._engine._copy_out.retire(settle=True)
@@ -147,7 +147,7 @@ def _elements(inputs: Sequence[torch.Tensor]) -> int:
 
 
 def _kept(seen: Tally) -> Tally:
-    """Return the counts of a block that keeps all that it saves."""
+    """Return the counts of a block that keeps everything."""
     kept = copy.copy(seen)
     kept.kept, kept.offloaded, kept.recomputed = kept.unique, 0, 0
     return kept

@@ -1,11 +1,12 @@
 """Which blocks may be checkpointed.
 
 [Note: what may be run again]
-A second run must compute what the first did and leave nothing behind: see [Note: a second run]. A block that is given
-something that it may change, such as a key-value cache, or that changes in place tensors of its own (batch norm's
-running statistics, spectral norm's vectors), a tensor, list or dictionary that it is given, that can reach a random
-generator or holds an iterator, is treated tensor by tensor instead. What changes is seen while blocks of the kind run:
-the first one always runs tensor by tensor. What is not seen is found by comparison: see [Note: checked checkpoints].
+A second forward must compute the same values without side effects: see [Note: a second run]. So some blocks are not
+checkpointed, and each of their tensors is decided instead: blocks called with a mutable object such as a key-value
+cache; blocks that change their own tensors in place (batch norm's running statistics, spectral norm's vectors) or a
+tensor, list or dictionary among their arguments; and blocks that can reach a random generator or hold an iterator.
+Changes are observed while blocks of the kind run; the first one is never checkpointed. Unobserved changes are found by
+comparison: see [Note: checked checkpoints].
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from ebbtide.wrap.state import State, generators_of
 logger = logging.getLogger("ebbtide.wrap")
 
 _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range, Enum)
-"""What a block can be given and cannot change behind our back (tensors carry versions)."""
+"""Argument types that a block cannot change unnoticed (tensors have versions)."""
 
 
 _MUST_KEEP = {"input_bytes": 1, "must_keep_bytes": 2**62}
-"""What a block has seen of which nothing can be recomputed: a plan that does not re-run it re-runs none."""
+"""A block of which nothing can be recomputed: a plan that does not checkpoint it checkpoints none."""
 
 
 class Reruns:
@@ -53,7 +54,7 @@ class Reruns:
     def __init__(self, plan: Plan, votes: Votes) -> None:
         self._plan, self._votes, self._collectives = plan, votes, Collectives()
         self._names = plan if isinstance(plan, NamesBlocks) else None
-        self._refused: dict[str, str] = {}  # kind → why not, as it was told
+        self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._looked: set[str] = set()  # blocks that were searched for generators and iterators
 
     def decide(
@@ -71,9 +72,9 @@ class Reruns:
         Args:
             block: As the engine knows it.
             module: Its module.
-            seen: What blocks of the kind saved when they last ran without a checkpoint.
-            args: What it is called with.
-            kwargs: What it is called with, by name.
+            seen: Bytes that blocks of the kind saved when they last ran without a checkpoint.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             tried: Checkpoint it if this process alone may decide, to measure the time.
         """
         if self._names is not None:
@@ -97,10 +98,10 @@ class Reruns:
         """Whether this process alone may checkpoint a block: it was watched, and no other rank is needed.
 
         Args:
-            block: As the engine knows it.
+            block: The engine's description of it.
             module: Its module.
-            args: What it is called with.
-            kwargs: What it is called with, by name.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
         watched = block.name in self._looked and block.name != ENTIRE_MODEL
         alone = not has_collectives(module) and not self._collectives.groups(block, module)
@@ -112,8 +113,7 @@ class Reruns:
     ) -> Generator[State | None]:
         """Watch whether a forward of the block changes its buffers or arguments, or can reach a generator.
 
-        Yields:
-            The contents of its modules before; None where nothing is watched.
+        Yields: The contents of its modules before; None if not watched.
         """
         block = run.block
         if not self._possible(block):
@@ -126,7 +126,7 @@ class Reruns:
             self._refuse(
                 kind, "have a generator or an iterator of their own, which a second forward would advance again"
             )
-        # Some kernels move no version of what they change: batch norm's of its running statistics.
+        # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
         before_contents = _contents(args, kwargs)
         looked = self._collectives.look(block, module) if first else nullcontext()
@@ -170,13 +170,13 @@ class Reruns:
 
 
 def _own_tensors(state: State, compared: Compared) -> list[Watched]:
-    """Return the tensors that a block's modules reach (parameters, buffers, attributes) as they are now."""
+    """Return the current tensors of a block's modules (parameters, buffers, attributes)."""
     tensors = (t for t in state.tensors if not is_lazy(t))
     return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
 
 
 def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:
-    """Return a block's arguments so that a change shows: structure, leaves, and their versions."""
+    """Return a comparable snapshot of a block's arguments: structure, leaves, and their versions."""
     leaves, spec = tree_flatten((args, kwargs))
     versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
     return spec, [(id(x), version) for x, version in zip(leaves, versions, strict=True)]

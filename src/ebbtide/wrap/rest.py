@@ -1,10 +1,9 @@
-"""Removing everything from the blocks while no block has hooks.
+"""Remove everything from the blocks while no block needs hooks.
 
-[Note: rest]
-If a plan keeps everything, blocks run as in ordinary training. A replaced forward would still cost each block some
-Python, and each of its modules two hooks: much, for tiny blocks. So once the plan is judged, all of it is removed.
-Only the model's own replaced forward stays, and checks once a pass whether somebody listens, or whether the model is
-called with clearly larger inputs: then everything is installed again, before the first block runs.
+[Note: rest] If a plan keeps everything, blocks run as in ordinary training. A replaced forward would still cost some
+Python time per block, and two hooks per module: too much for tiny blocks. So once the plan is judged, all of it is
+removed. Only the model's own replaced forward stays. It checks once per pass whether there is a listener, or whether
+the model is called with clearly larger inputs; then everything is installed again before the first block runs.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Rest:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._scopes: list[tuple[nn.Module, Scope]] = []  # from which everything is removed
-        self._elements = 0  # of what the largest pass without hooks was called with
-        self._before = 0  # of what the latest pass was called with
+        self._scopes: list[tuple[nn.Module, Scope]] = []  # blocks without anything installed
+        self._elements = 0  # inputs of the largest pass without hooks
+        self._before = 0  # inputs of the latest pass
 
     def holds(
         self,
@@ -42,13 +41,13 @@ class Rest:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> bool:
-        """Whether the pass that begins runs with nothing installed on the blocks; install or remove accordingly.
+        """Whether the new pass runs with nothing installed on the blocks; install or remove accordingly.
 
         Args:
             scopes: All blocks; a model that is its own block stays as it is.
-            put_on: Installs on a block what was removed.
-            args: What the model is called with.
-            kwargs: What it is called with, by name.
+            put_on: Installs everything on a block.
+            args: The model's positional arguments.
+            kwargs: The model's keyword arguments.
         """
         if self._engine.timer is None:
             return False

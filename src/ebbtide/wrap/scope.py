@@ -22,7 +22,7 @@ from ebbtide.wrap.others import Inside
 
 
 class Scope:
-    """The module of a block that is running, in the thread that runs the block."""
+    """The running module of a block, in the thread that runs the block."""
 
     def __init__(self, block: Block, module: nn.Module) -> None:
         # Dynamo may run these hooks in eager code; where it traces them, they do nothing.
@@ -38,11 +38,11 @@ class Scope:
         self._thread = 0
 
     def __reduce__(self) -> tuple[type[Scope], tuple[Block, nn.Module]]:
-        """A copy follows nothing. See [Note: copies]."""
+        """A copy has no hooks. See [Note: copies]."""
         return Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
     def follow(self) -> None:
-        """Report to the engine which module of the block runs, and the outputs of its leaf modules."""
+        """Report the block's running module and the outputs of its leaf modules to the engine."""
         for name, module in eager_parts(self.module):
             leaf = not any(True for _ in module.children())
             before = module.register_forward_pre_hook(functools.partial(self.entered, name))

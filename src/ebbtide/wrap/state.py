@@ -1,12 +1,10 @@
-"""The contents of the Python objects of a block: remembered, and restored for a second forward.
+"""The state of a block's Python objects: recorded, and restored for a second forward.
 
-[Note: state]
-A forward may read whatever its modules can reach: parameters that ``functional_call`` swaps, the adapter that is
-switched on, a tuple that is set before each call, a memory of the step before, a counter. So all mutable containers
-that can be reached from the modules' attributes are remembered: dictionaries (attributes, parameters, buffers and
-sub-modules are entries of such), lists, sets, classes derived from these (``Counter``), numpy's arrays, and the
-attributes and slots of other objects. Content is compared by identity, and nothing is copied but references, and
-arrays.
+[Note: state] A forward may read anything its modules can reach: parameters swapped by ``functional_call``, the active
+adapter, a tuple set before each call, values of the previous step, a counter. So all mutable containers reachable from
+the modules' attributes are recorded: dictionaries (which hold attributes, parameters, buffers and submodules), lists,
+sets, subclasses of these (``Counter``), numpy arrays, and the attributes and slots of other objects. Contents are
+compared by identity; only references and arrays are copied.
 """
 
 from __future__ import annotations
@@ -27,33 +25,33 @@ import torch
 from torch import nn
 
 MOST = 4000
-"""Containers remembered for one block. One that reaches more (the whole program, by a reference to its trainer) is
-followed no further; what a second run computes is compared all the same."""
+"""Most containers recorded for one block; a reference to its trainer may reach the whole program. Beyond it, only the
+values of the second forward are compared."""
 
 MOST_ARRAY_BYTES = 1024**2
-"""Larger arrays of numpy are not remembered: each forward of the block would copy them."""
+"""Larger numpy arrays are not recorded: each forward of the block would copy them."""
 
 _LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
 _FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
-"""Packages whose objects are not a block's own, but those of the machinery around it."""
+"""Packages whose objects belong to the machinery around a block."""
 
 
 class State:
-    """The present contents of the containers that some modules can reach. See [Note: state].
+    """The current contents of the containers that some modules can reach. See [Note: state].
 
     Args:
         modules: A block and all modules in it.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._held: list[tuple[Any, Any]] = []  # each container, and what it holds
+        self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
 
     def _collect(self, pending: list[Any]) -> None:
         seen: set[int] = set()
-        alive: list[Any] = []  # an id names an object only while it lives
+        alive: list[Any] = []  # an id is valid only while its object is alive
         while pending and len(self._held) < MOST:
             value = pending.pop()
             if id(value) in seen:
@@ -84,17 +82,17 @@ class State:
                         pending.append(vars(value))
                     if slots := _slots_of(kind):
                         pending += _followed(self._hold(_Slots(value, slots)).values())
-                case Role.PLAIN:  # a class may answer for its instances' attributes by a dictionary of another type
+                case Role.PLAIN:  # a class may return a dictionary of another type
                     continue
 
     def _hold(self, container: Any) -> Any:
-        """Remember what a container holds, and return that."""
+        """Record the contents of a container, and return them."""
         held = _copied(container)
         self._held.append((container, held))
         return held
 
     def now(self) -> State:
-        """Return the present contents of the same containers."""
+        """Return the current contents of the same containers."""
         state = State(())
         state._held = [(container, _copied(container)) for container, _ in self._held]
         return state
@@ -128,7 +126,7 @@ class State:
 
 
 class _Array:
-    """An array of numpy, as a container of its bytes."""
+    """A numpy array, as a container of its bytes."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -165,7 +163,7 @@ class _Slots:
 
 
 def _copied(container: Any) -> Any:
-    """Return what a container holds, by its own methods and not by those of a class derived from it."""
+    """Return the contents of a container, by the built-in methods and not those of a subclass."""
     if type(container) is dict:
         return container.copy()
     if isinstance(container, OrderedDict):
@@ -190,7 +188,7 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
         then = {k: base.get(container, k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
         then |= {k: v for k, v in base.items(container) if k not in then and isinstance(v, torch.Tensor)}
     if base.keys(container) != then.keys():
-        base.clear(container)  # the order of keys is that of parameters and sub-modules
+        base.clear(container)  # the order of keys is that of parameters and submodules
         base.update(container, then)
         return
     for key, value in then.items():
@@ -201,9 +199,9 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
 class Role(Enum):
     """How a reachable value is treated."""
 
-    PLAIN = "plain"  # nothing: it holds nothing that a forward could change
+    PLAIN = "plain"  # skipped: it holds nothing that a forward could change
     TENSOR = "tensor"
-    GENERATOR = "generator"  # draws random numbers from a state of its own
+    GENERATOR = "generator"  # draws random numbers from its own state
     TUPLE = "tuple"
     DICT = "dict"
     CONTAINER = "container"
@@ -216,7 +214,7 @@ _PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dty
 
 @functools.lru_cache(4096)
 def _role(kind: type) -> Role:
-    """Return how values of a class are treated: a module reaches hundreds, of a few dozen classes."""
+    """Return the role of a class; cached, since a module reaches hundreds of values of a few dozen classes."""
     if kind in _PLAIN:
         return Role.PLAIN
     if issubclass(kind, torch.Tensor):
@@ -246,13 +244,13 @@ def _has_attributes(kind: type) -> bool:
 
 @functools.lru_cache(4096)
 def _slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
-    """Return the slots that classes in Python give their instances; C's own members cannot be written."""
+    """Return the slots defined by Python classes; members of C classes cannot be written."""
     own = (vars(base).values() for base in inspect.getmro(kind) if "__slots__" in vars(base))
     return tuple(member for members in own for member in members if isinstance(member, MemberDescriptorType))
 
 
 def _is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers from a state of its own."""
+    """Whether a value draws random numbers from its own state."""
     return _draws(type(value))
 
 
@@ -263,9 +261,9 @@ def _draws(kind: type) -> bool:
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return what the forwards of a block can advance and nobody puts back.
+    """Return the generators that a block's forwards can advance and that are not restored.
 
-    Random generators in attributes, closures and globals that they name; iterators among the modules' own attributes.
+    Random generators in attributes, closures and referenced globals; iterators in the modules' own attributes.
     """
     modules = list(module.modules())
     found = State(modules).generators
@@ -285,7 +283,7 @@ def _values_named_in(function: types.FunctionType) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # a name that was never bound
+        except ValueError:  # an unbound name
             continue
 
 

@@ -1,11 +1,11 @@
-"""How the model is wrapped: alone, DDP, FSDP1, FSDP2 or DeepSpeed. Read from the model, never from a name.
+"""Detect how the model is wrapped: not at all, DDP, FSDP1, FSDP2 or DeepSpeed.
 
 [Note: ZeRO-3]
-DeepSpeed's ZeRO-3 divides each parameter among the ranks: hooks of the innermost modules gather its bytes (it gets
-another ``data``) before their forward and before their backward, and let them go afterwards. So a weight has no bytes
-when a block begins, nor when the block recomputes another module's tensor; and a second forward of a block repeats the
-gathering, which all ranks must do. Small parameters stay whole once they were gathered (``ds_persist``). Checked with
-DeepSpeed 0.19.8.
+DeepSpeed's ZeRO-3 shards each parameter over the ranks: hooks of the innermost modules gather its bytes (replacing its
+``data``) before their forward and before their backward, and release them afterwards. So a weight has no bytes when a
+block begins, nor when the block recomputes another module's tensor; and a second forward of a block repeats the
+gathering, in which all ranks must take part. Small parameters stay gathered (``ds_persist``). Checked with DeepSpeed
+0.19.8.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WRAPPERS = {
 
 def _wrapper_class(strategy: str) -> type | None:
     module, name = _WRAPPERS[strategy]
-    loaded = sys.modules.get(module)  # a model is wrapped only by code that is loaded
+    loaded = sys.modules.get(module)  # only imported code can have wrapped the model
     found = getattr(loaded, name, None)
     return found if isinstance(found, type) else None
 
@@ -68,18 +68,18 @@ def is_ddp(module: nn.Module) -> bool:
 
 
 def running_ddp() -> nn.Module | None:
-    """Return the DDP wrapper whose forward runs now."""
+    """Return the DDP wrapper whose forward is running."""
     return getattr(_wrapper_class("ddp"), "_active_ddp_module", None)
 
 
 def ddp_around(model: nn.Module) -> nn.Module | None:
-    """Return the DDP wrapper around ``model`` that runs now: it holds the model, which does not know of it."""
+    """Return the running DDP wrapper around ``model``; the model has no reference to it."""
     active = running_ddp()
     return active if active is not None and any(m is model for m in active.modules()) else None
 
 
 def unit_meshes(model: nn.Module) -> list[Any]:
-    """Return the meshes of the model's FSDP2 units; unsharded weights do not show theirs."""
+    """Return the meshes of the model's FSDP2 units; unsharded weights do not have theirs."""
     units: list[Any] = [m for m in model.modules() if is_fsdp2(m)]
     states = [unit._get_fsdp_state() for unit in units]
     shards = [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [s._fsdp_param_group] if g]
@@ -87,7 +87,7 @@ def unit_meshes(model: nn.Module) -> list[Any]:
 
 
 def weights_move(model: nn.Module) -> bool:
-    """Whether parameters have bytes only around their block's forward and backward. Checked in each pass."""
+    """Whether parameters have bytes only around their block's forward and backward; checked in each pass."""
     wrappers = tuple(wrapper for name in ("fsdp2", "fsdp") if (wrapper := _wrapper_class(name)) is not None)
     if wrappers and any(isinstance(module, wrappers) for module in model.modules()):
         return True
@@ -113,7 +113,7 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
 
     Raises:
         ConfigError: There is no such strategy.
-        StrategyError: The model is wrapped otherwise.
+        StrategyError: The model is wrapped differently.
     """
     check_strategy_name(strategy)
     _refuse_replicas(model)
@@ -134,10 +134,10 @@ def check_strategy(model: nn.Module, strategy: str) -> str:
 
 
 def _refuse_replicas(model: nn.Module) -> None:
-    """Raise for ``DataParallel`` over several devices: its replicas are copies whose forward is the original's.
+    """Raise for ``DataParallel`` over several devices: its replicas are copies with the original's forward.
 
     Raises:
-        StrategyError: The model is, or holds, one.
+        StrategyError: The model is or contains one.
     """
     replicated = next((m for m in model.modules() if isinstance(m, nn.DataParallel) and len(m.device_ids) > 1), None)
     if replicated is not None:

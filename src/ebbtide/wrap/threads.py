@@ -2,9 +2,9 @@
 
 [Note: threads]
 A handle follows one forward at a time: the pass, the open block and the running module belong to one thread. A
-forward with gradients that another thread begins meanwhile (``nn.parallel.parallel_apply``, workers that share a
-model) runs as without ebbtide: its tensors stay on the device and its gradients are right. Backwards run in any
-thread at any time.
+concurrent forward with gradients in another thread (``nn.parallel.parallel_apply``, workers that share a model) runs as
+without ebbtide: its tensors stay on the device and its gradients are right. Backwards may run in any thread at any
+time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger("ebbtide.wrap")
 
 
 class SerialCalls:
-    """Knows the thread whose forward is offloaded now. See [Note: threads]."""
+    """Tracks the thread whose forward is offloaded. See [Note: threads]."""
 
     def __init__(self) -> None:
-        # One operation of a dictionary takes or ends a turn: neither threads nor interrupts come in between.
+        # A turn is taken or ended by one dictionary operation, atomic for threads and interrupts.
         self._owner: dict[str, int] = {}
-        self._refused: set[int] = set()  # threads whose whole forward runs without a turn
+        self._refused: set[int] = set()  # threads whose entire forward runs without a turn
         self._warned = False
         self.called = False  # also without gradients, and by a disabled handle
 
@@ -62,9 +62,9 @@ class SerialCalls:
 
 
 def serially(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a method that replaces a forward run in one thread at a time.
+    """Decorate a method that replaces a forward to run in one thread at a time.
 
-    Its last arguments are the forward and its arguments; its object has ``calls``.
+    The method's last arguments are the forward and its arguments; its object has ``calls``.
     """
 
     @functools.wraps(call)

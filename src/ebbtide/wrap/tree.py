@@ -1,12 +1,11 @@
-"""A model's modules and weights, walked only after one of them was exchanged.
+"""A model's modules and weights, walked again only after a change.
 
-[Note: the tree]
-Each forward needs the model's weights, and how it is wrapped. Walking its modules for that takes milliseconds of Python
-before the first kernel. Nothing tells when a tree changes: whoever swaps a parameter may write into a module's
-dictionaries. So these dictionaries are compared, entry by entry and by identity, in a few calls that Python runs
-without a frame for each entry: a weight, a buffer or a module that was added, exchanged or removed anywhere, and a
-module whose class was changed (``fully_shard``) has the tree walked anew. Entries are held weakly: an address may be
-used again, and a weight that was exchanged must not live on here.
+[Note: the tree] Each forward needs the model's weights and its wrappers. Walking the modules takes milliseconds of
+Python before the first kernel, and there is no notification of changes: a parameter may be swapped by writing into a
+module's dictionaries. So these dictionaries are compared, entry by entry and by identity, in a few calls that Python
+runs without a frame for each entry. The tree is walked again if a weight, buffer or module was added, replaced or
+removed, or a module's class was changed (``fully_shard``). Entries are held weakly: an address may be reused, and a
+replaced weight must not be kept alive.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _REGISTRIES = operator.attrgetter("_modules", "_parameters", "_buffers")
 
 
 class Tree:
-    """What a model consists of now. See [Note: the tree].
+    """The current modules and weights of a model. See [Note: the tree].
 
     Attributes:
-        version: Rises with each walk.
+        version: Incremented by each walk.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,18 +39,18 @@ class Tree:
         self._weights: list[weakref.ref[torch.Tensor]] = []
 
     def look(self) -> int:
-        """Walk the tree if it changed since the last look; return ``version``."""
+        """Walk the tree if it has changed; return ``version``."""
         if not self.version or not self._is_as_it_was():
             self._walk()
         return self.version
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the parameters and then the buffers as of the last look, each once."""
+        """Return the parameters and then the buffers as of the last check, each once."""
         return [weight for weight in map(operator.call, self._weights) if weight is not None]
 
     def _is_as_it_was(self) -> bool:
         modules: list[Any] = list(map(operator.call, self._modules))
-        if not all(map(operator.is_, map(type, modules), self._kinds)):  # None, of a module that is gone, among them
+        if not all(map(operator.is_, map(type, modules), self._kinds)):  # including None for deleted modules
             return False
         entries = list(_entries(modules))
         same = map(operator.is_, entries, map(operator.call, self._entries))

@@ -37,7 +37,7 @@ def number_in(text: str) -> float | None:
 
 
 def same_answer(text: str, expected: str) -> bool:
-    """Whether a text gives the expected answer: the same number, or without numbers the same words."""
+    """Whether a text has the expected answer: the same number, or without numbers the same words."""
     wanted = number_in(expected)
     if wanted is not None:
         return number_in(text) == wanted

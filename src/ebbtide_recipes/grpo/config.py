@@ -35,11 +35,12 @@ UNSUPPORTED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig(LanguageConfig):
-    """Train a language model by reinforcement: it writes completions, functions reward them, it learns from the better.
+    """Train a language model by reinforcement: it generates completions, functions reward them, it learns from the
+    better.
 
     The algorithm is GRPO (group relative policy optimisation) by TRL. --activation_cpu_offload and
     --gradient_checkpointing together choose the mode, as in `ebbtide sft`. Passes without gradients (generation,
-    log-probabilities, evaluation) save nothing, and nothing is done about them.
+    log-probabilities, evaluation) save nothing and are not affected.
 
     Attributes:
         dataset: Prompts: builtin:arithmetic, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
@@ -50,7 +51,7 @@ class GrpoConfig(LanguageConfig):
         num_generations_eval: Completions of a prompt in an evaluation.
         max_prompt_length: Tokens in a prompt. No prompt is cut: see --filter_overlong_prompts.
         max_completion_length: Tokens in a completion; longer ones end there.
-        filter_overlong_prompts: Leave longer prompts out and log their number; false: refuse them.
+        filter_overlong_prompts: Drop longer prompts and log their number; false: raise an error.
         temperature: Sampling temperature.
         top_p: Sample from the likeliest tokens with this total probability.
         top_k: Sample from this many of the likeliest tokens; 0: from all.
@@ -63,7 +64,7 @@ class GrpoConfig(LanguageConfig):
         epsilon_high: Upper clipping range; default: --epsilon.
         loss_type: Normalization of the loss.
         scale_rewards: Divide advantages by the standard deviation of the group, of the batch, or by nothing.
-        padding_free: Leave padding out of log-probabilities, forward and backward, as verl's use_remove_padding.
+        padding_free: Skip padding in log-probabilities, forward and backward, as verl's use_remove_padding.
         use_vllm: Generate with vLLM, if it is installed.
         vllm_mode: Generate in the training processes (colocate) or by a server.
         vllm_gpu_memory_utilization: Share of the device's memory for vLLM.
@@ -131,14 +132,14 @@ class GrpoConfig(LanguageConfig):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """One weight a reward function."""
+        """One weight per reward function."""
         return self.reward_weights if len(self.reward_weights) > 1 else self.reward_weights * len(self.reward_funcs)
 
     def completions(self, processes: int) -> int:
         """Return the completions of one rollout.
 
         Args:
-            processes: That train.
+            processes: Number of training processes.
 
         Raises:
             ConfigError: They are not whole groups of ``num_generations``.
@@ -184,7 +185,7 @@ class GrpoConfig(LanguageConfig):
 
 
 def _check_numbers(config: GrpoConfig) -> None:
-    """Refuse numbers out of range, and values that contradict one another.
+    """Raise for numbers out of range and contradictory values.
 
     Raises:
         ConfigError: There is one.

@@ -32,12 +32,12 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
 
     Args:
         names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
-        config: Has the longest prompt allowed.
-        source: Has the tokenizer that measures them.
+        config: Has the longest allowed prompt.
+        source: Has the tokenizer.
         rewards: Reward functions; each knows the columns it needs.
 
     Raises:
-        DataError: A data set cannot be used, or leaves no prompt of the right length.
+        DataError: A data set cannot be used, or has no prompt of the right length.
         ConfigError: The columns of several data sets differ.
     """
     made: list[prompts.Row] = []
@@ -58,7 +58,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
 
 
 def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
-    """Refuse fewer prompts than one rollout has.
+    """Raise if there are fewer prompts than in one rollout.
 
     Raises:
         DataError: There are fewer.
@@ -73,7 +73,7 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
 
 
 def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
-    """Return the rows with short enough prompts; log how many are left out, or refuse the data set."""
+    """Return the rows with short enough prompts; log the number of dropped rows, or raise."""
     kept = prompts.drop_long(rows, lambda row: _tokens(row["prompt"], tokenizer), config.max_prompt_length)
     long = len(rows) - len(kept)
     found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"
@@ -91,7 +91,7 @@ def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: An
 
 
 def _tokens(prompt: Any, tokenizer: Any) -> int:
-    """Return the number of tokens of a prompt, as the trainer will tokenise it."""
+    """Return the number of tokens of a prompt, tokenised as in the trainer."""
     if isinstance(prompt, str):
         return len(tokenizer(prompt)["input_ids"])
     ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)

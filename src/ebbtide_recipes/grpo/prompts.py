@@ -1,9 +1,9 @@
 """Prompts: the built-in sums, and rows of files and hubs in the form that the trainer takes.
 
 [Note: prompt rows]
-Whatever the columns are called, a row gets a ``prompt``: text, or a chat that ends with the user. It comes from
-``prompt``, from ``messages``, or from ``question``. All other columns stay and are handed to the reward functions.
-verl's ``reward_model`` column yields its ``ground_truth`` as ``answer``.
+Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``messages`` or
+``question``. All other columns stay and are passed to the reward functions. verl's ``reward_model`` column yields its
+``ground_truth`` as ``answer``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
         system: System message for chats that have none.
 
     Raises:
-        DataError: The columns are not known, or a row does not fit.
+        DataError: The columns are unknown, or a row is invalid.
     """
     columns = set(map(str, rows[0]))
     taken = sorted(columns & set(_REFUSED))
@@ -84,7 +84,7 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
 
 
 def drop_long(rows: Sequence[Row], length: Callable[[Row], int], limit: int) -> list[Row]:
-    """Return the rows whose prompt has no more than ``limit`` tokens; no prompt is ever cut."""
+    """Return the rows whose prompt has at most ``limit`` tokens; prompts are never cut."""
     return [row for row in rows if length(row) <= limit]
 
 

@@ -1,10 +1,10 @@
 """Reward functions: the built-in ones, those of a user's file, and the checks of what they return.
 
 [Note: a reward function]
-It is called with one entry a completion: ``prompts``, ``completions``, ``completion_ids`` and every other column of the
-rows, by name; it is handed only those that its signature names, and all of them if it takes ``**kwargs``. It returns
-one number a completion; ``None`` for a completion that it does not judge. A function that takes ``solution_str`` is
-called once a completion, with ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info``, as verl does.
+It is called with lists of one entry per completion, by name: ``prompts``, ``completions``, ``completion_ids`` and every
+other column of the rows; only those in its signature, or all if it takes ``**kwargs``. It returns one number per
+completion, or ``None`` to abstain. A function that takes ``solution_str`` is called once per completion with
+``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info``, as in verl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HINT = "def reward(completions, answer, **kwargs): return [float(a in c) for c,
 
 
 def text_of(completion: Any) -> str:
-    """Return a completion's text: of a chat the contents of its messages."""
+    """Return a completion's text; of a chat, the contents of its messages."""
     if isinstance(completion, str):
         return completion
     return "".join(str(message.get("content") or "") for message in completion)
@@ -65,7 +65,7 @@ class Reward:
     """A reward function whose results are checked; called as the trainer calls reward functions.
 
     Attributes:
-        name: What the log calls it.
+        name: Its name in the log.
         function: See [Note: a reward function].
     """
 
@@ -78,10 +78,10 @@ class Reward:
         return self.name
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Refuse rows that lack a column which the function needs.
+        """Raise if the rows lack a column that the function needs.
 
         Args:
-            columns: Of the rows.
+            columns: Columns of the rows.
 
         Raises:
             DataError: One is missing.
@@ -108,15 +108,15 @@ class Reward:
         """Judge completions.
 
         Args:
-            prompts: One a completion.
+            prompts: One per completion.
             completions: Texts, or lists of messages.
-            columns: Lists with one entry a completion, and what the trainer hands over.
+            columns: Lists with one entry per completion, and further arguments of the trainer.
 
         Returns:
-            One number a completion; ``None``: not judged.
+            One number per completion; ``None``: not judged.
 
         Raises:
-            TrainingError: The function raised, or returned something else than one number a completion.
+            TrainingError: The function raised, or did not return one number per completion.
         """
         try:
             returned = self._call(prompts=prompts, completions=completions, **columns)
@@ -134,7 +134,7 @@ class Reward:
         return [self._number(value, completion) for value, completion in zip(values, completions, strict=True)]
 
     def _call(self, **handed: Any) -> Any:
-        """Call the function with as much of ``handed`` as it takes."""
+        """Call the function with those of ``handed`` that it takes."""
         if _one_by_one(self.function):
             return _each(self.function, handed)
         parameters = inspect.signature(self.function).parameters.values()
@@ -144,7 +144,7 @@ class Reward:
         return asyncio.run(returned) if inspect.iscoroutine(returned) else returned
 
     def _listed(self, returned: Any, count: int) -> list[Any]:
-        """Return what the function returned as a list; tensors come from whatever device they are on."""
+        """Convert the function's result to a list; tensors may be on any device."""
         if hasattr(returned, "tolist"):  # tensors and arrays
             returned = returned.tolist()
         if not isinstance(returned, list | tuple):
@@ -178,7 +178,7 @@ class Reward:
 
 
 def load(names: Sequence[str]) -> list[Reward]:
-    """Return the reward functions that are named.
+    """Return the named reward functions.
 
     Args:
         names: Keys of ``BUILTIN``, or ``path.py:function``.

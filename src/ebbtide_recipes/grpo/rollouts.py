@@ -1,10 +1,10 @@
 """The state of a rollout between steps, and restoring it after a killed run.
 
 [Note: a rollout in a checkpoint]
-TRL generates once for several micro-batches and updates, keeps the completions in memory, and counts micro-batches to
-know when to generate again. transformers' checkpoints hold neither, so a run resumed in the middle of such a cycle
-would generate from other weights and count from zero. Here every rank writes both next to the checkpoint's other
-files, before the seal.
+TRL generates once for several micro-batches and updates, keeps the completions in memory, and counts micro-batches
+until the next generation. transformers' checkpoints hold neither, so a run resumed in the middle of such a cycle would
+generate from different weights and count from zero. Here every rank writes both next to the checkpoint's other files,
+before the seal.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read(folder: Path, rank: int, device: torch.device, *, same_ranks: bool) -> 
         folder: The checkpoint.
         rank: Of this process.
         device: For its tensors.
-        same_ranks: Whether as many ranks wrote it. If not, their rollouts are not this run's: only the count is taken.
+        same_ranks: Whether the same number of ranks wrote it; if not, only the count is used.
 
     Returns:
         The progress; ``None`` if the checkpoint has none.
@@ -66,8 +66,8 @@ def _path(folder: Path, rank: int) -> Path:
 class EpochSampler(RepeatSampler):
     """TRL's sampler, with an order that depends only on seed and epoch.
 
-    TRL's draws the order of each epoch from where the last one left its generator; a run that goes on in a later epoch
-    would draw the first one's again. The order of the first epoch is TRL's own.
+    TRL's continues one generator over the epochs, so a run resumed in a later epoch would repeat the first order. The
+    order of the first epoch is TRL's.
     """
 
     epoch = 0

@@ -2,9 +2,9 @@
 
 [Note: the phases of a rollout]
 A step that begins a rollout generates completions (``generation``), rewards them (``reward``), and computes without
-gradients the log-probabilities that the loss compares with: those of the weights that generated, and the reference's
-(``log-probabilities``). All of them come before the first ``forward`` of that step. Offloading stays on throughout:
-without gradients nothing is saved, and the stand-ins call what is behind them.
+gradients the log-probabilities of the generating weights and of the reference (``log-probabilities``). All of these
+precede the first ``forward`` of that step. Offloading stays on throughout: without gradients nothing is saved, and the
+stand-ins only call the original forward.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return inputs
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
-        """Make a rollout, and say so if there is nothing to learn from it."""
+        """Make a rollout, and log if there is nothing to learn from it."""
         result = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return result
@@ -145,8 +145,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
     def _together(self) -> Generator[None, None, None]:
         """Let sharded ranks generate until the last is done.
 
-        Each forward gathers weights, so a rank that stopped at its own last token would leave the others waiting for
-        ever. transformers 5.23 sees this for models that it sharded itself, not for those that accelerate did.
+        Each forward gathers weights, so a rank that stopped at its own last token would deadlock the others.
+        transformers 5.23 handles this for models that it sharded itself, but not for those sharded by accelerate.
         """
         if not self.is_fsdp_enabled:
             yield
@@ -172,7 +172,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
             root.reshard()
 
     def _warn_now_and_then(self, text: str, *values: Any) -> None:
-        """Log a warning the first time, and then every ``REPEAT``-th time with how often it was."""
+        """Log a warning the first time, and then every ``REPEAT``-th time with the count."""
         times = self._warned[text] = self._warned.get(text, 0) + 1
         if times == 1 or times % REPEAT == 0:
             LOGGER.warning(text + (f" (seen {times} times)" if times > 1 else ""), *values)

@@ -1,11 +1,11 @@
-"""Log-probabilities of a batch without its padding: its sequences one after the other in a single row.
+"""Log-probabilities of a batch without padding: its sequences concatenated into one row.
 
 [Note: sequences in one row]
-The row has no attention mask; its position ids begin anew with every sequence, and transformers' attention keeps
-sequences with such positions apart (``find_packed_sequence_indices``; checked with transformers 5.23): by a mask, or
-with flash attention by their lengths. A model that does not look at positions, such as one with a recurrent state,
-would mix them without an error. ``separates`` finds that out by an experiment that needs no tolerance: other tokens in
-the first sequence must leave the second one's log-probabilities bitwise as they were.
+The row has no attention mask; its position ids restart with every sequence, by which transformers' attention separates
+them (``find_packed_sequence_indices``; checked with transformers 5.23): with a mask, or with flash attention by their
+lengths. A model that ignores positions, such as one with a recurrent state, would mix them without an error.
+``separates`` tests this without a tolerance: other tokens in the first sequence must leave the second one's
+log-probabilities bitwise unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def rows_to_one(input_ids: torch.Tensor, attention_mask: torch.Tensor, keep: int
     Args:
         input_ids: ``[B, S]``, padded on either side.
         attention_mask: ``[B, S]``, 1 for tokens and 0 for padding.
-        keep: The last so many positions of a row are scored.
+        keep: Number of scored positions at the end of a row.
 
     Returns:
         ``input_ids``, ``position_ids`` and ``shift_labels``, each ``[1, T]`` with ``T`` tokens.
@@ -40,7 +40,7 @@ def rows_to_one(input_ids: torch.Tensor, attention_mask: torch.Tensor, keep: int
 
 
 def one_to_rows(values: torch.Tensor, attention_mask: torch.Tensor, keep: int) -> torch.Tensor:
-    """Put the values of one row back into a batch.
+    """Return the values of one row as a batch.
 
     Args:
         values: ``[1, T]``; the value at a token belongs to the token after it.

@@ -90,7 +90,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
     Raises:
         DataError: It holds none.
-        ConfigError: They are of a kind that is not trained here.
+        ConfigError: Their kind is not supported.
     """
     if not (folder / FILE).is_file() or not any((folder / name).is_file() for name in _WEIGHTS):
         near = [path.parent.name for path in folder.parent.glob(f"*/{FILE}")] if folder.parent.is_dir() else []

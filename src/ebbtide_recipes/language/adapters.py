@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def check(config: LanguageConfig) -> None:
-    """Refuse settings that are bound to fail, before the model is looked up.
+    """Reject settings that must fail, before the model is looked up.
 
     Raises:
         EbbtideError: bitsandbytes is missing for 4 bits.
@@ -39,7 +39,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
 
     Args:
         config: Says whether FSDP shards the weights.
-        dtype: What is computed in, such as ``"bfloat16"``.
+        dtype: Compute type, such as ``"bfloat16"``.
     """
     import torch
     from transformers import BitsAndBytesConfig
@@ -50,7 +50,7 @@ def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=computed,
-        # FSDP shards only weights stored in the type of the others.
+        # FSDP shards only weights stored in the same type as the others.
         bnb_4bit_quant_storage=computed if config.fsdp_strategy != "none" else torch.uint8,
     )
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
@@ -62,12 +62,12 @@ def chosen(config: LanguageConfig, model: PreTrainedModel, *, without: Sequence[
     """Return the adapters of the config.
 
     Args:
-        config: Names the kind and the modules, or a folder of adapters to go on with.
+        config: Names the kind and the modules, or a folder of adapters to continue.
         model: An ``outline`` of the model; the adapters are tried on it.
         without: Paths of modules inside which nothing gets an adapter.
 
     Raises:
-        ConfigError: A name in ``target_modules`` is no module of the model, or one that can have no such adapter.
+        ConfigError: A name in ``target_modules`` is not a module of the model, or cannot have such an adapter.
         DataError: The adapters of the folder do not fit the model.
     """
     if config.adapters is not None:
@@ -164,7 +164,7 @@ def _try(made: PeftConfig, model: PreTrainedModel, found: str, expected: str) ->
     from peft import get_peft_model
 
     try:
-        # Tried on a copy of the config: PEFT writes the modules it finds into the one it is given.
+        # A copy of the config: PEFT writes the modules it finds into its argument.
         get_peft_model(model, copy.deepcopy(made))
     except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
         raise ConfigError(

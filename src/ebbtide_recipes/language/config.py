@@ -45,7 +45,7 @@ class LanguageConfig(RecipeConfig):
             the form of PEFT's adapter_config.json.
         adapters: Folder of adapters to continue.
         attn_impl: Attention implementation.
-        freeze_vit: Freeze the parts of a multimodal model that see and hear.
+        freeze_vit: Freeze the vision and audio parts of a multimodal model.
         system: System message put before every chat that has none.
     """
 
@@ -84,7 +84,7 @@ class LanguageConfig(RecipeConfig):
         return idle
 
     def _check_adapters(self) -> None:
-        """Refuse adapters that are named twice or have no use, and unsupported empty models."""
+        """Reject adapters that are named twice or unused, and unsupported empty models."""
         if self.train_type == "adapter" and self.adapter_config is None and self.adapters is None:
             raise ConfigError(
                 "train_type is 'adapter' without a kind",

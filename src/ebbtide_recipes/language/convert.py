@@ -1,7 +1,7 @@
 """``python -m ebbtide_recipes.language.convert MODEL.gguf FOLDER``: turn the built-in model's file into a folder.
 
-transformers reads GGUF too, but parses the file four times (100 s where this takes under 10), and its releases differ
-in whether weights stay packed. This reads it once, and is for one model: Llama's blocks, GPT-2's tokenizer.
+transformers reads GGUF, too, but parses the file four times (100 s against under 10 here), and whether weights stay
+packed depends on its release. This reads it once, for one model: Llama's blocks, GPT-2's tokenizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def convert(source: Path, folder: Path) -> None:
         folder: Where the model goes; made here.
 
     Raises:
-        DataError: The file is no GGUF file.
+        DataError: It is not a GGUF file.
     """
     from gguf import GGUFReader, dequantize
     from transformers import LlamaForCausalLM
@@ -55,7 +55,7 @@ def convert(source: Path, folder: Path) -> None:
     metadata = {name: field.contents() for name, field in file.fields.items()}
     with torch.device("meta"):
         model = LlamaForCausalLM(config_of(metadata)).to(torch.float32)
-    # A copy, for what is not quantised lies in the file's own pages, which are read-only.
+    # A copy, because unquantised tensors are in the file's read-only pages.
     weights = {_name(t.name): torch.tensor(dequantize(t.data, t.tensor_type)) for t in file.tensors}
     for name in weights:
         if name.endswith(("q_proj.weight", "k_proj.weight")):

@@ -2,9 +2,9 @@
 
 [Note: stand-ins]
 Adapters are added to a model before it is sharded, and PEFT puts an adapter on the device of its weight: on meta it
-would have no values. So while PEFT works, each weight on meta is replaced by one element of host memory expanded to
-the weight's shape. Adapters are then the same as on the loaded model, drawn from the same random numbers. Reading a
-weight's values, as some adapters' initialisation does, is refused: there are none yet.
+would have no values. So while PEFT works, each weight on meta is replaced by one element of host memory expanded to the
+weight's shape. Adapters are then the same as on the loaded model, with the same random numbers. Reading a weight's
+values, as the initialisation of some adapters does, raises: they do not exist yet.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def standing_in(model: nn.Module) -> Generator[None]:
         with guard:
             yield
     finally:
-        # Modules that were added meanwhile hold stand-ins too: copies of weights that are trained beside adapters.
+        # Modules added meanwhile also hold stand-ins: copies of weights that are trained with the adapters.
         for module in model.modules():
             for name, weight in module._parameters.items():
                 if weight is not None and guard.knows(weight):
@@ -64,7 +64,7 @@ def standing_in(model: nn.Module) -> Generator[None]:
 
 
 class _StandIns(TorchDispatchMode):
-    """The replacements of weights, and a watch on their use."""
+    """The replacements of weights, with a check of their use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class _StandIns(TorchDispatchMode):
         self._storages: dict[int, torch.Tensor] = {}
 
     def of(self, weight: nn.Parameter) -> nn.Parameter:
-        """Return the replacement of a weight; for a tied one always the same."""
+        """Return the replacement of a weight; tied weights share one."""
         if id(weight) not in self._by_weight:
             made = nn.Parameter(self._element(weight.shape, weight.dtype), requires_grad=weight.requires_grad)
             made.__dict__.update(weight.__dict__)
@@ -85,7 +85,7 @@ class _StandIns(TorchDispatchMode):
         return not tensor.is_meta and tensor.untyped_storage()._cdata in self._storages
 
     def back(self, made: nn.Parameter) -> nn.Parameter:
-        """Return the weight on meta in a stand-in's place."""
+        """Return a stand-in's weight on meta."""
         if id(made) not in self._weights:  # a copy that was made meanwhile
             weight = nn.Parameter(torch.empty(made.shape, dtype=made.dtype, device="meta"))
             weight.__dict__.update(made.__dict__)
@@ -99,7 +99,7 @@ class _StandIns(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator; a copy of a stand-in is another one, and reading one is refused."""
+        """Run an operator; a copy of a stand-in is a stand-in, and reading one raises."""
         kwargs = kwargs or {}
         read = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor) and self.knows(a)]
         if not read:
@@ -125,7 +125,7 @@ class _StandIns(TorchDispatchMode):
 def built(
     config: LanguageConfig, model: nn.Module, weights: Found | None, build: Callable[[Any], TrainerT]
 ) -> TrainerT:
-    """Make a trainer of a model that may still be on meta: load weights before, or, if sharded, afterwards.
+    """Make a trainer for a model that may be on meta: load weights before, or, if sharded, afterwards.
 
     Args:
         config: Says whether FSDP shards the model.
@@ -190,7 +190,7 @@ def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
 
     def made(module: nn.Module) -> nn.Module:
         empty(module)
-        return module  # accelerate looks at what comes back
+        return module  # accelerate inspects the returned model
 
     def shard(model: nn.Module) -> nn.Module:
         if isinstance(model, PeftModel):
@@ -202,7 +202,7 @@ def _by_version_1(accelerator: Any) -> Callable[[nn.Module], nn.Module]:
 
 
 def _round(model: nn.Module, narrow: dict[str, torch.dtype]) -> None:
-    """Round weights that accelerate widened before loading to the values they would have if widened afterwards.
+    """Round weights that accelerate widened before loading, as if widened afterwards.
 
     Args:
         model: Sharded and filled.

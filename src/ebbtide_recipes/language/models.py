@@ -1,4 +1,4 @@
-"""Getting a model and its tokenizer: the built-in one, a local path, or a hub name."""
+"""Find a model and its tokenizer: the built-in one, a local path, or a hub name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACES = f"a folder with config.json, weights and tokenizer, a hub name, or one 
 
 
 def check(name: str) -> None:
-    """Refuse a name that is no folder, no possible hub name and no built-in model.
+    """Reject a name that is neither a folder, nor a possible hub name, nor a built-in model.
 
     Raises:
         DataError: There is no such built-in model or local folder, or the folder holds no model.
@@ -85,7 +85,7 @@ def _near(name: str) -> str:
     """Name the built-in models and local folders with names like this one."""
     folder = Path(name).expanduser().parent
     try:
-        # Beside a bare name, which may be a hub's, only what is surely a model; along a path every folder.
+        # For a bare name, which may be a hub's, only certain models; for a path every folder.
         local = [o.name for o in folder.iterdir() if o.is_dir() and ("/" in name or (o / "config.json").is_file())]
     except OSError:
         local = []
@@ -99,7 +99,7 @@ class ModelSource:
     Args:
         place: Path or hub name for transformers.
         config: The model's own config.
-        processor: Its tokenizer; of a multimodal model the processor that holds it.
+        processor: Its tokenizer; for a multimodal model the processor that has it.
     """
 
     place: str
@@ -139,7 +139,7 @@ def is_multimodal(config: PreTrainedConfig) -> bool:
 
 
 def media_parts(model: nn.Module, config: PreTrainedConfig) -> list[str]:
-    """Return the paths of the modules that see or hear: those built from the config's vision and audio parts."""
+    """Return the paths of the vision and audio modules: those built from these parts of the config."""
     parts = [getattr(config, name, None) for name in ("vision_config", "audio_config")]
     kinds = tuple(type(part) for part in parts if part is not None)
     found = [name for name, module in model.named_modules() if name and isinstance(getattr(module, "config", 0), kinds)]
@@ -179,7 +179,7 @@ def outline_of(config: LanguageConfig, model_config: PreTrainedConfig, dtype: st
     Args:
         config: Names the attention implementation.
         model_config: The model's own config.
-        dtype: Of its weights; ``None``: what the model's config says.
+        dtype: Type of its weights; ``None``: that of the model's config.
 
     Raises:
         DataError: The model cannot be made from its config.
@@ -234,7 +234,7 @@ def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedM
 
 
 def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
-    """Return the model as transformers makes it, less what is not trained of it."""
+    """Return transformers' model without the parts that are not trained."""
     options: dict[str, Any] = {"dtype": dtype_name(config.torch_dtype), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":
         from ebbtide_recipes.language.adapters import four_bits
@@ -258,7 +258,7 @@ def _auto_class(model_config: PreTrainedConfig) -> Any:
 
 
 def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
-    """Refuse weights that are already quantised: they cannot be trained, and not quantised again.
+    """Reject weights that are already quantised: they can be neither trained nor quantised again.
 
     Raises:
         ConfigError: They are.
@@ -279,7 +279,7 @@ def _check_unquantised(config: LanguageConfig, model_config: Any) -> None:
 
 @contextmanager
 def explained(config: LanguageConfig) -> Generator[None, None, None]:
-    """Turn transformers' error about a model into one that names what was looked for."""
+    """Turn transformers' error about a model into one that names the model and the places searched."""
     from safetensors import SafetensorError
 
     try:
@@ -311,12 +311,12 @@ def _hint(name: str) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    """Return an error's first line: what follows in transformers' errors is advice about something else."""
+    """Return an error's first line: the rest of transformers' errors is unrelated advice."""
     return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def check_length(config: LanguageConfig, model_config: Any) -> None:
-    """Refuse sequences longer than the model has positions for."""
+    """Reject sequences longer than the model's positions."""
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     lengths = {name: getattr(config, name) for name in config.length_flags}
     if limit is not None and sum(lengths.values()) > limit:

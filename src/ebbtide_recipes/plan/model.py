@@ -1,4 +1,4 @@
-"""The model to plan for: from its config alone, on the meta device, with adapters where they are asked for."""
+"""The model to plan for: from its config alone, on the meta device, with adapters if requested."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _ENDINGS = {"out": "json", "svg": "svg"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outline:
-    """A model without weights, and what is known of it.
+    """A model without weights, and facts about it.
 
     Attributes:
-        module: On meta.
-        dtype: Of its weights.
-        weights: How many numbers they are.
-        trained: How many of these are trained.
-        blocks: How many blocks of each kind it has, such as ``36 x Qwen3DecoderLayer``.
-        sees: Whether it takes images too.
-        experts: How many experts a block chooses from; 0: it has none.
+        module: The model on meta.
+        dtype: Type of its weights.
+        weights: Number of weights.
+        trained: Number of trained weights.
+        blocks: Number of blocks of each kind, such as ``36 x Qwen3DecoderLayer``.
+        sees: Whether it takes images, too.
+        experts: Experts per block; 0: none.
         tokens: Tokens of a micro-batch.
-        amount: What a micro-batch is, in words.
+        amount: Description of a micro-batch.
     """
 
     module: nn.Module
@@ -79,7 +79,7 @@ class Subject:
 
 
 def outline(config: SftConfig, found: PreTrainedConfig, dtype: str) -> Outline:
-    """Make a model's outline, with adapters where they are asked for.
+    """Make a model's outline, with adapters if requested.
 
     Args:
         config: Names the model's attention and its adapters.
@@ -122,16 +122,16 @@ def batch_of(config: SftConfig) -> dict[str, torch.Tensor]:
 
 
 def watch_inputs(model: nn.Module) -> tuple[list[int], Callable[[], None]]:
-    """Note, for every block that runs from now on, the bytes of what it is called with.
+    """Record the input bytes of every block that runs from now on.
 
-    Only tensors through which gradients come; where there are none, the largest: the first block's input under frozen
-    weights. All else (positions, masks) is shared by the blocks.
+    Only of tensors with gradients, or, if there are none (the first block under frozen weights), of the largest tensor.
+    Others (positions, masks) are shared by the blocks.
 
     Args:
-        model: Its copies are watched too.
+        model: Its copies are watched, too.
 
     Returns:
-        The list that is filled, and what ends it.
+        The list that is filled, and a function that ends recording.
     """
     seen: list[int] = []
 
@@ -165,13 +165,13 @@ def read(config: SftConfig) -> PreTrainedConfig:
             models.check(config.model)
         found = _checked(config, _found(config, path))
     for part in (found, found.get_text_config()):
-        part.use_cache = False  # as trainers call it: a cache of keys and values would count as saved
+        part.use_cache = False  # as in trainers: a key-value cache would count as saved
     return found
 
 
 @contextmanager
 def _explained() -> Generator[None]:
-    """Say of a model that cannot be made what is needed here, which is less than for training."""
+    """Explain an error in making a model with this command's requirements, which are fewer than for training."""
     try:
         yield
     except DataError as error:
@@ -207,19 +207,19 @@ def _with_adapters(config: SftConfig, found: PreTrainedConfig, dtype: str, froze
     """Return the model with the adapters that training would put on it, all on meta."""
     peft = require("peft", extra="recipes", use="--train_type lora")
     with warnings.catch_warnings():
-        # What PEFT asks transformers under a name that has another one by now; nothing the user can change.
+        # PEFT uses a deprecated name of transformers; users cannot change that.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing`", category=FutureWarning)
-        # Trying the adapters puts them on the outline they are tried on.
+        # Trying adapters adds them to the outline.
         made = adapters.chosen(config, models.outline_of(config, found, dtype), without=frozen)
         with torch.device("meta"):
             return peft.get_peft_model(models.outline_of(config, found, dtype), made)
 
 
 def check_file(path: str, flag: str = "out") -> None:
-    """Refuse a place for a file that cannot be written, before the model is simulated.
+    """Raise if a file cannot be written, before the model is simulated.
 
     Raises:
-        DataError: It cannot be.
+        DataError: It cannot be written.
     """
     target = Path(path).expanduser()
     if target.is_dir() or not target.absolute().parent.is_dir():

@@ -36,8 +36,8 @@ class Limits:
 
     Attributes:
         device_bytes: Memory of a device.
-        budget_bytes: The peak that the user wants to stay below; None: none was named.
-        host_bytes: Of a node's memory, what its ranks may take together; None: offloaded bytes go to disk.
+        budget_bytes: The user's limit of the peak; None: none.
+        host_bytes: Host memory available to a node's ranks; None: offloaded bytes go to disk.
         ranks: Ranks on a node.
     """
 
@@ -58,7 +58,7 @@ class Limits:
         return "barely" if self.budget_bytes is None and peak_bytes <= self.device_bytes else "no"
 
     def fits_host(self, rank_bytes: int) -> bool:
-        """Say whether what each rank offloads fits into the node's memory."""
+        """Return whether the offloaded bytes of a node's ranks fit into its memory."""
         return self.host_bytes is None or rank_bytes * self.ranks <= self.host_bytes
 
 
@@ -68,8 +68,8 @@ def limits(machine: Machine, gpus: int, *, memory_budget: str | None, host_memor
     Args:
         machine: The node.
         gpus: Ranks on all nodes.
-        memory_budget: The peak that the user wants to stay below.
-        host_memory: Of a node; None: what the machine says.
+        memory_budget: The user's limit of the peak.
+        host_memory: Host memory of a node; None: from the machine.
         disk: Whether offloaded bytes go to disk.
     """
     ranks = min(gpus, machine.devices)
@@ -87,14 +87,14 @@ class Option:
     """One option of training the model.
 
     Attributes:
-        name: As the table calls it.
-        policy: Of ebbtide; None: ebbtide has no part in it.
+        name: Its name in the table.
+        policy: Policy of ebbtide; None: without ebbtide.
         peak_bytes: Most device memory of a rank; None: there is no such plan.
-        step_ratio: Its step, relative to plain's.
-        offloaded_bytes: Of a rank.
+        step_ratio: Its step time relative to plain.
+        offloaded_bytes: Offloaded bytes of a rank.
         fits: Whether the peak fits.
-        fits_host: Whether what is offloaded fits.
-        solution: What ebbtide would do; None: no plan is made.
+        fits_host: Whether the offloaded bytes fit.
+        solution: The plan of ebbtide; None: no plan is made.
         problem: Why there is no such plan.
     """
 
@@ -114,7 +114,7 @@ def options(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, m
 
     Args:
         profile: The step that keeps everything.
-        input_bytes: What each executed block is called with; None: not known.
+        input_bytes: Input bytes of each executed block; None: not known.
         room: The memory to fit into.
         max_slowdown: For ebbtide-auto.
     """
@@ -131,7 +131,7 @@ def options(profile: Profile, input_bytes: Sequence[int] | None, room: Limits, m
 
 
 def best(found: Sequence[Option]) -> Option | None:
-    """Return the recommended option: of those that fit the fastest; of equally fast ones plain, then the least peak."""
+    """Return the recommended option: the fastest that fits; of equally fast ones plain, then the least peak."""
     for degrees in (("yes",), ("yes", "barely")):
         fitting = [option for option in found if option.fits in degrees and option.fits_host]
         if fitting:
@@ -183,7 +183,7 @@ def _reruns(profile: Profile, input_bytes: Sequence[int]) -> bool:
         must_keep = sum(
             unit.nbytes
             for unit in block.units
-            # What is stored in a narrower type (bfloat16 under a float32 copy of it) is covered.
+            # Tensors stored in a narrower type (bfloat16 under its float32 copy) are covered.
             if unit.recompute_seconds is None and not unit.block_input and unit.narrow_bytes is None
         )
         if plan.block_action(block.kind, place, input_bytes=nbytes, must_keep_bytes=must_keep) is Action.CHECKPOINT:

@@ -58,7 +58,7 @@ def text(result: Result) -> str:
 
 
 def as_values(result: Result) -> dict[str, Any]:
-    """Return what was found as values for JSON; absent knowledge is None."""
+    """Return the result as JSON values; None: unknown."""
     chosen, outline, room = result.recommended, result.outline, result.room
     return {
         "schema": SCHEMA,
@@ -132,7 +132,7 @@ def command(result: Result, option: Option) -> str:
                 "-m",
                 "ebbtide",
                 config.recipe,
-            ]  # theirs to fill in
+            ]  # for the user to fill in
         else:
             flags.append(("nproc_per_node", str(config.gpus)))
         flags.append(("fsdp_strategy", "full_shard"))
@@ -171,7 +171,7 @@ def _in_python(policy: Policy) -> str:
 
 
 def _size(size: str | int | None) -> str:
-    """Write a size as a flag takes it: in MiB, rounded down, so that it is never more than was asked for."""
+    """Format a size for a flag: in MiB, rounded down, so that it never exceeds the request."""
     nbytes = parse_size(size or 0, name="memory_budget")
     return f"{nbytes >> 20}MiB" if nbytes >= 1 << 24 else str(nbytes)
 

@@ -23,12 +23,12 @@ SAMPLES = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """What one option takes.
+    """The cost of one option.
 
     Attributes:
-        name: As the table calls it; ``auto`` for those of the curve.
+        name: Its name in the table; ``auto`` for those of the curve.
         peak_bytes: Most device memory.
-        step_ratio: Its step, relative to plain's.
+        step_ratio: Its step time relative to plain.
     """
 
     name: str
@@ -86,7 +86,7 @@ def svg(found: Pareto, title: str) -> str:
 
     Args:
         found: The points.
-        title: What is planned.
+        title: The planned training.
 
     Returns:
         A stand-alone SVG, readable on light and on dark.

@@ -1,4 +1,4 @@
-"""What ``ebbtide plan`` found."""
+"""The result of ``ebbtide plan``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ebbtide_recipes.plan.picture import Pareto
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What was found.
+    """The result.
 
     Attributes:
-        config: What was asked.
+        config: The request.
         outline: The model.
-        machine: Where it is to be trained.
-        profile: Its simulated step.
-        room: What there is to fit into.
-        options: What each option of training would take.
-        pareto: The points of the picture; None: not asked for.
+        machine: The machine to train on.
+        profile: The simulated step.
+        room: The memory to fit into.
+        options: The cost of each option.
+        pareto: The points of the picture; None: not requested.
     """
 
     config: PlanConfig

@@ -40,8 +40,8 @@ class VideoSubject:
         config: Of the recipe that would train it.
 
     Raises:
-        DataError: Its config cannot be found or read, or is of no family that is trained here.
-        ConfigError: Clips of this size make no whole number of tokens.
+        DataError: Its config cannot be found or read, or its family is not supported.
+        ConfigError: Clips of this size do not make a whole number of tokens.
     """
 
     def __init__(self, config: VideoConfig) -> None:
@@ -139,7 +139,7 @@ class _Alone(Source):
 
 
 def _source(name: str, *, seed: int) -> Source:
-    """Return what is known of a pipeline; of a transformer alone the VAE is taken to be its family's usual one."""
+    """Return the facts about a pipeline; a transformer alone is assumed to have its family's usual VAE."""
     path = Path(name).expanduser()
     if path.is_file():
         return _Alone(path)

@@ -1,9 +1,9 @@
 """Batches of rows with images, videos and sounds, made by the model's own processor on demand.
 
 [Note: prompts and completions apart]
-The processor sees the prompt with its files; a completion is tokenised alone and put behind it, as TRL does with
-images, so that which tokens are learned never depends on how a tokenizer joins the two. A row of messages is a prompt
-without completion, all of which is learned.
+The processor gets the prompt with its files; a completion is tokenised alone and appended, as TRL does with images, so
+that the learned tokens never depend on how a tokenizer joins the two. A row of messages is a prompt without completion,
+all of which is learned.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
 
 def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> MediaCollator:
-    """Return a collator for rows with files, after a trial with the first row.
+    """Return a collator for rows with files, after a test with the first row.
 
-    So a general problem shows before weights are loaded.
+    So a general problem is found before weights are loaded.
 
     Raises:
         ConfigError: Rows are to be packed.
@@ -67,8 +67,8 @@ class MediaCollator:
 
     Attributes:
         processor: The model's.
-        max_length: Tokens in a sequence; longer rows are cut where that cuts no file.
-        completion_only: Whether prompts are left out of what is learned.
+        max_length: Tokens in a sequence; longer rows are cut unless that cuts a file.
+        completion_only: Whether only completions are learned.
     """
 
     processor: ProcessorMixin
@@ -76,7 +76,7 @@ class MediaCollator:
     completion_only: bool
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-        """Return a batch: ``input_ids``, ``labels`` ``[B, S]`` and what the processor makes of the files.
+        """Return a batch: ``input_ids``, ``labels`` ``[B, S]`` and the processor's tensors of the files.
 
         Raises:
             DataError: A file cannot be read or sampled, or a row is too long for its files.
@@ -101,7 +101,7 @@ class MediaCollator:
         return {**batch, **padded}
 
     def _column(self, name: str, batch: Any, index: int, length: int, tail: torch.Tensor) -> torch.Tensor:
-        """Return one row of a column, with its completion behind it."""
+        """Return one row of a column, followed by its completion."""
         if name == "labels":
             head = batch["input_ids"][index, :length]
             return torch.cat([torch.full_like(head, -100) if self.completion_only else head, tail])
@@ -114,10 +114,10 @@ class MediaCollator:
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
-        """Let the processor make tensors of texts and files.
+        """Process texts and files into tensors.
 
         Raises:
-            DataError: It does not take them.
+            DataError: The processor does not take them.
         """
         files: dict[str, Any] = {}
         images = [row.get("images", []) for row in rows]
@@ -146,17 +146,17 @@ class MediaCollator:
             ) from error
 
     def _sampler(self) -> decode.Sampler | None:
-        """Return how the processor chooses frames: by its own rate or number of frames; ``None``: it takes all."""
+        """Return the processor's choice of frames: by its rate or number of frames; ``None``: all."""
         reader: Any = self.processor.video_processor
         chosen = [getattr(reader, name, None) for name in ("do_sample_frames", "fps", "num_frames")]
         return reader.sample_frames if any(chosen) else None
 
     def _sampling_rate(self) -> int:
-        """Return the samples a second that the processor takes."""
+        """Return the processor's sampling rate."""
         return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
 
     def _check_length(self, row: Row, ids: torch.Tensor) -> None:
-        """Refuse a row of which ``max_length`` would cut a file: the model would find fewer places than features.
+        """Reject a row of which ``max_length`` would cut a file: the model would find fewer placeholders than features.
 
         Raises:
             DataError: It would.
@@ -172,7 +172,7 @@ class MediaCollator:
 
 
 def taken_by(processor: Any) -> tuple[str, ...]:
-    """Return the kinds of files that a model's processor takes; none of a plain tokenizer."""
+    """Return the kinds of files that a model's processor takes; a plain tokenizer takes none."""
     readers = {
         "image": getattr(processor, "image_processor", None),
         "video": getattr(processor, "video_processor", None),
@@ -182,7 +182,7 @@ def taken_by(processor: Any) -> tuple[str, ...]:
 
 
 def audio_reader(processor: Any) -> Any:
-    """Return the part of a processor that takes sounds; ``None``: it has none."""
+    """Return the audio part of a processor; ``None``: it has none."""
     return getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
 
 

@@ -29,8 +29,8 @@ class SftConfig(LanguageConfig):
             the first thousand rows. Several may be given.
         max_length: Tokens in a sequence; longer rows are cut.
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
-        completion_only_loss: Learn answers alone: completions, or a chat's last answer. Left out: completions alone
-            where rows have them, all of a chat or text.
+        completion_only_loss: Learn only answers: completions, or a chat's last answer. Default: completions if rows
+            have them, else all of a chat or text.
         dataset_num_proc: Processes that tokenize rows.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
     """

@@ -47,7 +47,7 @@ class Reading:
         chat: Whether the model has a chat template.
         seed: Seed of the built-in data sets' order.
         system: System message for chats that have none.
-        answers_alone: Whether the last answer of a chat is what is learned.
+        answers_alone: Whether only the last answer of a chat is learned.
         takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
         use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
     """
@@ -61,7 +61,7 @@ class Reading:
 
 
 def load(names: Sequence[str], reading: Reading) -> Dataset:
-    """Read data sets and put them one after the other.
+    """Read data sets and concatenate them.
 
     Args:
         names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.

@@ -1,4 +1,4 @@
-"""Frames of videos and samples of sounds, read with PyAV as a model's processor takes them."""
+"""Read frames of videos and samples of sounds with PyAV, for a model's processor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sampler = Callable[[Any], Sequence[int]]
 
 
 def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any]]:
-    """Return frames of a video, and what the processor wants to know of them.
+    """Return frames of a video, and their metadata for the processor.
 
     Args:
         path: The file.
@@ -57,11 +57,11 @@ def video(path: str, sampler: Sampler | None) -> tuple[np.ndarray, dict[str, Any
 
 
 def sound(path: str, rate: int) -> np.ndarray:
-    """Return the samples of a sound, resampled; of several channels their mean.
+    """Return the resampled samples of a sound; the mean of several channels.
 
     Args:
         path: A sound, or a video with one.
-        rate: Samples a second that the processor takes.
+        rate: Sampling rate of the processor.
 
     Returns:
         ``[N]``, float32 from -1 to 1.
@@ -72,7 +72,7 @@ def sound(path: str, rate: int) -> np.ndarray:
     with _opened(path, "audio") as container:
         import av
 
-        resampler = av.AudioResampler(format="fltp", rate=rate)  # its own mix of channels may exceed 1
+        resampler = av.AudioResampler(format="fltp", rate=rate)  # PyAV's mix of channels may exceed 1
         pieces = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
         pieces += resampler.resample(None)
         samples = [piece.to_ndarray().mean(0) for piece in pieces]
@@ -83,7 +83,7 @@ def sound(path: str, rate: int) -> np.ndarray:
 
 @contextmanager
 def _opened(path: str, kind: str) -> Generator[Any]:
-    """Open a file with PyAV; name what is wrong with it."""
+    """Open a file with PyAV, with a clear error."""
     av = require("av", extra="media", use=f"reading {kind}s")
     try:
         with av.open(path) as container:
@@ -99,7 +99,7 @@ def _opened(path: str, kind: str) -> Generator[Any]:
 
 
 def _packets(container: Any, stream: Any) -> int:
-    """Count the frames of a file whose header does not say how many there are."""
+    """Count the frames of a file whose header does not."""
     count = sum(1 for packet in container.demux(stream) if packet.size)
     container.seek(0)
     return count

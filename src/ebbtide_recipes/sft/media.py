@@ -2,8 +2,8 @@
 
 A row names its files in ``images``, ``videos`` and ``audios`` (lists) or ``image``, ``video`` and ``audio``: paths,
 relative to the data set's file; or in the parts of a message, ``{"type": "video", "video": "clip.mp4"}``. ``<image>``,
-``<video>`` and ``<audio>`` in a user's message say where one stands; without them they stand before the first of the
-user's words.
+``<video>`` and ``<audio>`` in a user's message mark the positions; without them the files precede the user's first
+words.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def kinds_in(rows: Iterable[Row]) -> tuple[str, ...]:
 
 
 def check_taken(kinds: Sequence[str], taken: Collection[str], name: str) -> None:
-    """Refuse a data set with files of a kind that the model's processor does not take.
+    """Reject a data set with files of a kind that the model's processor does not take.
 
     Raises:
-        DataError: It has.
+        DataError: It has some.
     """
     missing = [f"{kind}s" for kind in kinds if kind not in taken]
     if missing:
@@ -60,7 +60,7 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
         where: The row and its data set, for errors.
 
     Raises:
-        DataError: A file is not there, or the row has more or fewer of them than tags.
+        DataError: A file is missing, or the numbers of files and tags differ.
     """
     column = "messages" if "messages" in shaped else "prompt"
     if not isinstance(shaped.get(column), list):
@@ -76,13 +76,13 @@ def attach(row: Row, shaped: Row, kinds: Sequence[str], folder: Path, where: str
         files[f"{kind}s"] = [_path(name, kind, folder, where) for name in _named(row, written, kind, where)]
     _place(written, columns, {kind: len(files[f"{kind}s"]) for kind in kinds}, where)
     for message in (m for name in columns for m in written[name]):
-        # Both keys in every part: rows become a table, whose cells have the same fields throughout.
+        # Both keys in every part: rows become a table with equal fields in all cells.
         message["content"] = [{"type": p["type"], "text": p.get("text")} for p in message["content"]]
     return {**shaped, **written, **files, WHERE: where}
 
 
 def as_images(dataset: Dataset) -> Dataset:
-    """Make a column of paths one of images, which are opened when a batch needs them."""
+    """Convert a column of paths to images, which are opened when a batch needs them."""
     from datasets import Image, List
 
     return dataset.cast_column("images", List(Image()))
@@ -141,7 +141,7 @@ def _path(file: Any, kind: str, folder: Path, where: str) -> str:
 
 
 def _place(written: Row, columns: Sequence[str], counts: dict[str, int], where: str) -> None:
-    """Check the places for files in messages; where there are none, make them before the user's first words."""
+    """Check the placeholders for files in messages; if there are none, insert them before the user's first words."""
     missing: list[Row] = []
     for kind, count in counts.items():
         tags = sum(part["type"] == kind for name in columns for m in written[name] for part in m["content"])
@@ -164,7 +164,7 @@ def _place(written: Row, columns: Sequence[str], counts: dict[str, int], where: 
 
 
 def _parts(content: Any, kinds: Sequence[str]) -> list[Row]:
-    """Return a message's content as parts: text, and places for files of the data set's kinds."""
+    """Return a message's content as parts: text, and placeholders for files of the data set's kinds."""
     if isinstance(content, list):
         listed = [part if isinstance(part, dict) else {"type": "text", "text": str(part)} for part in content]
         return [{**part, "type": _kind_of(part)} for part in listed]

@@ -1,6 +1,6 @@
-"""``builtin:pydoc``: question → docstring pairs made from the standard library of the running Python.
+"""``builtin:pydoc``: question → docstring pairs from the standard library of the running Python.
 
-The sources are parsed, never imported: nothing runs, and the same Python always gives the same rows.
+The sources are parsed, never imported, and the same Python always gives the same rows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
     """Return the question → answer pairs, sorted by question and then shuffled by the seed.
 
     Raises:
-        DataError: This Python comes without the sources of its standard library.
+        DataError: This Python has no sources of its standard library.
     """
     library = Path(sysconfig.get_paths()["stdlib"])
     answers = _answers(library)
@@ -54,7 +54,7 @@ def rows(seed: int = 0) -> list[dict[str, str]]:
 
 @functools.cache
 def _answers(library: Path) -> dict[str, str]:
-    """Return question → answer. Parsing takes seconds, and the library does not change while a process lives."""
+    """Return question → answer; cached, because parsing takes seconds."""
     answers: dict[str, str] = {}
     for module, path in _sources(library):
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))

@@ -56,8 +56,8 @@ def main(config: SftConfig) -> None:
         config: What to train, on what, and how.
 
     Raises:
-        EbbtideError: The config, the data, the model or the machine cannot serve the run.
-        KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
+        EbbtideError: The config, the data, the model or the machine cannot be used.
+        KeyboardInterrupt: Interrupted by the user; the run file is closed and records it.
     """
     run.main(RECIPE, config)
 

@@ -1,11 +1,10 @@
 """Normalizing rows to the forms the trainer takes.
 
 [Note: row shapes]
-Whatever the columns are called, a row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (the
-loss is on the completion alone), or ``text``. Questions and instructions become a chat turn when the tokenizer has a
-chat template, because that is what a model tuned for chat expects to see; columns already called ``prompt`` and
-``completion`` are taken as they are. ``history`` is earlier turns of a question: context, not learned. ``system`` is
-the system message of its row.
+A row becomes one of three: ``messages`` (a chat), ``prompt`` + ``completion`` (loss on the completion only), or
+``text``. Questions and instructions become a chat turn if the tokenizer has a chat template, as chat models expect;
+columns called ``prompt`` and ``completion`` are used unchanged. ``history`` has earlier turns of a question, which are
+not learned. ``system`` is the system message of its row.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
     except TypeError as error:
         raise DataError(f"{where} does not fit: {error}", expected=ACCEPTED, hint=f"such as {EXAMPLE}") from error
     for column, value in result.items():
-        # A prompt may be empty: then the completion is learned from nothing, which is what was asked for.
+        # An empty prompt is allowed: the completion is learned without context.
         if not isinstance(value, str | list) or not (value or column == "prompt"):
             raise DataError(
                 f"{where} has {value!r:.60} as {column}",
@@ -112,7 +111,7 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
 
 
 def with_system(row: Row, text: str) -> Row:
-    """Put a system message before a chat that has none; plain text stays as it is."""
+    """Prepend a system message to a chat that has none; plain text is unchanged."""
     column, messages = _chat_of(row)
     if messages is None or (messages and messages[0].get("role") == "system"):
         return row
@@ -120,10 +119,10 @@ def with_system(row: Row, text: str) -> Row:
 
 
 def with_own_system(row: Row, text: object, where: str) -> Row:
-    """Put the system message of a row's own ``system`` column before its chat.
+    """Prepend the system message of a row's ``system`` column to its chat.
 
     Raises:
-        DataError: It is no text, the row is plain text, or its chat begins with another system message.
+        DataError: It is not text, the row is plain text, or its chat begins with another system message.
     """
     if text is None or text == "":
         return row
@@ -151,7 +150,7 @@ def _chat_of(row: Row) -> tuple[str, list[Row] | None]:
 
 
 def answer_apart(row: Row, where: str) -> Row:
-    """Split a chat into its last answer, which alone is learned, and everything before.
+    """Split a chat into its last answer, which is learned, and everything before.
 
     Raises:
         DataError: The chat does not end in an answer, or the row is plain text.
@@ -191,7 +190,7 @@ def one_kind(rows: Sequence[Row], name: str) -> str:
 
 
 def _check_message(message: object, where: str, column: str) -> None:
-    """Refuse a message that a chat template cannot render."""
+    """Reject a message that a chat template cannot render."""
     spoken = isinstance(message, dict) and isinstance(message.get("role"), str)
     if not spoken or not (isinstance(message.get("content"), str | list) or message.get("tool_calls")):
         raise DataError(

@@ -1,4 +1,4 @@
-"""TRL's trainer for supervised fine-tuning, with its arguments set so that every mode computes the same numbers."""
+"""TRL's trainer for supervised fine-tuning, with arguments under which every mode computes the same numbers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SftTrainer(RecordedTrainer, TrlTrainer):
         return (self._metrics["train"].get("mean_token_accuracy") or [None])[-1]
 
     def _set_signature_columns_if_needed(self) -> None:
-        """Leave rows with files as they are: the collator reads their columns."""
+        """Keep all columns of rows with files: the collator reads them."""
         if isinstance(self.data_collator, MediaCollator):
             self._signature_columns = ["messages", "prompt", "completion", *(f"{kind}s" for kind in KINDS), WHERE]
         super()._set_signature_columns_if_needed()
@@ -43,18 +43,18 @@ def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = Fals
     Args:
         config: As ``sharding.resolved`` returned it.
         multimodal: Whether the model takes more than text.
-        files: Whether rows have images, videos or sounds: batches are made of them when they are needed.
+        files: Whether rows have images, videos or sounds, which are read when a batch is made.
     """
     own = {
         "max_length": config.max_length,
         "packing": config.packing,
         "completion_only_loss": config.completion_only_loss,
-        # The other strategies leave sequences shorter and concatenate batches, which needs flash attention.
+        # Other strategies need flash attention.
         "packing_strategy": "wrapped",
         "padding_free": False,
         "activation_offloading": False,
         "dataset_num_proc": config.dataset_num_proc,
-        # A multimodal model may be given rows of text alone; others use all they have in every batch.
+        # Rows of a multimodal model may be text only; other models use all parameters in every batch.
         "ddp_find_unused_parameters": multimodal,
         "dataset_kwargs": {"skip_prepare_dataset": files},
     }

@@ -1,10 +1,10 @@
 """Checkpoints that are complete or ignored.
 
 [Note: a checkpoint's seal]
-A checkpoint is many files, written by several processes, and a process can be killed at any of them. When all are
-written, and not before, the main process writes ``ebbtide.json``: their names and sizes, the step, and the number of
-processes. A folder without that seal, or that differs from it, is never resumed from. An older checkpoint is removed
-only after a newer one has its seal, and loses its own seal first.
+A checkpoint has many files, written by several processes, any of which may be killed. When all files are written, the
+main process writes ``ebbtide.json``: their names and sizes, the step, and the number of processes. A folder without
+this seal, or different from it, is never resumed from. An older checkpoint is removed only after a newer one has its
+seal, and loses its own seal first.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Sealed:
     """The seal of a complete checkpoint.
 
     Attributes:
-        folder: Where it lies.
-        step: Steps that were done.
-        world_size: Processes that wrote it.
-        sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: how its weights lie in its files.
-        train_type: What was trained.
+        folder: Its path.
+        step: Finished steps.
+        world_size: Number of processes that wrote it.
+        sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: the layout of weights in its files.
+        train_type: The training type.
         adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
     """
 
@@ -58,7 +58,7 @@ class Sealed:
 
 
 def sharding_of(config: RecipeConfig) -> str:
-    """Return how the config's weights lie in a checkpoint's files."""
+    """Return the layout of the config's weights in a checkpoint's files."""
     return "none" if config.fsdp_strategy == "none" else f"fsdp{config.fsdp_version}"
 
 
@@ -107,12 +107,12 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
     """Return the checkpoint to resume from; ``None``: begin at the first step.
 
     Args:
-        config: Says from which, and what is trained.
-        world_size: Processes there will be; ``None``: not known yet.
+        config: Names the checkpoint and the training type.
+        world_size: Number of processes; ``None``: not known yet.
 
     Raises:
-        DataError: There is no such checkpoint, or it is half-written.
-        ConfigError: It was written by another kind of run.
+        DataError: There is no such checkpoint, or it is incomplete.
+        ConfigError: It was written by a different kind of run.
     """
     name = config.resume_from_checkpoint
     if name is None or name.lower() in ("none", "false"):
@@ -135,7 +135,7 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove checkpoints older than the newest ``keep`` complete ones, half-written ones included."""
+    """Remove checkpoints older than the newest ``keep`` complete ones, including incomplete ones."""
     if keep is None:
         return
     kept = {one.folder for one in complete(folder)[-keep:]}
@@ -152,10 +152,10 @@ def remove(folder: Path) -> None:
 
 
 def not_saved(error: Exception, what: Path, output: Path) -> Exception:
-    """Return the error to raise when saving failed: the disk is full, or what was raised.
+    """Return the error to raise after a failed save: a full disk, or the original.
 
     Args:
-        error: What was raised.
+        error: The original.
         what: What was being written.
         output: The run's output folder.
     """
@@ -179,18 +179,18 @@ def resumable(output: Path) -> str:
 
 
 def check_shared(folder: Path) -> None:
-    """Refuse an output folder that ranks of other machines do not see, where checkpoints are written or resumed.
+    """Raise if checkpoints are used and ranks of other machines do not see the output folder.
 
     Each rank writes its part of a checkpoint; ranks that see different folders would resume at different steps.
 
     Raises:
-        DataError: A rank does not see what rank 0 has written.
+        DataError: A rank does not see a file written by rank 0.
     """
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
-    # A name that no machine has looked up before: network file systems remember what was not there.
+    # A new name: network file systems cache failed look-ups.
     names = [f".seen-{uuid.uuid4().hex}"]
     if dist.get_rank() == 0:
         (folder / names[0]).touch()
@@ -228,7 +228,7 @@ def _named(folder: Path) -> Sealed:
 
 
 def _check_kind(sealed: Sealed, config: RecipeConfig) -> None:
-    """Refuse a checkpoint of another kind of run."""
+    """Reject a checkpoint of a different kind of run."""
     for name, theirs, ours, hint in (
         ("train_type", sealed.train_type, config.train_type, f"--train_type {sealed.train_type}"),
         ("adapters", sealed.adapters, config.adapter_kind, f"--adapter_config {str(sealed.adapters).lower()}"),

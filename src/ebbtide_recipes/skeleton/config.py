@@ -62,7 +62,7 @@ class RecipeConfig:
         host_budget: Largest host memory for offloaded bytes, such as 200GiB; default: a fair share of the machine's.
         window: Bytes in flight each way, such as 1GiB; default: follows the model's largest block.
         blocks: Paths of the blocks, with *; default: found by structure. Several may be given.
-        synchronous: Copy in order with compute: for devices whose asynchronous copies are not to be trusted.
+        synchronous: Copy in order with compute: for devices with unreliable asynchronous copies.
         tensor_filter: path.py:function; the function returns false for a tensor that is never offloaded. Without
             :function the file's tensor_filter or custom_tensor_filter. ms-swift's --external_plugins means this flag.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
@@ -76,7 +76,7 @@ class RecipeConfig:
         memory_efficient_init: Build the model empty and read each process's part of the weights straight into place,
             without a full copy in any process.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
-        deepspeed: Accepted with FSDP, without effect (a warning is logged); refused alone.
+        deepspeed: Accepted with FSDP, without effect (a warning is logged); an error otherwise.
         per_device_train_batch_size: Sequences in a micro-batch.
         per_device_eval_batch_size: Sequences in a batch of the evaluation.
         gradient_accumulation_steps: Micro-batches in a step.
@@ -193,7 +193,7 @@ class RecipeConfig:
 
     @property
     def trains_adapters(self) -> bool:
-        """Whether the model's own weights stay as they are."""
+        """Whether only adapters are trained."""
         return self.train_type != "full"
 
     @property

@@ -16,9 +16,9 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
 
     Args:
         place: The file's path.
-        names: The functions' names, the likeliest first.
-        what: What the function is, for errors: "a reward function".
-        example: Such a function, for hints.
+        names: The functions' names, in order of preference.
+        what: Description for errors, such as "a reward function".
+        example: An example function, for hints.
 
     Raises:
         ConfigError: There is no such file or function, or the file cannot be imported.
@@ -44,7 +44,7 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
 
 
 def _module(path: Path) -> Any:
-    """Import a file by its path; it stays out of ``sys.modules``."""
+    """Import a file by its path, without adding it to ``sys.modules``."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported", expected="a Python file", hint="name a file that ends in .py")

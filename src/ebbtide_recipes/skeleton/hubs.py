@@ -1,4 +1,4 @@
-"""Names on ModelScope, for those who have its package."""
+"""Names on ModelScope, with its package."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ON_MODELSCOPE = "--use_hf false looks names up on ModelScope (pip install 'ebbti
 
 
 def check(config: RecipeConfig) -> None:
-    """Refuse names of ModelScope where its package is not installed.
+    """Reject names of ModelScope if its package is not installed.
 
     Raises:
         ConfigError: It is not.

@@ -1,9 +1,9 @@
-"""Several processes: deciding on them, and starting torchrun. No torch at import.
+"""Decide on the number of processes, and start torchrun. No torch at import.
 
 [Note: ranks]
-Started by torchrun, a process finds ``RANK`` in its environment and trains. Started alone, it looks at
-``--nproc_per_node``, ``NPROC_PER_NODE``, ``NNODES`` and the visible devices, and where they mean more than one process,
-or FSDP is wanted, starts torchrun on the same arguments and waits. Bad input has been refused by then, once.
+A process with ``RANK`` in its environment was started by torchrun and trains. Otherwise it reads ``--nproc_per_node``,
+``NPROC_PER_NODE``, ``NNODES`` and the visible devices; for more than one process, or for FSDP, it starts torchrun with
+the same arguments and waits. Invalid input is rejected before that, once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
         environment: The process's environment.
 
     Raises:
-        ConfigError: A number of processes is invalid, or there are fewer devices.
+        ConfigError: A number of processes is invalid, or there are too few devices.
     """
     import torch
 
@@ -66,9 +66,9 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
 
 
 def check_device(config: RecipeConfig) -> None:
-    """Refuse FSDP on a machine without an accelerator, where accelerate would silently run DDP.
+    """Reject FSDP on a machine without an accelerator, where accelerate would silently run DDP.
 
-    A rank asks accelerate itself; a process that is about to start ranks looks for a device.
+    A rank uses accelerate's own check; a process that is about to start ranks looks for a device.
 
     Raises:
         ConfigError: There is none.
@@ -106,7 +106,7 @@ def torchrun(verb: str, argv: Sequence[str], count: int, environment: Mapping[st
     if environment.get(_PORT, "").strip():
         command += ["--master_port", environment[_PORT].strip()]
     elif not environment.get("NNODES", "").strip():
-        command.append("--standalone")  # any free port: two runs on one machine do not meet
+        command.append("--standalone")  # any free port, so that two runs on one machine do not collide
     return [*command, "-m", "ebbtide.cli", verb, *argv]
 
 
@@ -117,12 +117,12 @@ def start(verb: str, argv: Sequence[str], count: int) -> int:
         0, or 1 if a rank failed; the ranks have printed why.
 
     Raises:
-        KeyboardInterrupt: Interrupted; the ranks have ended before.
+        KeyboardInterrupt: Interrupted; the ranks have already ended.
     """
     environment = dict(os.environ)
-    # torchrun sets 1 and says so at length where nothing is set.
+    # torchrun would set 1 with a long message.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    # A session of its own: an interrupt reaches the ranks through here alone.
+    # A separate session: interrupts reach the ranks only from here.
     with family(torchrun(verb, argv, count), env=environment) as child:
         return 1 if child.wait() else 0
 

@@ -1,4 +1,4 @@
-"""Lines for people: to the terminal, and into ``training.log``."""
+"""Log lines to the terminal and into ``training.log``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def logging_to(folder: Path, level: str, *, append: bool = False, rank: int = 0)
     Only the ``ebbtide`` logger is changed, and restored afterwards.
 
     Args:
-        folder: Where ``training.log`` goes; must be there.
-        level: The lowest level shown, such as ``"info"``.
-        append: Go on with an earlier file; else it is replaced.
-        rank: This process's. Ranks above 0 write ``training-rankN.log`` and nothing to the terminal.
+        folder: The existing folder of ``training.log``.
+        level: The lowest shown level, such as ``"info"``.
+        append: Append to an earlier file instead of replacing it.
+        rank: Rank of this process; above 0 it writes ``training-rankN.log`` and nothing to the terminal.
     """
     logger = logging.getLogger("ebbtide")
     before = logger.level
@@ -68,7 +68,7 @@ def _terminal() -> logging.Handler:
 
 @contextmanager
 def quiet_hosts() -> Generator[None, None, None]:
-    """Hide the warnings of hosts about one another, and their progress bars off a terminal.
+    """Hide warnings between host libraries, and their progress bars off a terminal.
 
     TRL 1.16 and PEFT call transformers' checkpointing by names that transformers 5.2x deprecates.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def dtype_name(choice: str) -> str:
-    """Return the type weights are loaded in: ``auto`` is float32 on a CPU, bfloat16 on an accelerator."""
+    """Return the type of loaded weights: ``auto`` is float32 on a CPU, bfloat16 on an accelerator."""
     import torch
 
     if choice != "auto":

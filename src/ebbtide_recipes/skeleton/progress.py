@@ -17,7 +17,7 @@ GIB = 1024**3
 
 @functools.cache
 def console() -> Console:
-    """Return the one console that the bar and the log lines share, so that they do not write over each other."""
+    """Return the console shared by the bar and the log lines, so that they do not overwrite each other."""
     from rich.console import Console
 
     return Console(stderr=True)
@@ -27,7 +27,7 @@ class StepBar:
     """A progress bar over the steps; nothing off a terminal.
 
     Args:
-        shown: False in processes beside the main one.
+        shown: False in processes other than the main one.
     """
 
     def __init__(self, *, shown: bool = True) -> None:
@@ -68,5 +68,5 @@ class StepBar:
         text = f"loss {loss:.4f}  memory {memory_bytes / GIB:.2f} GiB{saved}  {seconds:.2f} s/it"
         if self._task is None:
             self._task = self._progress.add_task("", total=steps, text=text)
-        # Refreshed here alone: a thread that redraws would take time from the training it shows.
+        # Refreshed only here: a redrawing thread would take time from training.
         self._progress.update(self._task, completed=step, total=steps, text=text, refresh=True)

@@ -33,10 +33,10 @@ class Recipe(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def check(self, config: ConfigT) -> None:
-        """Refuse settings that are bound to fail, before anything is loaded, fetched or written.
+        """Reject settings that must fail, before anything is loaded, fetched or written.
 
         Raises:
-            EbbtideError: A setting is bound to fail.
+            EbbtideError: A setting must fail.
         """
 
     @abstractmethod
@@ -44,7 +44,7 @@ class Recipe(ABC, Generic[ConfigT]):
         """Load model and data, and make the trainer. Checks come before slow steps.
 
         Returns:
-            The trainer; ``None`` if the flags ask for preparation alone.
+            The trainer; ``None`` if the flags request preparation only.
 
         Raises:
             EbbtideError: The model or the data cannot be used.

@@ -36,7 +36,7 @@ class Reader:
     example: str
 
     def check(self, names: Iterable[str]) -> None:
-        """Refuse names that are no built-in data set, no file with rows and no possible hub name.
+        """Reject names that are neither a built-in data set, nor a file with rows, nor a possible hub name.
 
         Raises:
             DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
@@ -55,7 +55,7 @@ class Reader:
                 _reader(Path(place).expanduser())
 
     def read(self, name: str, *, seed: int, use_hf: bool) -> list[Row]:
-        """Return the rows of one data set, as many as ``#N`` asks for.
+        """Return the rows of one data set, the first ``N`` with ``#N``.
 
         Args:
             name: As ``check`` takes it.
@@ -110,8 +110,8 @@ def split_name(name: str, *, of: str = "rows") -> tuple[str, int | None]:
     """Split ``NAME#N`` into the name and a number of rows; ``None``: all of them.
 
     Args:
-        name: As the user wrote it.
-        of: What is counted, for errors.
+        name: The user's text.
+        of: The counted objects, for errors.
 
     Raises:
         ConfigError: The part after ``#`` is no such number.
@@ -141,7 +141,7 @@ def _is_file(path: Path, written: str) -> bool:
 
 
 def _reader(path: Path) -> Callable[[Path, str], Iterable[Any]]:
-    """Return a reader for a local file; refuse one that is missing, empty, or of an unknown kind."""
+    """Return a reader for a local file; raise if it is missing, empty, or of an unknown kind."""
     if not path.is_file():
         folder = path.parent
         others = sorted(o.name for o in folder.iterdir() if o.suffix in SUFFIXES) if folder.is_dir() else []
@@ -197,7 +197,7 @@ def _read_file(path: Path, limit: int | None, example: str) -> list[Row]:
 
 
 def _json_lines(path: Path, example: str) -> Iterable[Any]:
-    """Yield the objects of a file with one JSON object a line; blank lines are passed over."""
+    """Yield the objects of a file with one JSON object per line; blank lines are skipped."""
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():

@@ -40,7 +40,7 @@ _SHARES: Mapping[str, str] = {
 
 
 def check_texts(config: RecipeConfig) -> None:
-    """Refuse empty text.
+    """Reject empty text.
 
     Raises:
         ConfigError: A name is empty.
@@ -55,10 +55,10 @@ def check_texts(config: RecipeConfig) -> None:
 
 
 def check_numbers(config: RecipeConfig) -> None:
-    """Refuse numbers out of range.
+    """Reject numbers out of range.
 
     Raises:
-        ConfigError: A number is too small, too large, or none.
+        ConfigError: A number is too small, too large, or NaN.
     """
     for name, hint in COUNTS.items():
         at_least(name, getattr(config, name), 1, hint)
@@ -87,10 +87,10 @@ def check_numbers(config: RecipeConfig) -> None:
 
 
 def check_together(config: RecipeConfig) -> None:
-    """Refuse values that contradict one another.
+    """Reject contradictory values.
 
     Raises:
-        ConfigError: Two of them do.
+        ConfigError: Two values contradict each other.
     """
     if config.gradient_checkpointing and config.activation_cpu_offload and config.policy not in (None, "minimal"):
         raise ConfigError(
@@ -127,6 +127,6 @@ def check_together(config: RecipeConfig) -> None:
 
 
 def at_least(name: str, value: int | None, least: int, hint: str) -> None:
-    """Refuse a number below the least that makes sense."""
+    """Reject a number below its minimum."""
     if value is not None and value < least:
         raise ConfigError(f"{name} is {value}", expected=f"{least} or more", hint=hint)

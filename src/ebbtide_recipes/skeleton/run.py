@@ -40,8 +40,8 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         config: The recipe's config.
 
     Raises:
-        EbbtideError: The config, the data, the model or the machine cannot serve the run.
-        KeyboardInterrupt: Interrupted by the user; the run file is closed and says so.
+        EbbtideError: The config, the data, the model or the machine cannot be used.
+        KeyboardInterrupt: Interrupted by the user; the run file is closed and records it.
     """
     config = check(recipe, config)
     for package in recipe.packages:
@@ -84,13 +84,13 @@ def carry_out(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> Recorde
         raise
     finally:
         if not prepared and launch.is_main():
-            # A run that never began leaves nothing to keep, and must not block the next.
+            # A run that never began must not block the next.
             for name in (EVENTS_FILE, SUMMARY_FILE):
                 (folder / name).unlink(missing_ok=True)
 
 
 def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
-    """Refuse settings that are bound to fail, before anything is loaded, fetched or written.
+    """Reject settings that must fail, before anything is loaded, fetched or written.
 
     Args:
         recipe: The recipe.
@@ -100,7 +100,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
         The config with the settings of its FSDP file in its flags.
 
     Raises:
-        EbbtideError: The environment, the names in the config or this machine cannot serve the run.
+        EbbtideError: The environment, the names in the config or this machine cannot be used.
     """
     config = sharding.resolved(config)
     for package in recipe.packages:
@@ -119,7 +119,7 @@ def check(recipe: Recipe[ConfigT], config: ConfigT) -> ConfigT:
 
 
 def _check_precision(config: RecipeConfig) -> None:
-    """Refuse float16 where nothing can scale losses."""
+    """Reject float16 without loss scaling."""
     import torch
 
     if config.fp16 and not torch.accelerator.is_available():
@@ -131,7 +131,7 @@ def _check_precision(config: RecipeConfig) -> None:
 
 
 def _check_store(config: RecipeConfig) -> None:
-    """Refuse an invalid directory for offloaded bytes, even in modes that do not use it."""
+    """Reject an invalid directory for offloaded bytes, even in modes that do not use it."""
     import torch
 
     from ebbtide.store.location import check_directory
@@ -145,7 +145,7 @@ def _check_store(config: RecipeConfig) -> None:
     if config.disk_path is not None:
         directory = check_directory(config.disk_path)
         try:
-            with tempfile.TemporaryFile(dir=directory):  # rights alone do not tell: /proc, a read-only mount
+            with tempfile.TemporaryFile(dir=directory):  # permissions are not enough: /proc, a read-only mount
                 pass
         except OSError as error:
             raise DiskError(
@@ -156,7 +156,7 @@ def _check_store(config: RecipeConfig) -> None:
 
 
 def _check_output(config: RecipeConfig) -> None:
-    """Refuse an output folder that holds an earlier run, unless this run resumes or replaces it."""
+    """Reject an output folder with an earlier run, unless this run resumes or replaces it."""
     folder = Path(config.output_dir).expanduser()
     resuming = config.resume_from_checkpoint is not None
     if (folder / EVENTS_FILE).exists() and not config.overwrite_output_dir and not resuming:
@@ -169,7 +169,7 @@ def _check_output(config: RecipeConfig) -> None:
 
 
 def claim(config: RecipeConfig) -> Path:
-    """Make the output folder and its log; rename the record of a resumed run."""
+    """Create the output folder and its log; rename the record of a resumed run."""
     folder = Path(config.output_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -186,9 +186,9 @@ def claim(config: RecipeConfig) -> Path:
 
 
 def _put_aside(config: RecipeConfig, folder: Path) -> None:
-    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; drop what an overwritten run left.
+    """Keep the earlier record as ``run-1.jsonl``, ``run-2.jsonl``, ...; delete the files of an overwritten run.
 
-    Without this, ``latest`` would take a checkpoint of a run that was overwritten.
+    Otherwise ``latest`` would find a checkpoint of the overwritten run.
     """
     events = folder / EVENTS_FILE
     if config.resume_from_checkpoint is not None:
@@ -289,7 +289,7 @@ def offload_options(config: RecipeConfig) -> dict[str, Any]:
     """Return the arguments of ``enable_activation_offloading`` from the flags of the same names.
 
     Raises:
-        ConfigError: A size or a path of a block cannot be used, or the filter is not there.
+        ConfigError: A size or a path of a block cannot be used, or the filter is missing.
     """
     from ebbtide.arguments import check_choosers, options_of
 

@@ -1,9 +1,9 @@
 """FSDP's settings, from flags and from the JSON files that users of transformers and ms-swift have.
 
 [Note: one meaning]
-A file sets in its own words what flags set too: how weights are sharded, whether activations are offloaded, whether
-blocks are checkpointed. ``resolved`` translates it into the flags, so that the rest of the code knows one config. A
-flag with another value than its default overrides the file.
+A file has its own keys for settings that are flags, too: sharding of weights, activation offloading, checkpointing.
+``resolved`` translates them into the flags, so that the rest of the code uses one config. A flag that is not at its
+default overrides the file.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Sharding:
         activation_checkpointing: Whether blocks are checkpointed.
         memory_efficient_init: Whether weights are read straight into place: accelerate's
             ``cpu_ram_efficient_loading``, by ebbtide's own loading.
-        settings: What goes to transformers' ``fsdp_config`` as it is.
+        settings: Passed to transformers' ``fsdp_config`` unchanged.
     """
 
     strategy: Strategy | None = None
@@ -76,7 +76,7 @@ class Sharding:
 
 
 def resolved(config: RecipeConfig) -> RecipeConfig:
-    """Return the config with what its FSDP file says in its flags; itself if it names no file.
+    """Return the config with the settings of its FSDP file as flags; itself if it names no file.
 
     Raises:
         ConfigError: The file has an unsupported setting; ``deepspeed`` without FSDP.
@@ -132,7 +132,7 @@ def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
         reshard: bool | str = config.fsdp_strategy != "shard_grad_op"
     else:
         reshard = config.fsdp_strategy
-        # Each rank reads the same weights, or its own part of them: there is nothing to send.
+        # Each rank reads the weights or its part of them, so nothing is sent.
         if config.memory_efficient_init:
             settings["sync_module_states"] = False
         settings.setdefault("sync_module_states", False)
@@ -141,10 +141,10 @@ def trainer_settings(config: RecipeConfig) -> dict[str, Any]:
 
 
 def read(config: RecipeConfig) -> Sharding | None:
-    """Return what ``--fsdp_config`` or ``--fsdp`` says; ``None`` if neither is given, or it says no.
+    """Return the settings of ``--fsdp_config`` or ``--fsdp``; ``None`` if neither is given, or it is off.
 
     Raises:
-        ConfigError: It says something that cannot be had.
+        ConfigError: A setting is unsupported.
         DataError: The file cannot be read.
     """
     if config.fsdp_config is not None:
@@ -158,7 +158,7 @@ def read(config: RecipeConfig) -> Sharding | None:
 
 
 def _read_settings(written: str, flag: str) -> Sharding:
-    """Read JSON, or a file of it: settings, or ``fsdp`` words beside ``fsdp_config`` settings."""
+    """Read JSON or a JSON file: settings, or ``fsdp`` words with ``fsdp_config`` settings."""
     inline = written.lstrip().startswith("{")
     path = flag if inline else Path(written).expanduser()
     content = _parsed(written, flag) if isinstance(path, str) else _file(path, flag)
@@ -246,7 +246,7 @@ def _from_settings(settings: Mapping[str, Any], path: Path | str) -> Sharding:
 
 
 def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
-    """Return what is sharded, of what files say about it: a strategy's name, or whether weights are resharded."""
+    """Return the sharding strategy from a file's value: its name, or whether weights are resharded."""
     for key in ("sharding_strategy", "reshard_after_forward"):
         word = str(values.get(key, "")).lower()
         if word in ("true", "1"):
@@ -265,7 +265,7 @@ def _strategy(values: Mapping[str, Any], path: Path | str) -> Strategy | None:
 
 
 def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | None:
-    """Return a setting that is true or false; ``None`` if it is not there."""
+    """Return a boolean setting; ``None`` if it is absent."""
     word = str(values.get(name, "")).lower()
     if word not in ("", "true", "false"):
         raise ConfigError(f"{name} in {path} is {values[name]!r:.60}", expected="true or false", hint=f'"{name}": true')
@@ -273,7 +273,7 @@ def _switch(values: Mapping[str, Any], name: str, path: Path | str) -> bool | No
 
 
 def _check_deepspeed(config: RecipeConfig) -> None:
-    """Refuse ``--deepspeed`` where nothing else says how to shard."""
+    """Reject ``--deepspeed`` without another sharding flag."""
     if config.deepspeed is not None and config.fsdp_strategy == "none":
         if config.deepspeed.strip().lower() in ("", "none", "false"):
             return

@@ -1,9 +1,8 @@
-"""What a step tells the run file, the log and the progress bar.
+"""Report a step's figures to the run file, the log and the progress bar.
 
-[Note: phases]
-``forward`` ends when the model's forward and the loss are done and before backward begins, in every mode: at that
-instant the saved tensors are at their height, so memory there means the same with ebbtide and without it. The trainer
-marks forward and backward (``trainer.py``), this callback marks the optimizer.
+[Note: phases] In every mode ``forward`` ends after the model's forward and the loss, before backward: at this point
+most tensors are saved, so memory is comparable with ebbtide and without it. The trainer marks forward and backward
+(``trainer.py``), this callback marks the optimizer.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 
 
 class StepRecorder(TrainerCallback):
-    """Gathers a step's figures from the trainer and tells them once, at the step's end.
+    """Gathers a step's figures from the trainer and reports them at the step's end.
 
     Args:
-        offload: What has ebbtide's handle while training; ``None`` in the other modes.
+        offload: The callback with ebbtide's handle; ``None`` in other modes.
         bar: The progress bar.
         mean: Returns the mean of a tensor over all processes.
         processes: Number of processes.
@@ -67,26 +66,26 @@ class StepRecorder(TrainerCallback):
         self.shown: dict[str, float | None] = {}
 
     def micro_batch(self, *, accuracy: float | None, tokens: int) -> None:
-        """Take the figures of one micro-batch, at the end of its forward."""
+        """Add the figures of one micro-batch, at the end of its forward."""
         if accuracy is not None:
             self._accuracies.append(accuracy)
         self._tokens += tokens
         self._memory_bytes = max(self._memory_bytes, _memory_bytes())
 
     def note(self, **figures: float | None) -> None:
-        """Take further figures of a micro-batch; the step has their mean over its micro-batches, by their names."""
+        """Add further figures of a micro-batch by name; the step reports their mean."""
         for name, value in figures.items():
             if value is not None:
                 self._noted.setdefault(name, []).append(value)
 
     def micro_loss(self, loss: torch.Tensor) -> None:
-        """Take one micro-batch's share of the step's loss."""
+        """Add one micro-batch's share of the step's loss."""
         self._losses.append(loss.detach())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the run's clock; a run that is resumed begins behind its checkpoint's step."""
+        """Start the run's clock; a resumed run begins after its checkpoint's step."""
         self._training_began, self._first_step = time.perf_counter(), state.global_step
 
     def on_step_begin(
@@ -98,12 +97,12 @@ class StepRecorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Mark the optimizer's begin; look at the loss; note the learning rate before the schedule moves it.
+        """Mark the optimizer's start; check the loss; record the learning rate before the schedule changes it.
 
         Raises:
-            TrainingError: The loss is no finite number, and the run is to stop then.
+            TrainingError: The loss is not finite, and the run must stop.
         """
-        # Summed as tensors: with one micro-batch this is the very tensor that backward started from.
+        # Summed as tensors: with one micro-batch this is the tensor that backward started from.
         loss = torch.stack(self._losses).sum()
         self._loss = float((self._mean(loss) if self._processes > 1 else loss).item())
         if not math.isfinite(self._loss):
@@ -118,7 +117,7 @@ class StepRecorder(TrainerCallback):
         BUS.emit("phase", name="optimizer", edge="end", step=state.global_step + 1)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Tell the step."""
+        """Report the step."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - self._began
@@ -164,7 +163,7 @@ class StepRecorder(TrainerCallback):
         return round(float(mean.item()) * self._processes)
 
     def _not_finite(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Stop, or leave the weights as they are; all processes alike, for the loss is the mean over them."""
+        """Stop, or skip the update; equal in all processes, because the loss is their mean."""
         if self._nan_loss == "stop":
             raise TrainingError(
                 f"the loss of step {step} is {self._loss}",
@@ -175,10 +174,10 @@ class StepRecorder(TrainerCallback):
         LOGGER.warning("the loss of step %d is %s: the step is skipped, the weights stay", step, self._loss)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None  # what has no gradient is not stepped, and does not decay
+                parameter.grad = None  # parameters without gradients are neither updated nor decayed
 
     def _report_stats(self, step: int) -> tuple[int | None, float | None]:
-        """Emit the handle's figures; return the bytes saved and the seconds stalled since the step before."""
+        """Emit the handle's figures; return the saved bytes and the stall seconds since the previous step."""
         handle = None if self._offload is None else self._offload.handle
         if handle is None:
             return None, None
@@ -208,7 +207,7 @@ class StepRecorder(TrainerCallback):
         self._seconds = []
 
     def _progress(self, state: TrainerState) -> dict[str, str]:
-        """Return how far the run is, and what is left at the pace so far, in ms-swift's words."""
+        """Return the run's progress and remaining time, under ms-swift's names."""
         elapsed = time.perf_counter() - self._training_began
         done = max(1, state.global_step - self._first_step)
         return {
@@ -218,7 +217,7 @@ class StepRecorder(TrainerCallback):
         }
 
     def _report_evaluation(self, state: TrainerState, logs: dict[str, Any]) -> None:
-        """Emit and log what an evaluation found."""
+        """Emit and log the result of an evaluation."""
         loss, accuracy = logs["eval_loss"], logs.get("eval_mean_token_accuracy")
         reward = {"reward": logs["eval_reward"]} if "eval_reward" in logs else {}
         BUS.emit("evaluation", step=state.global_step, loss=loss, token_accuracy=accuracy, **reward)

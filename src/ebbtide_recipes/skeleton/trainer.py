@@ -37,7 +37,7 @@ class RecordedTrainer(Trainer):
     """Mark phases, record steps and seal checkpoints around transformers' trainer.
 
     A recipe derives its trainer from this class and, where there is one, from TRL's:
-    ``class SftTrainer(RecordedTrainer, SFTTrainer)``. It overrides ``tokens_in`` and ``accuracy`` where it knows them.
+    ``class SftTrainer(RecordedTrainer, SFTTrainer)``. It may override ``tokens_in`` and ``accuracy``.
     See [Note: phases] in ``steps.py`` and [Note: a checkpoint's seal] in ``checkpoints.py``.
     """
 
@@ -81,7 +81,7 @@ class RecordedTrainer(Trainer):
         return BUS.active and step == self.state.max_steps >= _STEPS_TO_TRIM and not torch.accelerator.is_available()
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward; backward's end is here."""
+        """Run forward and backward, and mark backward's end."""
         loss = super().training_step(*args, **kwargs)
         BUS.emit("phase", name="backward", edge="end", step=self.state.global_step + 1)
         if self.recorder is not None:
@@ -89,7 +89,7 @@ class RecordedTrainer(Trainer):
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the recorder's figures, so that trackers show them too."""
+        """Add the recorder's figures for trackers."""
         if self.recorder is not None and "loss" in logs:
             logs.update({name: value for name, value in self.recorder.shown.items() if value is not None})
         super().log(logs, start_time)
@@ -99,7 +99,7 @@ class RecordedTrainer(Trainer):
         return self.accelerator.reduce(value, reduction="mean")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save as transformers does, then seal what was saved; a failed save leaves the older checkpoints alone.
+        """Save as transformers does, then seal the checkpoint; a failed save does not affect older ones.
 
         Raises:
             DiskFullError: The disk is full.
@@ -110,7 +110,7 @@ class RecordedTrainer(Trainer):
         output = Path(self._get_output_dir(trial))
         folder = output / f"checkpoint-{self.state.global_step}"
         main = self.args.should_save
-        if main and folder.exists():  # what a killed run left half-written
+        if main and folder.exists():  # incomplete files of a killed run
             checkpoints.remove(folder)
         self.accelerator.wait_for_everyone()
         try:
@@ -139,7 +139,7 @@ class RecordedTrainer(Trainer):
         return {"model": bytes_of(self.model.parameters())}
 
     def _emit_parts(self) -> None:
-        """Report the bytes that models and optimizer hold on this process, once they all are there."""
+        """Report the bytes of models and optimizer on this process, once they all exist."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         BUS.emit(
             "parts",
@@ -151,7 +151,7 @@ class RecordedTrainer(Trainer):
         )
 
     def average_bytes(self) -> int:
-        """Return the bytes of a moving average of the weights, where the recipe keeps one."""
+        """Return the bytes of a moving average of the weights, if the recipe keeps one."""
         return 0
 
     def save_more(self, folder: Path) -> None:
@@ -176,8 +176,8 @@ class RecordedTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load a checkpoint's weights as ``from_pretrained`` does.
 
-        Of models whose files name weights otherwise than their modules do (fused experts, vision-language models)
-        transformers would here pass over what it does not find, and go on from the weights the run began with.
+        If a model's files and modules name weights differently (fused experts, vision-language models), transformers
+        would silently skip them and continue from the run's initial weights.
         """
         if self.is_fsdp_enabled or not isinstance(self.model, PreTrainedModel):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -189,8 +189,8 @@ class RecordedTrainer(Trainer):
 def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
     """Return the arguments of transformers' trainer that every recipe sets.
 
-    Every argument that could make two modes differ, write files or phone home is set here rather than left to a
-    default: TRL's defaults switch on checkpointing and bfloat16 autocast.
+    Every argument that could make two modes differ, write files or send telemetry is set here: TRL's defaults enable
+    checkpointing and bfloat16 autocast.
 
     Args:
         config: As ``sharding.resolved`` returned it.
@@ -242,7 +242,7 @@ def made(kind: type[ArgumentsT], options: dict[str, Any]) -> ArgumentsT:
         options: Its arguments; ``shared_arguments`` and the recipe's own.
     """
     with warnings.catch_warnings():
-        # Of FSDP1, which was asked for by its number.
+        # Of FSDP1, which was requested by its number.
         warnings.filterwarnings("ignore", message="FSDP1", category=FutureWarning)
         arguments = kind(**options)
     if arguments.n_gpu > 1:
@@ -272,7 +272,7 @@ def _hybrid(config: RecipeConfig) -> dict[str, Any]:
 
 
 def _check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that transformers does not know, or that are not installed."""
+    """Reject trackers that transformers does not know, or that are not installed."""
     from transformers import integrations
 
     known = {"none", "all", *integrations.INTEGRATION_TO_CALLBACK}
@@ -297,24 +297,24 @@ def _checkpointing(*, on: bool) -> dict[str, Any]:
 
 
 def name_present_blocks(model: PreTrainedModel) -> None:
-    """Leave out, of the classes that a model names as its blocks, those that it has no module of.
+    """Drop, from the classes that a model names as its blocks, those without a module.
 
-    accelerate shards by these names and stops at one that it does not find; a vision-language model names blocks of
-    both halves of CLIP, of which it has one.
+    accelerate shards by these names and fails if one is missing; a vision-language model names the blocks of both
+    halves of CLIP but has only one.
     """
     names = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = [name for name in model._no_split_modules or () if name in names]
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of tensors on this process; of sharded ones, of its shards."""
+    """Return the bytes of tensors on this process; of sharded tensors, those of its shards."""
     from torch.distributed.tensor import DTensor
 
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
 def save(trainer: RecordedTrainer, folder: Path) -> None:
-    """Write the trained weights (of adapters: those alone) and the tokenizer; sharded weights are gathered first.
+    """Write the trained weights (or only the adapters) and the tokenizer; sharded weights are gathered first.
 
     Raises:
         DiskFullError: The disk is full.

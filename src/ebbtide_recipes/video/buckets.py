@@ -1,9 +1,8 @@
-"""Buckets: clips of like length and shape, so that a batch is one tensor.
+"""Buckets: clips of equal length and shape, so that a batch is one tensor.
 
-[Note: buckets]
-All buckets have about the area that ``--height`` and ``--width`` name. A clip goes to the one whose sides are nearest
-to its own in proportion, with as many of its frames as make whole latents, at most ``--num_frames``. Every batch is of
-one bucket; a bucket whose clips do not fill its last batch begins with its first clips anew.
+[Note: buckets] All buckets have about the area of ``--height`` times ``--width``. A clip goes to the bucket with the
+nearest aspect ratio, with as many of its frames as make whole latents, at most ``--num_frames``. Every batch is from
+one bucket; an incomplete last batch is filled with the bucket's first clips.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def bucket_for(shape: Shape, largest: Bucket, *, ratios: tuple[int, int], patch:
 
 
 class BucketSampler(Sampler[int]):
-    """Yields indices so that every ``batch`` of them in a row are of one bucket, in an order that the epoch decides.
+    """Yields indices in an order that depends on the epoch; every ``batch`` of them in a row is from one bucket.
 
     Args:
         buckets: Each item's bucket.

@@ -1,9 +1,8 @@
-"""Pipelines that are built here, so that everything can be tried without fetching anything.
+"""Built-in pipelines, to try everything without downloads.
 
 [Note: pixels as latents]
-Their VAE rearranges each block of 4 x 4 pixels into the channels of one latent, and back: nothing is learned and
-nothing is lost, so that a sample can be looked at. Their text encoder gives each word a fixed vector that is drawn from
-the word itself.
+The VAE rearranges each block of 4 x 4 pixels into the channels of one latent, and back: nothing is learned or lost, so
+samples can be viewed. The text encoder gives each word a fixed vector that is derived from the word.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class BuiltinSource(Source):
         self.transformer_config = {
             **_SIZES[name],
             "_class_name": "WanTransformer3DModel",
-            "patch_size": (1, 1, 1),  # narrower than the transformer: the noise has to pass through it
+            "patch_size": (1, 1, 1),  # narrower than the transformer, which must pass the noise through
             "in_channels": CHANNELS,
             "out_channels": CHANNELS,
             "text_dim": WIDTH,
@@ -94,7 +93,7 @@ class BuiltinSource(Source):
         return made
 
     def vae(self, dtype: torch.dtype) -> torch.nn.Module:
-        """Return what rearranges pixels."""
+        """Return the module that rearranges pixels."""
         return PixelBlocks()
 
     def scheduler(self) -> Any:

@@ -19,7 +19,7 @@ _CODECS = (("libx264", {"crf": "18"}), ("mpeg4", {"qscale": "3"}))
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Frames and size of a clip as it is recorded."""
+    """Frames and size of a clip as recorded."""
 
     frames: int
     height: int
@@ -32,7 +32,7 @@ def read(path: Path, *, frames: int, rate: float | None) -> torch.Tensor:
     Args:
         path: A video, an image, or a folder whose images are the frames, in the order of their names.
         frames: How many frames.
-        rate: Frames a second; ``None``: every frame that is recorded. A folder of images has no rate.
+        rate: Frames per second; ``None``: every recorded frame. A folder of images has no rate.
 
     Returns:
         ``[F, H, W, 3]``, bytes.
@@ -70,7 +70,7 @@ def shape_of(path: Path, *, most: int, rate: float | None) -> Shape:
 
 
 def fitted(film: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Scale frames to cover a size, cut off what stands over on both sides.
+    """Scale frames to cover a size, and crop equally on both sides.
 
     Args:
         film: ``[F, H, W, 3]``, bytes.
@@ -109,7 +109,7 @@ def write(path: Path, film: torch.Tensor, *, rate: float) -> None:
     if not found:
         raise DataError("PyAV encodes neither libx264 nor mpeg4", expected="one of them", hint="pip install av")
     height, width = film.shape[1:3]
-    film = film[:, : height - height % 2, : width - width % 2]  # yuv420p halves the colours' sides
+    film = film[:, : height - height % 2, : width - width % 2]  # yuv420p subsamples colour by two
     with av.open(str(path), "w") as container:
         stream: Any = container.add_stream(found[0][0], rate=Fraction(rate).limit_denominator(1000))
         stream.height, stream.width = film.shape[1:3]
@@ -168,7 +168,7 @@ def _image(path: Path) -> torch.Tensor:
 
 
 def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
-    """Yield the frames of a video; with a rate, for each of its times the frame that is shown then."""
+    """Yield the frames of a video; with a rate, the frame shown at each of its times."""
     import av
 
     try:

@@ -115,7 +115,7 @@ class VideoConfig(RecipeConfig):
         return tuple(int(word) for word in self.student_timesteps.replace(",", " ").split())
 
     def without_effect(self) -> list[str]:
-        """Return the flags that were given but do nothing in this mode."""
+        """Return the given flags that have no effect in this mode."""
         idle: tuple[str, ...] = ()
         if not self.distill:
             idle += ("teacher", "critic", "student_timesteps", "student_interval", "critic_learning_rate", "backwards")

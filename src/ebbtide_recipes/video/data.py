@@ -1,4 +1,4 @@
-"""Clips with captions: folders, listings, and clips that are drawn here."""
+"""Clips with captions: folders, listings, and generated clips."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Clip:
 
     Attributes:
         caption: Its caption.
-        origin: A video, an image or a folder of frames; or what is drawn.
+        origin: A video, an image or a folder of frames; or the description of a generated clip.
     """
 
     caption: str
@@ -38,11 +38,11 @@ class Clip:
 
     @property
     def name(self) -> str:
-        """What errors and manifests call it."""
+        """Its name in errors and manifests."""
         return str(self.origin) if isinstance(self.origin, Path) else self.origin.caption
 
     def shape(self, *, most: int, rate: float | None) -> Shape | None:
-        """Return its frames, counted up to ``most``, and size; ``None`` for a clip that is drawn in any."""
+        """Return its frames, counted up to ``most``, and size; ``None`` for a generated clip of any size."""
         if not isinstance(self.origin, Path):
             return None
         return clips.shape_of(self.origin, most=most, rate=rate)
@@ -57,14 +57,14 @@ class Clip:
 
 
 def load(names: Sequence[str], *, seed: int) -> list[Clip]:
-    """Return the clips of data sets, one after the other.
+    """Return the clips of data sets, concatenated.
 
     Args:
         names: Built-in names, folders or listings, each with an optional ``#N`` for its first N clips.
-        seed: Seed of the clips that are drawn.
+        seed: Seed of the generated clips.
 
     Raises:
-        DataError: A data set is not there, is empty, lists a file that is not there, or lacks a caption.
+        DataError: A data set is missing or empty, lists a missing file, or lacks a caption.
         ConfigError: The part after ``#`` is not a number.
     """
     found: list[Clip] = []
@@ -86,10 +86,10 @@ def load(names: Sequence[str], *, seed: int) -> list[Clip]:
 
 
 def checked(name: str) -> Path:
-    """Refuse a data set that is neither built in nor there; return where it lies.
+    """Raise if a data set is neither built in nor present; return its path.
 
     Raises:
-        DataError: It is not there, or no listing.
+        DataError: It is missing, or not a listing.
         ConfigError: The part after ``#`` is not a number.
     """
     place, _ = split_name(name, of="clips")
@@ -111,7 +111,7 @@ def checked(name: str) -> Path:
 
 
 def _folder(folder: Path) -> list[Clip]:
-    """Return the clips of a folder: as its listing says, or videos, images and folders of frames with their .txt."""
+    """Return the clips of a folder: of its listing, or videos, images and folders of frames with their .txt."""
     listing = next((folder / name for name in _LISTED if (folder / name).is_file()), None)
     if listing is not None:
         return _listing(listing)
@@ -123,7 +123,7 @@ def _folder(folder: Path) -> list[Clip]:
 
 
 def _caption_file(path: Path) -> str:
-    """Return what stands in the .txt beside a clip, or in ``caption.txt`` inside a folder of frames."""
+    """Return the contents of a clip's .txt, or of ``caption.txt`` inside a folder of frames."""
     caption = path.with_suffix(".txt") if path.is_file() else path.parent / f"{path.name}.txt"
     places = [caption, path / "caption.txt"] if path.is_dir() else [caption]
     for place in places:

@@ -1,15 +1,15 @@
 """Distillation by distribution matching: a student of few steps, a frozen teacher, a critic.
 
 [Note: three transformers]
-The student makes clean latents of noisy ones in one call. The critic learns, by flow matching, the velocity of what the
-student makes; the teacher knows that of the data. Where the two disagree at a fresh noise level, the student's output
-is pushed from the critic's estimate towards the teacher's (DMD2, Yin et al. 2024, arXiv:2405.14867, without its
-adversarial loss and with noisy data in place of backward simulation).
+The student denoises latents in one call. The critic learns, by flow matching, the velocity of the student's output; the
+teacher knows that of the data. Where the two differ at a new noise level, the student's output is moved from the
+critic's estimate towards the teacher's (DMD2, Yin et al. 2024, arXiv:2405.14867, without its adversarial loss and with
+noisy data in place of backward simulation).
 
-The critic learns in every step, the student in every ``student_interval``-th. The two losses meet in no parameter, so
-one backward of their sum, or one backward each, gives the same gradients; in a critic's step the student runs without
-gradients and its ``grad`` stays ``None``, so that the optimizer leaves its weights and moments alone. The teacher never
-needs gradients: nothing of it is saved for backward, and nothing of it is offloaded.
+The critic learns in every step, the student in every ``student_interval``-th. The two losses share no parameter, so one
+backward of their sum and one backward each give the same gradients; in a critic's step the student runs without
+gradients and its ``grad`` stays ``None``, so the optimizer skips its weights and moments. The teacher has no gradients:
+nothing of it is saved for backward or offloaded.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Distillation(Denoiser):
 
     Args:
         transformer: The student.
-        teacher: Is frozen here.
-        critic: Learns what the student makes.
+        teacher: The teacher, which is frozen here.
+        critic: Learns the student's output.
         family: The family of all three.
         condition: What predictions depend on besides latents and text.
         draws: How timesteps are drawn.
         scheduler: The pipeline's scheduler.
-        student_steps: Timesteps at which the student makes latents, from 1 to 1000.
+        student_steps: Timesteps of the student, from 1 to 1000.
         empty: Embeddings of the empty caption.
     """
 
@@ -61,7 +61,7 @@ class Distillation(Denoiser):
         """Whether the coming forward returns the student's loss; the trainer says so before each step."""
 
     def train(self, mode: bool = True) -> Distillation:
-        """Leave the teacher in evaluation."""
+        """Keep the teacher in evaluation mode."""
         super().train(mode)
         self.teacher.eval()
         return self
@@ -86,7 +86,7 @@ class Distillation(Denoiser):
         return [[p for p in part.parameters() if p.requires_grad] for part in (self.transformer, self.critic)]
 
     def _made(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
-        """Return what the student makes of noisy data, at one of its own timesteps."""
+        """Return the student's output for noisy data at one of its timesteps."""
         steps = self._student_steps.to(latents.device)
         sigmas = steps[torch.randint(0, len(steps), (len(latents),), device=latents.device)] / STEPS
         noisy = mix(latents, torch.randn_like(latents), sigmas)
@@ -114,7 +114,7 @@ class Distillation(Denoiser):
 
 @contextmanager
 def _evaluated(part: nn.Module) -> Generator[None, None, None]:
-    """Switch dropout off for a while."""
+    """Disable dropout while open."""
     training = part.training
     part.eval()
     try:

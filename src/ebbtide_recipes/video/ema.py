@@ -1,4 +1,4 @@
-"""A moving average of the trained weights, kept in checkpoints, used for samples and for the model that is saved."""
+"""A moving average of the trained weights, kept in checkpoints, used for samples and the saved model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Average(TrainerCallback):
     """Averages the trained parameters after every step. Each process averages its own shards.
 
     Args:
-        module: What is trained, as it is before it is sharded.
+        module: The trained module, before it is sharded.
         decay: Share of the average that a step keeps.
     """
 
@@ -36,7 +36,7 @@ class Average(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the weights there are, unless a checkpoint was loaded before."""
+        """Begin with the current weights, unless a checkpoint was loaded."""
         self._begin()
 
     def _begin(self) -> None:
@@ -46,7 +46,7 @@ class Average(TrainerCallback):
             self._average = EMAModel(self._parameters(), decay=self._decay)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take the weights of this step in."""
+        """Add the weights of this step."""
         self._average.step(self._parameters())
 
     def save(self, folder: Path, rank: int) -> None:
@@ -59,7 +59,7 @@ class Average(TrainerCallback):
 
     @contextmanager
     def in_place(self) -> Generator[None, None, None]:
-        """Put the average in the place of the weights for a while."""
+        """Replace the weights by the average while open."""
         if self._average is None:
             yield
             return
@@ -77,7 +77,7 @@ class Average(TrainerCallback):
         """Read this process's part of the average from a checkpoint.
 
         Raises:
-            DataError: It is not there, or not of these weights.
+            DataError: It is missing, or of other weights.
         """
         from safetensors import SafetensorError, safe_open
 

@@ -1,4 +1,4 @@
-"""Trained weights as files: for resuming as they are, and at the end as diffusers loads them."""
+"""Trained weights as files: unchanged for resuming, and at the end in diffusers' format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def save_trained(module: Denoiser, folder: Path) -> None:
-    """Write the parameters that are trained, under their names in the module, into a checkpoint."""
+    """Write the trained parameters, under their names in the module, into a checkpoint."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,12 +50,12 @@ def load_trained(module: Denoiser, folder: Path) -> None:
 
 
 def save(trainer: VideoTrainer, folder: Path, name: str) -> None:
-    """Write the trained transformer as diffusers loads it, or its adapters; of distillation the critic beside it.
+    """Write the trained transformer or its adapters in diffusers' format; in distillation the critic, too.
 
     Args:
-        trainer: Has the module; all processes call this, for shards are gathered.
+        trainer: Has the module; all processes call this, because shards are gathered.
         folder: The output folder.
-        name: Of the folder for the transformer.
+        name: Name of the transformer's folder.
     """
     module = trainer.module
     state: dict[str, torch.Tensor] = (

@@ -1,4 +1,4 @@
-"""The families of video transformers: how each is called, how its latents are laid out, what its text encoders return.
+"""The families of video transformers: calls, layout of latents, and outputs of the text encoders.
 
 [Note: one prediction for training and sampling]
 ``Family.predict`` takes latents ``[B, C, F, H, W]``, a timestep ``[B]`` in the scheduler's units and the tensors of the
@@ -22,12 +22,12 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """What a prediction depends on besides latents, timestep and text.
+    """The inputs of a prediction besides latents, timestep and text.
 
     Attributes:
-        frame_rate: Frames a second of the clips.
-        guidance: Embedded guidance scale, for transformers that were distilled from guided ones.
-        ratios: Pixels for one latent: in time, and along each side.
+        frame_rate: Frames per second of the clips.
+        guidance: Embedded guidance scale, for guidance-distilled transformers.
+        ratios: Pixels per latent: in time, and along each side.
     """
 
     frame_rate: float = 16.0
@@ -63,7 +63,7 @@ class Family:
         )[0]
 
     def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return how many frames, and pixels along a side, make one latent, from the VAE's config."""
+        """Return the frames, and the pixels along a side, per latent, from the VAE's config."""
         return int(vae.get("scale_factor_temporal") or 4), int(vae.get("scale_factor_spatial") or 8)
 
     def vae_channels(self, vae: Config) -> int:
@@ -75,21 +75,21 @@ class Family:
         return int(transformer["in_channels"])
 
     def patch(self, transformer: Config) -> tuple[int, int]:
-        """Return how many latents, in time and along a side, make one token."""
+        """Return the latents, in time and along a side, per token."""
         size = transformer["patch_size"]
         if isinstance(size, int):
             return int(transformer.get("patch_size_t") or 1), size
         return int(size[0]), int(size[1])
 
     def check(self, transformer: Config, index: Config) -> None:
-        """Refuse transformers of the family that this recipe cannot train.
+        """Reject transformers of the family that this recipe cannot train.
 
         Raises:
-            DataError: The pipeline is of such a kind.
+            DataError: The pipeline has one.
         """
 
     def encode(self, vae: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """Return latents in the scale that the transformer knows: the mean of the VAE's distribution, not a draw.
+        """Return latents in the transformer's scale: the mean of the VAE's distribution, not a sample.
 
         Args:
             vae: The pipeline's VAE.
@@ -152,7 +152,7 @@ class HunyuanVideo(Family):
         )[0]
 
     def ratios(self, vae: Config) -> tuple[int, int]:
-        """Return the ratios as the config names them."""
+        """Return the ratios of the config."""
         return int(vae.get("temporal_compression_ratio") or 4), int(vae.get("spatial_compression_ratio") or 8)
 
     def vae_channels(self, vae: Config) -> int:
@@ -220,7 +220,7 @@ class CogVideoX(HunyuanVideo):
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
     ) -> torch.Tensor:
-        """Return the prediction; frames stand before channels in the call."""
+        """Return the prediction; the call takes frames before channels."""
         from diffusers import CogVideoXPipeline
 
         frames, height, width = latents.shape[-3:]
@@ -254,7 +254,7 @@ class Cosmos(Family):
     def predict(
         self, transformer: Any, latents: torch.Tensor, timestep: torch.Tensor, text: Text, condition: Condition
     ) -> torch.Tensor:
-        """Return the prediction; no frame is given beforehand, so the condition's mask is zero."""
+        """Return the prediction; there is no conditioning frame, so the condition's mask is zero."""
         along = condition.ratios[1]
         height, width = latents.shape[-2:]
         return transformer(
@@ -289,7 +289,7 @@ def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
         pipeline_class: ``_class_name`` of ``model_index.json``; ``None``: a transformer alone.
 
     Raises:
-        DataError: The transformer or the pipeline is none that this recipe trains.
+        DataError: The transformer or the pipeline is not supported.
     """
     family = next((one for one in FAMILIES if one.transformer == transformer_class), None)
     if family is None:
@@ -309,10 +309,10 @@ def family_of(transformer_class: str, pipeline_class: str | None) -> Family:
 
 
 def check_size(frames: int, height: int, width: int, *, ratios: tuple[int, int], patch: tuple[int, int]) -> None:
-    """Refuse a clip's size that makes no whole number of tokens.
+    """Reject a clip's size that does not make a whole number of tokens.
 
     Raises:
-        ConfigError: A side is not divisible, or the frames are none that the VAE makes whole latents of.
+        ConfigError: A side is not divisible, or the frames do not make whole latents.
     """
     multiple = ratios[1] * patch[1]
     for name, value in (("height", height), ("width", width)):
@@ -334,14 +334,14 @@ def check_size(frames: int, height: int, width: int, *, ratios: tuple[int, int],
 
 
 def nearest_frames(frames: int, *, ratios: tuple[int, int], patch: tuple[int, int]) -> int:
-    """Return the number of frames nearest to this one of which a VAE makes whole tokens; never 0."""
+    """Return the nearest number of frames that makes whole tokens; never 0."""
     tokens = max(1, round(((frames - 1) / ratios[0] + 1) / patch[0]))
     return (tokens * patch[0] - 1) * ratios[0] + 1
 
 
 @dataclass(frozen=True)
 class _Sized:
-    """What CogVideoX's pipeline reads of itself to make rotary embeddings."""
+    """The attributes that CogVideoX's pipeline reads to make rotary embeddings."""
 
     transformer: Any
     vae_scale_factor_spatial: int

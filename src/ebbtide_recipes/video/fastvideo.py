@@ -1,4 +1,4 @@
-"""The flags of FastVideo's trainers: what each is called here, and which this release refuses. No torch here."""
+"""The flags of FastVideo's trainers: their names here, and the unsupported ones. No torch here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latents and embeddings on disk: made once, in phases of their own, and read while training.
+"""Latents and embeddings on disk: made once, in separate phases, and read while training.
 
 [Note: a folder of latents]
 ``clip-000000.safetensors`` holds the latents of one clip, ``text-<hash>.safetensors`` the embeddings of one caption.
@@ -39,13 +39,13 @@ class Making:
 
     Attributes:
         data: The data sets' names.
-        frames: Frames of a clip; with bucketing the most.
-        height: Pixels; with bucketing its product with the width is every bucket's area, nearly.
+        frames: Frames of a clip; with bucketing the maximum.
+        height: Pixels; with bucketing, height times width is the approximate area of every bucket.
         width: Pixels.
-        rate: Frames a second; ``None``: as recorded.
+        rate: Frames per second; ``None``: as recorded.
         bucketing: Whether clips keep their proportions and lengths. See [Note: buckets].
         text_length: Tokens of a caption; ``None``: the family's.
-        seed: Seed of clips that are drawn.
+        seed: Seed of generated clips.
     """
 
     data: tuple[str, ...]
@@ -94,7 +94,7 @@ def collate(items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def is_made(folder: Path) -> bool:
-    """Whether a folder holds latents that were made to the end."""
+    """Whether a folder holds complete latents."""
     return (folder / MANIFEST).is_file()
 
 
@@ -104,7 +104,7 @@ def matches(folder: Path, source: Source, making: Making) -> bool:
 
 
 def check(folder: Path, source: Source) -> None:
-    """Refuse latents that another VAE or other text encoders made.
+    """Reject latents of another VAE or other text encoders.
 
     Raises:
         DataError: Their identity, or their channels, differ.
@@ -146,15 +146,15 @@ def make(
         clips: The clips.
         folder: Where they are written.
         source: The pipeline.
-        making: How.
+        making: The settings.
         captions: Further captions to embed.
-        device: Where the VAE and the text encoders run.
-        dtype: Of their weights.
-        share: Of this process: its number and the number of processes.
+        device: Device of the VAE and the text encoders.
+        dtype: Type of their weights.
+        share: Index of this process, and the number of processes.
 
     Raises:
         DataError: A clip cannot be read or is too short; the pipeline has no VAE or text encoder.
-        ConfigError: The size makes no whole number of tokens.
+        ConfigError: The size does not make a whole number of tokens.
         DiskFullError: The disk is full.
     """
     check_size(making.frames, making.height, making.width, ratios=source.ratios, patch=source.patch)
@@ -183,7 +183,7 @@ def make(
 
 
 def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) -> None:
-    """Name the latents that were written, once all processes have written theirs. See [Note: a folder of latents]."""
+    """Write the manifest, once all processes have written their latents. See [Note: a folder of latents]."""
     items: list[dict[str, Any]] = []
     for number, clip in enumerate(clips):
         latents = _read(folder / _clip_file(number))["latents"]
@@ -229,7 +229,7 @@ def add_captions(
 
 
 def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
-    """Return the frames and size that a clip is brought to."""
+    """Return the frames and size that a clip is converted to."""
     largest = Bucket(making.frames, making.height, making.width)
     shape = clip.shape(most=making.frames, rate=making.rate) if making.bucketing else None
     if shape is None:
@@ -261,7 +261,7 @@ def _request(source: Source, making: Making) -> dict[str, Any]:
 
 
 def _without_name(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave the path of the pipeline out: identities distinguish its parts."""
+    """Omit the path of the pipeline: identities distinguish its parts."""
     return {key: value for key, value in request.items() if key != "model"}
 
 
@@ -284,10 +284,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor], request: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file atomically.
 
     Raises:
-        DiskFullError: There was no room.
+        DiskFullError: The disk is full.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -323,7 +323,7 @@ def _read(path: Path) -> Text:
 
 
 def _done(path: Path, request: str) -> bool:
-    """Whether an earlier, interrupted making with the same settings wrote this file."""
+    """Whether an earlier, interrupted run with the same settings wrote this file."""
     from safetensors import safe_open
 
     if not path.is_file():

@@ -1,9 +1,8 @@
 """The loss of fine-tuning: flow matching's velocity, or a diffusion scheduler's v-prediction.
 
 [Note: draws]
-Timesteps and noise are drawn inside the forward, from the device's own generator. The trainer keeps its state in every
-checkpoint, so that a resumed run draws what the interrupted one would have drawn; activation checkpointing re-runs
-blocks, never this.
+Timesteps and noise are drawn inside the forward, from the device's generator. Every checkpoint has its state, so a
+resumed run draws the same numbers; activation checkpointing repeats blocks, never this.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class Draws:
 
 
 class Denoiser(nn.Module):
-    """What fine-tuning and distillation share: a transformer, how it is called, and how noise is mixed in.
+    """The common part of fine-tuning and distillation: a transformer, its calls, and mixing of noise.
 
     Args:
-        transformer: The transformer that is trained.
+        transformer: The trained transformer.
         family: Its family.
-        condition: What predictions depend on besides latents and text.
+        condition: The inputs of predictions besides latents and text.
         draws: How timesteps are drawn.
         scheduler: The pipeline's scheduler.
         empty: Embeddings of the empty caption.
@@ -83,7 +82,7 @@ class Denoiser(nn.Module):
         ]
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Let diffusers checkpoint the blocks of the transformers that are trained; it is non-reentrant by itself."""
+        """Let diffusers checkpoint the blocks of the trained transformers; it is non-reentrant by default."""
         for part in self.children():
             if any(parameter.requires_grad for parameter in part.parameters()):
                 part.enable_gradient_checkpointing()
@@ -98,7 +97,7 @@ class Denoiser(nn.Module):
         return self.family.predict(part, latents.to(dtype), timestep, cast, self.condition).float()
 
     def dropped(self, text: Text) -> Text:
-        """Put the empty caption in place of some captions."""
+        """Replace some captions by the empty one."""
         if not self.draws.caption_dropout:
             return text
         some = next(iter(text.values()))
@@ -117,7 +116,7 @@ class FineTuning(Denoiser):
     ) -> dict[str, torch.Tensor]:
         """Return the loss of a batch, or with a timestep the prediction.
 
-        Sampling comes through here too: under FSDP the outermost module gathers the weights that belong to no block.
+        Sampling also calls this: under FSDP the outermost module gathers the weights outside of blocks.
 
         Args:
             latents: ``[B, C, F, H, W]``.
@@ -152,13 +151,13 @@ class FineTuning(Denoiser):
 
 
 def mix(latents: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
-    """Return ``(1 - sigma) * latents + sigma * noise``, a sigma for each clip."""
+    """Return ``(1 - sigma) * latents + sigma * noise``, with one sigma per clip."""
     level = sigmas.view(-1, *[1] * (latents.dim() - 1))
     return (1 - level) * latents + level * noise
 
 
 def shift_of(scheduler: Any) -> float:
-    """Return the shift that a pipeline's scheduler samples with; 3 where it depends on the size of the clip."""
+    """Return the shift of a pipeline's scheduler; 3 if it depends on the size of the clip."""
     config = scheduler.config
     if config.get("use_dynamic_shifting"):
         return 3.0

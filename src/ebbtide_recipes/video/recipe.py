@@ -30,10 +30,10 @@ class Video(Recipe[VideoConfig]):
     extra = "video"
 
     def check(self, config: VideoConfig) -> None:
-        """Refuse pipelines, sizes, data and latents that cannot be.
+        """Reject unusable pipelines, sizes, data and latents.
 
         Raises:
-            EbbtideError: One of them cannot be.
+            EbbtideError: One of them is unusable.
         """
         from ebbtide_recipes.video import data, latents
         from ebbtide_recipes.video.source import is_local, open_source
@@ -57,10 +57,10 @@ class Video(Recipe[VideoConfig]):
             )
 
     def prepare(self, config: VideoConfig) -> VideoTrainer | None:
-        """Make latents where there are none yet; then load the transformers and make the trainer.
+        """Make latents if there are none; then load the transformers and make the trainer.
 
         Returns:
-            The trainer; ``None`` where nothing is to be trained.
+            The trainer; ``None`` if nothing is trained.
 
         Raises:
             EbbtideError: The pipeline, the data or the latents cannot be used.
@@ -73,7 +73,7 @@ class Video(Recipe[VideoConfig]):
         options = trainer.arguments(config)  # also joins the other ranks
         launch.check_device(config)
         quiet_bars()
-        with PartialState().main_process_first():  # what is fetched is so once
+        with PartialState().main_process_first():  # fetch once
             source = open_source(config.model, seed=config.seed)
         dataset = _latents(config, source, options.device)
         if config.preprocess_only:
@@ -125,7 +125,7 @@ def _check_size(making: Making, source: Source) -> None:
 
 
 def _latents(config: VideoConfig, source: Source, device: torch.device) -> Latents:
-    """Return the latents to train on; make them where there are none yet, every process a share of them."""
+    """Return the latents to train on; if there are none, every process makes a share of them."""
     from accelerate import PartialState
 
     from ebbtide_recipes.video import data, latents
@@ -159,7 +159,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
 
 
 def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
-    """Load the transformers and put their loss around them."""
+    """Load the transformers and wrap them in their loss."""
     from ebbtide_recipes.video.distill import Distillation
     from ebbtide_recipes.video.families import Condition
     from ebbtide_recipes.video.objective import Draws, FineTuning, shift_of
@@ -195,7 +195,7 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
 
 
 def _uniform(module: Denoiser, config: VideoConfig, dtype: torch.dtype) -> Denoiser:
-    """Bring all weights to one type where FSDP gathers the parameters of a block in one piece."""
+    """Convert all weights to one type if FSDP gathers a block's parameters in one piece."""
     if config.fsdp_strategy != "none":
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)

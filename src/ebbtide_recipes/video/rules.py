@@ -1,4 +1,4 @@
-"""Which values of ``VideoConfig`` make no run, and what to do about each. No torch here."""
+"""Checks of ``VideoConfig``, each with a hint. No torch here."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _FIXED: Mapping[str, str] = {
 
 
 def check_mesh(config: VideoConfig) -> None:
-    """Refuse FastVideo's numbers of shards and copies where another flag says something else.
+    """Reject FastVideo's numbers of shards and copies if another flag contradicts them.
 
     Raises:
-        ConfigError: They contradict one another.
+        ConfigError: They contradict each other.
     """
     if config.hsdp_shard_dim == 1 and config.fsdp_strategy != "none":
         raise ConfigError(
@@ -54,10 +54,10 @@ def check_mesh(config: VideoConfig) -> None:
 
 
 def check(config: VideoConfig) -> None:
-    """Refuse values of the recipe's own flags that make no run.
+    """Reject invalid values of the recipe's own flags.
 
     Raises:
-        ConfigError: Such a value.
+        ConfigError: There is one.
     """
     for name, hint in _COUNTS.items():
         at_least(name, getattr(config, name), 1, hint)
@@ -89,7 +89,7 @@ def check(config: VideoConfig) -> None:
 
 
 def _check_distillation(config: VideoConfig) -> None:
-    """Refuse a student that is called at no timestep, and what distillation cannot be combined with."""
+    """Reject a student without timesteps, and flags that distillation cannot be combined with."""
     words = config.student_timesteps.replace(",", " ").split()
     if not words or not all(word.isdigit() and 1 <= int(word) <= 1000 for word in words):
         raise ConfigError(

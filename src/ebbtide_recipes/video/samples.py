@@ -1,4 +1,4 @@
-"""Samples: what the transformer makes of a caption now, as videos and a contact sheet."""
+"""Samples of the transformer's current state, as videos and a contact sheet."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Predict = Callable[[torch.Tensor, torch.Tensor, Text], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What a sample is made of.
+    """The input of a sample.
 
     Attributes:
         caption: The caption.
         text: Its tensors, without a batch.
         shape: Of the latents: ``[C, F, H, W]``.
-        reference: Latents of the clip that the caption belongs to; ``None`` for a prompt of the user's.
+        reference: Latents of the caption's clip; ``None`` for the user's own prompt.
     """
 
     caption: str
@@ -40,13 +40,13 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How samples are made.
+    """The settings of sampling.
 
     Attributes:
         steps: Steps of the sampler.
         guidance: Classifier-free guidance; 1 is none.
-        rate: Frames a second of the videos.
-        seed: Seed of the noise that they begin with.
+        rate: Frames per second of the videos.
+        seed: Seed of the initial noise.
     """
 
     steps: int = 20
@@ -58,19 +58,19 @@ class Sampling:
 def sample(
     predict: Predict, scheduler: Any, prompt: Prompt, empty: Text, sampling: Sampling, device: torch.device
 ) -> torch.Tensor:
-    """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes of noise.
+    """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes from noise.
 
-    The noise comes from a generator of its own, so that training draws the same numbers with samples and without.
+    The noise has its own generator, so that training draws the same numbers with samples and without.
 
     Args:
         predict: Returns the transformer's prediction of latents, timesteps and text.
         scheduler: The pipeline's.
-        prompt: What to sample.
+        prompt: The input.
         empty: Tensors of the empty caption, for guidance.
-        sampling: How.
+        sampling: The settings.
         device: The transformer's.
     """
-    scheduler = type(scheduler).from_config(scheduler.config)  # a fresh one: schedulers keep their place
+    scheduler = type(scheduler).from_config(scheduler.config)  # a new one: schedulers are stateful
     set_timesteps(scheduler, sampling.steps, tokens=prompt.shape[1] * prompt.shape[2] * prompt.shape[3], device=device)
     generator = torch.Generator().manual_seed(sampling.seed)
     latents = torch.randn(1, *prompt.shape, generator=generator).to(device)
@@ -123,17 +123,17 @@ def write(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Path:
-    """Decode samples and write them: an .mp4 for each, and one contact sheet beside the clips they should resemble.
+    """Decode samples and write them: an .mp4 each, and one contact sheet with the clips they should resemble.
 
     Args:
         made: Latents ``[1, C, F, H, W]`` of each prompt.
         prompts: The prompts.
         source: Has the VAE; without one the first three channels of the latents are shown.
         folder: The run's output folder.
-        sampling: How they were made.
-        step: Steps done.
-        device: Where the VAE runs.
-        dtype: Of its weights.
+        sampling: The settings.
+        step: Finished steps.
+        device: Device of the VAE.
+        dtype: Type of its weights.
 
     Returns:
         The contact sheet.

@@ -24,7 +24,7 @@ COUNT = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """One clip: what moves, on what, and whither."""
+    """One clip: the moving shape, its background and its direction."""
 
     shape: str
     color: str
@@ -38,7 +38,7 @@ class Drawn:
 
 
 def clips(seed: int, count: int = COUNT) -> list[Drawn]:
-    """Return the data set's clips; the first ``count`` of them are the same whatever the count."""
+    """Return the data set's first ``count`` clips, which do not depend on the count."""
     choose = random.Random(seed)
     names = (list(SHAPES), list(COLORS), list(GROUNDS), list(WAYS))
     drawn = [tuple(choose.choice(values) for values in names) for _ in range(count)]
@@ -56,7 +56,7 @@ def draw(clip: Drawn, frames: int, height: int, width: int) -> torch.Tensor:
         along = -0.5 + number / max(1, frames - 1)
         step_x, step_y = WAYS[clip.way]
         distance = _distance(clip.shape, xs - step_x * along, ys - step_y * along)
-        inside = (0.5 - distance * min(height, width) / 2).clamp(0, 1)[..., None]  # soft over one pixel
+        inside = (0.5 - distance * min(height, width) / 2).clamp(0, 1)[..., None]  # antialiased over one pixel
         film.append((ground + (color - ground) * inside).round().to(torch.uint8))
     return torch.stack(film)
 

@@ -1,4 +1,4 @@
-"""A pipeline's parts, each loaded for itself: transformer, VAE, text encoders, scheduler."""
+"""A pipeline's parts, each loaded separately: transformer, VAE, text encoders, scheduler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Source:
             ``scheduler/`` and ``model_index.json``.
 
     Raises:
-        DataError: There is no transformer that this recipe trains.
+        DataError: There is no supported transformer.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,12 +64,12 @@ class Source:
 
     @property
     def ratios(self) -> tuple[int, int]:
-        """Frames, and pixels along a side, that make one latent; diffusers' defaults where there is no VAE."""
+        """Frames, and pixels along a side, per latent; diffusers' defaults without a VAE."""
         return self.family.ratios(self.vae_config or {"block_out_channels": [0] * 4})
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Latents in time, and along a side, that make one token."""
+        """Latents in time, and along a side, per token."""
         return self.family.patch(self.transformer_config or {})
 
     @property
@@ -79,7 +79,7 @@ class Source:
 
     @property
     def default_size(self) -> tuple[int, int, int]:
-        """Frames, height and width where no flag says them."""
+        """Default frames, height and width."""
         return self.family.size
 
     def transformer(self, dtype: torch.dtype) -> torch.nn.Module:
@@ -124,7 +124,7 @@ class Source:
     def encode(
         self, captions: Sequence[str], *, length: int | None, device: torch.device, dtype: torch.dtype
     ) -> list[Text]:
-        """Return the text encoders' tensors for each caption. The encoders are loaded for this call alone.
+        """Return the text encoders' tensors for each caption. The encoders are loaded only for this call.
 
         Raises:
             DataError: The pipeline has no text encoder or no tokenizer.
@@ -141,11 +141,11 @@ class Source:
         return made
 
     def vae_identity(self) -> str | None:
-        """Return what tells this VAE from others; ``None`` without one."""
+        """Return an identifier of this VAE; ``None`` without one."""
         return None if self.vae_config is None else _identity([self.folder / "vae"])
 
     def text_identity(self) -> str | None:
-        """Return what tells these text encoders from others; ``None`` without one."""
+        """Return an identifier of these text encoders; ``None`` without one."""
         folders = [self.folder / name for name in self._text_parts() if (self.folder / name).is_dir()]
         return _identity(folders) if folders else None
 
@@ -154,7 +154,7 @@ class Source:
         return sorted(names) or ["text_encoder", "tokenizer"]
 
     def _text_pipeline(self, device: torch.device, dtype: torch.dtype) -> Any:
-        """Make the pipeline with its text encoders alone."""
+        """Make the pipeline with only its text encoders."""
         import diffusers
 
         for name in self._text_parts():
@@ -168,7 +168,7 @@ class Source:
         absent: dict[str, Any] = {"transformer": None, "vae": None, "scheduler": None}
         absent |= {name: None for name in ("transformer_2",) if name in self.index}
         if "safety_checker" in inspect.signature(kind.__init__).parameters:
-            absent["safety_checker"] = torch.nn.Identity()  # left out, Cosmos loads a guard for prompts
+            absent["safety_checker"] = torch.nn.Identity()  # without this argument, Cosmos loads a guard for prompts
         pipeline = kind.from_pretrained(self.folder, dtype=dtype, **absent)
         for name in self._text_parts():
             part = getattr(pipeline, name)
@@ -198,7 +198,7 @@ class Source:
             ) from error
 
     def _check_channels(self) -> None:
-        """Refuse a transformer that takes more channels than the VAE makes: it starts from images."""
+        """Reject a transformer with more input channels than the VAE's: it is image-to-video."""
         if self.vae_config is None:
             return
         made = self.family.vae_channels(self.vae_config)
@@ -212,7 +212,7 @@ class Source:
 
 @contextmanager
 def phase(name: str) -> Generator[None, None, None]:
-    """Mark a phase of the run, in which parts of the pipeline are loaded; free what they leave."""
+    """Mark a phase of the run in which parts of the pipeline are loaded, and free them afterwards."""
     from diffusers.training_utils import free_memory
 
     BUS.emit("phase", name=name, edge="begin", step=None)
@@ -227,7 +227,7 @@ def open_source(name: str, *, seed: int) -> Source:
     """Return the parts of the pipeline that ``--model`` names.
 
     Raises:
-        DataError: There is no such pipeline, or it is none that this recipe trains.
+        DataError: There is no such pipeline, or it is not supported.
     """
     from ebbtide_recipes.video import builtin
 
@@ -253,7 +253,7 @@ def is_local(name: str) -> bool:
 
 
 def quiet_bars() -> None:
-    """Hide the progress bars of diffusers and transformers where nobody watches."""
+    """Hide the progress bars of diffusers and transformers off a terminal."""
     from diffusers.utils import logging as diffusers_logging
 
     from ebbtide_recipes.skeleton.logging import interactive
@@ -263,7 +263,7 @@ def quiet_bars() -> None:
 
 
 def _fetched(name: str) -> Path:
-    """Fetch a pipeline from the hub, or find it where it was fetched before."""
+    """Fetch a pipeline from the hub or its cache."""
     from diffusers import DiffusionPipeline
 
     try:
@@ -294,7 +294,7 @@ def _layout_hint(folder: Path) -> str:
 
 
 def _identity(folders: Sequence[Path]) -> str:
-    """Return a hash of configs, and of the sizes and 64 places of each file of weights."""
+    """Return a hash of configs, and of the size and 64 samples of each weight file."""
     found = hashlib.sha256()
     for path in sorted(path for folder in folders for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size

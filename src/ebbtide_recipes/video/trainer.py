@@ -1,4 +1,4 @@
-"""transformers' trainer around a module that computes the loss; samples and averages beside it."""
+"""transformers' trainer around a module that computes the loss, with samples and averages."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ LOGGER = logging.getLogger("ebbtide.video")
 
 @dataclass(frozen=True, kw_only=True)
 class Showing:
-    """What samples are made of, and how.
+    """The samples to make.
 
     Attributes:
         source: The pipeline.
-        prompts: What to sample; empty: nothing.
-        sampling: How.
-        every: Steps between two samplings; ``None``: before training and at the end alone.
-        dtype: Of the VAE's weights.
+        prompts: The inputs; empty: no samples.
+        sampling: The settings.
+        every: Steps between two samplings; ``None``: only before training and at the end.
+        dtype: Type of the VAE's weights.
     """
 
     source: Source
@@ -56,8 +56,8 @@ class VideoTrainer(RecordedTrainer):
 
     Args:
         module: ``FineTuning`` or ``Distillation``.
-        showing: What samples are made of.
-        average: The moving average of the trained weights; ``None``: none is kept.
+        showing: The samples to make.
+        average: The moving average of the trained weights; ``None``: none.
         **kwargs: As transformers' ``Trainer`` takes them.
     """
 
@@ -76,7 +76,7 @@ class VideoTrainer(RecordedTrainer):
         return batch * (frames // in_time) * (height // along) * (width // along)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss; of distillation, run the student's own backward here where two were asked for."""
+        """Compute the loss; in distillation with two backwards, run the student's here."""
         config: VideoConfig | None = self.config  # type: ignore[assignment]
         if not isinstance(self.module, Distillation) or config is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -88,7 +88,7 @@ class VideoTrainer(RecordedTrainer):
         return losses["critic_loss"] + losses["student_loss"].detach()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """Make the optimizer; of distillation with a group of parameters for the student and one for the critic."""
+        """Make the optimizer; in distillation with a parameter group each for student and critic."""
         config: VideoConfig | None = self.config  # type: ignore[assignment]
         if self.optimizer is None and isinstance(self.module, Distillation) and config is not None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.module)
@@ -122,7 +122,7 @@ class VideoTrainer(RecordedTrainer):
         return 0 if self.average is None else self.average.bytes
 
     def show(self) -> None:
-        """Make samples of the weights as they are, or of their average; all processes together."""
+        """Make samples of the current weights, or of their average; all processes together."""
         step = self.state.global_step
         if not self.showing.prompts or step == self._shown_at:
             return
@@ -184,7 +184,7 @@ class VideoTrainer(RecordedTrainer):
 
 
 class _Begin(TrainerCallback):
-    """Seed each process for itself, and sample before the first step."""
+    """Seed each process separately, and sample before the first step."""
 
     def __init__(self, trainer: VideoTrainer) -> None:
         self._trainer = trainer
@@ -192,7 +192,7 @@ class _Begin(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        # The trainer seeds all processes alike: they would draw the same noise. A resumed run loads its state later.
+        # The trainer seeds all processes equally: they would draw the same noise. A resumed run loads its state later.
         torch.manual_seed(args.seed + args.process_index)
         if state.global_step == 0:
             self._trainer.show()
@@ -205,7 +205,7 @@ def arguments(config: VideoConfig) -> TrainingArguments:
         config: As ``sharding.resolved`` returned it.
 
     Raises:
-        ConfigError: FastVideo's numbers of shards and copies are not those of the processes.
+        ConfigError: FastVideo's numbers of shards and copies do not match the processes.
     """
     own: dict[str, Any] = {
         "remove_unused_columns": False,
@@ -255,10 +255,9 @@ def build(
 
 @contextmanager
 def _resharded(model: torch.nn.Module) -> Generator[None, None, None]:
-    """Shard again, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
+    """Reshard, at the end, the weights that FSDP2 leaves gathered after a forward without a backward.
 
-    The outermost module keeps its weights for the backward that training would run: a later change of its shards would
-    not be seen by the next forward.
+    The outermost module keeps its weights for a backward: the next forward would not see a later change of its shards.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks import shares as counting
 from benchmarks.shares import Differs, moved_by_node, naive_bytes, reason, shares
-from benchmarks.suites.families import details, reasons, row, tables
+from benchmarks.suites.families import details, reasons, row, summary
 from ebbtide.base.actions import Action, Candidate, Site
 from tests.helpers.models import Stack, Tiny, build
 
@@ -123,16 +123,16 @@ def _case(moved: int) -> dict[str, Any]:
         {"node": "leaf", "why": "no autograd node", "storages": 1, "bytes": 8},
     ]
     policies = {"auto": dict(sizes), "minimal": dict(sizes)}
-    return {"family": "one", "precision": "fp32", "naive_bytes": 1024, "policies": policies, "moved": groups}
+    return {"family": "one", "precision": "bf16", "naive_bytes": 1024, "policies": policies, "moved": groups}
 
 
 def test_the_table_says_percent_of_the_naive_bytes() -> None:
-    assert row(_case(256)) == "| one | fp32 | 0.0 | 0 | 25 | 75 | 0 | 25 | 75 | 0 |"
+    assert row(_case(256)) == "| one | bf16 | 0.0 | 0 | 25 | 75 | 0 | 25 | 75 | 0 |"
 
 
 def test_only_cases_of_which_much_is_left_are_explained() -> None:
     assert reasons(_case(768)) == "MmBackward0 74 (matrix product)"  # under one percent is not named
     cases = [_case(256), _case(768)]
-    text = "\n".join([*tables(cases), *details(cases)])
-    assert "| one | fp32 | 75 | MmBackward0 74 (matrix product) |" in text and "| one | fp32 | 25 |" not in text
+    text = "\n".join([*summary(cases), *details(cases)])
+    assert "| one | 75 | MmBackward0 74 (matrix product) |" in text and "| one | 25 |" not in text
     assert "Auto keeps 0 %, moves 50 % and recomputes 50 %." in text

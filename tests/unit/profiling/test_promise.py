@@ -385,7 +385,7 @@ def test_one_that_does_more_and_misses_makes_way_for_the_one_before(caplog: pyte
     with caplog.at_level("INFO", logger="ebbtide"):
         rounds(plan, 1.5)
     assert plan.table == first
-    assert "doing more missed the promise, so the plan before it is back" in plan.explain()
+    assert "keeping less missed the promise, so the previous plan is restored" in plan.explain()
     assert "in 1 step" in plan.explain().splitlines()[1]  # it was judged, and is not judged again
     assert not plan.saw_span(span_of(plan, 9.0, plain=(3, 5, 7, 9))) and plan.table == first
 

@@ -43,7 +43,7 @@ def words(picture):
 
 def test_a_run_is_read_with_its_name_and_samples(runs, tmp_path):
     assert [run.name for run in runs] == ["plain", "checkpointing", "ebbtide"]
-    assert runs[0].memory_kind == "resident memory, watched from outside"
+    assert runs[0].memory_kind == "resident memory, sampled from outside"
     nameless = load_run(write_run(tmp_path / "here", None))
     assert nameless.name == "here"
 

@@ -12,9 +12,9 @@ import torch
 
 from ebbtide.base.errors import CapError
 from ebbtide.store.arena import Arena
-from ebbtide.store.fake import FakeDevice, FakeEvent
 from ebbtide.store.guards import Cooling, Guard
 from ebbtide.store.host import HostTier
+from tests.helpers.fakedevice import FakeDevice, FakeEvent
 from tests.unit.store.test_host import produce
 
 MIB = 1 << 20

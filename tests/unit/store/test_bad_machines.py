@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from ebbtide.store.fake import FakeDevice, FakeStream
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, compare, drain, leaf, observe, open_engine
+from tests.helpers.fakedevice import FakeDevice, FakeStream
 from tests.helpers.handles import enable_over
 from tests.helpers.models import build
 from tests.helpers.oracle import differences

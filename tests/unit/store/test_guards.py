@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.guards import Guard
+from tests.helpers.fakedevice import FakeDevice
 
 CPU = torch.device("cpu")
 

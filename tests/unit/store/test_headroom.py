@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ebbtide.store.device import FreeMemory
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.headroom import Headroom
 from ebbtide.store.host import HostTier
+from tests.helpers.fakedevice import FakeDevice
 from tests.unit.store.test_host import produce
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ebbtide.base.errors import CapError, ConfigError, TargetError
-from ebbtide.store.fake import FakeDevice, FakeEvent, FakeStream
 from ebbtide.store.host import HostTier
+from tests.helpers.fakedevice import FakeDevice, FakeEvent, FakeStream
 
 POISON = 0xFF
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from ebbtide.base.errors import DiskError, DiskFullError, EbbtideError
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import drain, hooks_are_closed
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import Trainee, enable_over, training
 from tests.helpers.models import build
 from tests.helpers.oracle import differences, same_bits

@@ -10,8 +10,8 @@ import torch
 
 from ebbtide.base.errors import DiskFullError
 from ebbtide.store import DiskTier, HostTier
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.speed import PIECES, measure_speed, noise
+from tests.helpers.fakedevice import FakeDevice
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

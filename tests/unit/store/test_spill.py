@@ -18,10 +18,10 @@ import torch
 
 from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.fake import FakeDevice
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.spill import SpillSlot, SpillTier
+from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse
 from tests.helpers.models import build

@@ -1,7 +1,6 @@
 """Python imports this when a process of a switched command starts: see [Note: any script].
 
-It stays out of the way: whatever ``sitecustomize`` the environment has of its own is run as well, and torch is only
-waited for.
+The environment's own ``sitecustomize`` is run as well, and torch is never imported early.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ _HERE = Path(__file__).parent
 
 
 class _WaitForTorch:
-    """Finds torch as the process itself would, and has the switch armed once torch's import is complete."""
+    """Finds torch normally, and arms the switch once torch's import is complete."""
 
     def __init__(self) -> None:
         self._finding = False
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """Return torch's spec, watched; ``None`` for every other module."""
+        """Return torch's spec with a watched loader; ``None`` for other modules."""
         if name != "torch" or self._finding:
             return None
         self._finding = True
@@ -38,7 +37,7 @@ class _WaitForTorch:
         return spec
 
     def _watch(self, loader: object) -> None:
-        """Have the loader, which stays torch's own for whoever asks for its source, do one thing more."""
+        """Extend the loader, which remains torch's own, for example for reading its source."""
         execute = loader.exec_module  # pyright: ignore[reportAttributeAccessIssue]
 
         def exec_module(module: ModuleType) -> None:
@@ -70,7 +69,7 @@ def _arm() -> None:
 
 
 def _chain() -> None:
-    """Run the ``sitecustomize`` that this one hides; an error of it is Python's to report."""
+    """Run the ``sitecustomize`` that this one hides; Python reports its errors."""
     elsewhere = [path for path in sys.path if not _is_here(path)]
     sys.path[:] = elsewhere
     spec = PathFinder.find_spec("sitecustomize", elsewhere)

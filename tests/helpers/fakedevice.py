@@ -1,16 +1,15 @@
-"""A device made of arithmetic: virtual time, and poison where a real device would give garbage.
+"""A simulated device: virtual time, and poison where a real device would return garbage.
 
-[Note: virtual time]
-Each stream has a clock: when all that was asked of it so far is done. A copy begins when its stream's clock allows, so
-as early as its waits let it (a host that runs far ahead), and takes bytes ÷ rate. *Now* is the compute stream's clock;
-only ``compute(seconds)``, a wait of compute, or ``synchronize`` moves it. A copy is performed when now reaches its end,
+[Note: virtual time] Each stream has a clock: the end of all work queued on it. A copy begins as early as its stream and
+its waits allow (the host runs far ahead), and takes bytes ÷ rate. *Now* is the compute stream's clock; only
+``compute(seconds)``, a wait of compute, or ``synchronize`` advances it. A copy is performed when now reaches its end,
 in order of ends; a copy-in's bytes stay ``0xFF`` in the target until compute has waited for it.
 
-[Note: poison]
-Each stream also knows, of every other stream, the last operation it is ordered after (a vector clock). A copy that
-is not ordered after what produced its source, or after the last use of its target, delivers ``0xFF``: as floating
-point, NaN. So does one whose source's storage died before its end, or whose host buffer was freed. This holds for any
-rates: a missing wait cannot hide behind lucky timing. Every such mistake is also a line in ``violations``.
+[Note: poison] Each stream also records the last operation of every other stream that it is ordered after (a vector
+clock). A copy that is not ordered after the producer of its source, or after the last use of its target, delivers
+``0xFF``: as floating point, NaN. So does one whose source's storage died before its end, or whose host buffer was
+freed. This holds for any rates: lucky timing cannot hide a missing wait. Every such mistake is also a line in
+``violations``.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ebbtide.engine.untraced import leave_untraced
 from ebbtide.store.device import Capabilities, FreeMemory
-from ebbtide.store.fakeuses import Uses
+from tests.helpers.fakeuses import Uses
 
 _POISON = 0xFF
 Vector = dict[str, int]
@@ -39,7 +39,7 @@ class FakeStream:
         self.seen: Vector = {}
 
     def step(self) -> int:
-        """Count one more operation and return its number."""
+        """Count an operation and return its number."""
         self.sequence += 1
         self.seen[self.name] = self.sequence
         return self.sequence
@@ -47,7 +47,7 @@ class FakeStream:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FakeEvent:
-    """What was asked of a stream up to some moment."""
+    """The work queued on a stream up to some point."""
 
     stream: FakeStream
     seconds: float
@@ -56,7 +56,7 @@ class FakeEvent:
 
 @dataclass(slots=True, eq=False)
 class _Copy:
-    """A copy that was asked for. It keeps neither end alive, as a device would not."""
+    """A queued copy. Like a device, it keeps neither side alive."""
 
     begin_seconds: float
     end_seconds: float
@@ -77,24 +77,24 @@ def _bytes(storage: torch.UntypedStorage, offset: int, nbytes: int) -> torch.Ten
 
 
 class FakeDevice:
-    """The ``Device`` protocol in virtual time; every CPU tensor that is no host buffer counts as on the device.
+    """The ``Device`` protocol in virtual time; every CPU tensor except host buffers counts as on the device.
 
     Args:
         copy_out_bytes_per_second: Rate of copies to host buffers.
         copy_in_bytes_per_second: Rate of copies from them.
         asynchronous_copies: ``False`` makes a device without side streams.
-        device_limit_bytes: Device memory for what is allocated; ``None``: no end.
-        host_limit_bytes: Host memory it has; ``None``: no end.
-        pinned_limit_bytes: How much of that may be pinned; ``None``: all.
+        device_limit_bytes: Device memory; ``None``: unlimited.
+        host_limit_bytes: Host memory; ``None``: unlimited.
+        pinned_limit_bytes: Limit of pinned memory; ``None``: all of it.
 
     Attributes:
         out_bytes: Bytes copied out so far.
         in_bytes: Bytes copied in so far.
         live_bytes: Bytes allocated on the device and alive now.
-        peak_bytes: The most they have been.
-        host_bytes: Host memory given out and not given back.
-        host_calls: How often host memory was asked for.
-        flushes: What ``room`` says of them.
+        peak_bytes: Their maximum.
+        host_bytes: Allocated host memory.
+        host_calls: Number of allocations of host memory.
+        flushes: Flushes that ``free_memory`` reports.
         violations: One line for each mistake. See [Note: poison].
     """
 
@@ -108,6 +108,7 @@ class FakeDevice:
         host_limit_bytes: int | None = None,
         pinned_limit_bytes: int | None = None,
     ) -> None:
+        leave_untraced(__name__, Uses.__module__)
         self.capabilities = Capabilities(asynchronous_copies=asynchronous_copies, pinned_host=True, timed_events=True)
         self._rates = {True: copy_in_bytes_per_second, False: copy_out_bytes_per_second}
         self._device_limit_bytes = device_limit_bytes
@@ -119,7 +120,7 @@ class FakeDevice:
         self._pending: list[tuple[float, int, _Copy]] = []
         self._arrived: list[_Copy] = []
         self._count = 0
-        self._observed: Vector = {}  # what the host has seen to be done
+        self._observed: Vector = {}  # operations that the host knows to be done
         self.out_bytes = self.in_bytes = self.live_bytes = self.peak_bytes = self.host_bytes = 0
         self._pinned_bytes = self.host_calls = self.flushes = 0
         self.violations: list[str] = []
@@ -130,7 +131,7 @@ class FakeDevice:
         return self._compute.clock_seconds
 
     def compute(self, seconds: float, *, writes: torch.Tensor | None = None) -> None:
-        """Let compute run for ``seconds``; ``writes`` is what it produces meanwhile."""
+        """Let compute run for ``seconds`` and write ``writes``."""
         number = self._compute.step()
         if writes is not None:
             storage = writes.untyped_storage()
@@ -156,28 +157,28 @@ class FakeDevice:
         return stream
 
     def record(self, stream: FakeStream, *, timed: bool = False) -> FakeEvent:
-        """Return an event of all that was asked of ``stream``."""
+        """Return an event after all work queued on ``stream``."""
         return FakeEvent(stream, stream.clock_seconds, dict(stream.seen))
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
-        """Order ``stream`` after ``event``: it stands still until then."""
+        """Order ``stream`` after ``event``: it waits until then."""
         for name, number in event.seen.items():
             stream.seen[name] = max(stream.seen.get(name, 0), number)
-        # Not by adding the stall: rounded, the clock would stop just before what it waits for.
+        # Not by adding the stall: rounding could stop the clock just before the event.
         if stream is self._compute:
             self._advance(max(self.now_seconds, event.seconds))
         else:
             stream.clock_seconds = max(stream.clock_seconds, event.seconds)
 
     def query(self, event: FakeEvent) -> bool:
-        """Whether the event lies in the past: whatever the host asks for after a yes is ordered after the event."""
+        """Whether the event is in the past; if so, everything queued later is ordered after it."""
         past = event.seconds <= self.now_seconds
         if past:
             self._observe(event)
         return past
 
     def synchronize(self, event: FakeEvent) -> None:
-        """Let the host, and so what is asked later, wait for the event."""
+        """Make the host, and so everything queued later, wait for the event."""
         self._advance(max(self.now_seconds, event.seconds))
         self._observe(event)
 
@@ -190,7 +191,7 @@ class FakeDevice:
         return end.seconds - begin.seconds
 
     def allocate(self, nbytes: int, where: torch.device) -> torch.Tensor:
-        """Return poisoned device memory and count it while it lives.
+        """Return poisoned device memory, counted while it is alive.
 
         Raises:
             torch.OutOfMemoryError: There is no more.
@@ -205,7 +206,7 @@ class FakeDevice:
         return tensor
 
     def free_memory(self, where: torch.device) -> FreeMemory | None:
-        """Return what is left of the limit."""
+        """Return the free part of the limit."""
         limit = self._device_limit_bytes
         return None if limit is None else FreeMemory(free_bytes=limit - self.live_bytes, flushes=self.flushes)
 
@@ -216,7 +217,7 @@ class FakeDevice:
         """Return poisoned host memory.
 
         Raises:
-            RuntimeError: The host has no more, or pins no more.
+            RuntimeError: The host has no more, or cannot pin more.
         """
         if self._host_limit_bytes is not None and self.host_bytes + nbytes > self._host_limit_bytes:
             raise RuntimeError("fake host: out of memory")
@@ -237,7 +238,7 @@ class FakeDevice:
         buffer.fill_(_POISON)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, stream: FakeStream) -> None:
-        """Ask ``stream`` for a copy; which way it goes is seen from which end is a host buffer."""
+        """Queue a copy on ``stream``; the side that is a host buffer determines the direction."""
         inward = target.untyped_storage() not in self._hosts
         begin = stream.clock_seconds
         stream.clock_seconds = begin + source.numel() / self._rates[inward]
@@ -265,7 +266,7 @@ class FakeDevice:
         self._advance(self.now_seconds)
 
     def copy_all(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], stream: FakeStream) -> None:
-        """Ask ``stream`` for several copies."""
+        """Queue several copies on ``stream``."""
         for target, source in pairs:
             self.copy(target, source, stream)
 
@@ -279,7 +280,7 @@ class FakeDevice:
         out_of = copy.source_offset, copy.source_offset + copy.nbytes
         into = copy.target_offset, copy.target_offset + copy.nbytes
         if not copy.inward and not read.written(*out_of):
-            # Nobody said when it was produced: then at the latest now.
+            # Producer unknown: assume now, the latest possible time.
             read.write("compute", self._compute.sequence, 0, source.nbytes())
         for name, number in (*read.before_read(*out_of), *written.before_write(*into)):
             if max(seen.get(name, 0), self._observed.get(name, 0)) < number:

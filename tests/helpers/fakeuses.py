@@ -1,4 +1,4 @@
-"""Who last wrote and read which bytes of the fake device, as stream name → number of the operation."""
+"""Last writes and reads of the fake device's bytes, as stream name → number of the operation."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class Uses:
         self._uses: list[_Use] = []
 
     def written(self, first: int, end: int) -> bool:
-        """Whether it is known who wrote any of these bytes."""
+        """Whether a writer of any of these bytes is known."""
         return any(True for use in self._over(first, end) if use.writes)
 
     def write(self, stream: str, number: int, first: int, end: int) -> None:
-        """Note a write; what was done to these bytes before is forgotten."""
+        """Record a write; earlier uses of these bytes are forgotten."""
         self._put(_Use(first, end, stream, number, True), lambda use: True)
 
     def read(self, stream: str, number: int, first: int, end: int) -> None:
-        """Note a read; earlier reads of these bytes by the same stream are forgotten."""
+        """Record a read; earlier reads of these bytes by the same stream are forgotten."""
         self._put(_Use(first, end, stream, number, False), lambda use: use.stream == stream and not use.writes)
 
     def before_read(self, first: int, end: int) -> Iterator[tuple[str, int]]:
-        """Return what a read of these bytes must come after."""
+        """Return the operations that a read of these bytes must follow."""
         return ((use.stream, use.number) for use in self._over(first, end) if use.writes)
 
     def before_write(self, first: int, end: int) -> Iterator[tuple[str, int]]:
-        """Return what a write of these bytes must come after."""
+        """Return the operations that a write of these bytes must follow."""
         return ((use.stream, use.number) for use in self._over(first, end))
 
     def _over(self, first: int, end: int) -> Iterator[_Use]:
