@@ -179,8 +179,8 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
             )
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
         dim = dim % len(shape)
-        whole = indices[dim] if dim in indices else torch.arange(shape[dim])
-        dealt = type(placement)(0, **more)._split_tensor(whole, count, with_padding=False, contiguous=True)
+        remaining = indices[dim] if dim in indices else torch.arange(shape[dim])
+        dealt = type(placement)(0, **more)._split_tensor(remaining, count, with_padding=False, contiguous=True)
         indices[dim] = dealt[0][position]
     runs = [list(_runs(indices[dim])) if dim in indices else [(0, 0, n)] for dim, n in enumerate(shape)]
     return [
