@@ -244,7 +244,8 @@ def _recorded(way: str, path: str, dtype: torch.dtype, run: Path) -> dict[str, A
         seconds = time.perf_counter() - started
         if not way.startswith("ebbtide"):
             BUS.emit("load", edge="end", source=way, rank=0, bytes=None, seconds=round(seconds, 3))
-    torch.distributed.barrier()  # where the ranks that are measured wait
+    for _ in ("loaded", "written"):  # where the ranks that are measured wait
+        torch.distributed.barrier()
     return {"seconds": seconds}
 
 

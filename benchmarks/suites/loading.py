@@ -9,9 +9,11 @@ a private mapping copies its pages then. Processor seconds are those of all rank
 than time. Every rank's shards are compared with those of plain loading by digest: a way of ours whose
 shards differ fails the suite.
 
-    python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32] [--small]
+    python -m benchmarks.suites.loading [--work DIR] [--worlds 2 4] [--rounds 5 3] [--dtypes bfloat16 float32]
+        [--often WAY ...] [--small]
 
-``--rounds`` has a number for each of ``--worlds``: more ranks than cores tell of memory and bytes, not of time. With
+``--rounds`` has a number for each of ``--worlds``: more ranks than cores tell of memory and bytes, not of time.
+``--often`` names the ways that are run in every round; the others are then run in the first round only. With
 ``--work`` the checkpoint and every finished load are kept there, and the same command goes on where it stopped; rounds
 that are done already count, too.
 """
@@ -30,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +78,10 @@ class Bench:
             print(f"{key}: {time.monotonic() - started:.1f} s {self._runs[key].get('error', '')}", file=sys.stderr)
         return self._runs[key]
 
-    def rounds_done(self, dtype: str, world: int) -> int:
-        """Return how many rounds of a case are done whole."""
+    def rounds_done(self, dtype: str, world: int, ways: Collection[str]) -> int:
+        """Return how many rounds of a case are done whole by some ways."""
         number = 0
-        while all(f"{world} {dtype} {way} {number}" in self._runs for way in WAYS):
+        while all(f"{world} {dtype} {way} {number}" in self._runs for way in ways):
             number += 1
         return number
 
@@ -155,14 +157,23 @@ def _ended(ranks: list[Any], deadline: float) -> str:
     return f"a rank ended with {failed[0]}" if failed else ""
 
 
-def measure(bench: Bench, dtype: str, world: int, rounds: int) -> dict[str, Any]:
-    """Run every way ``rounds`` times, in turn, beginning with another each time; return the rows of a table."""
-    rounds = max(rounds, bench.rounds_done(dtype, world))
+def measure(bench: Bench, dtype: str, world: int, rounds: int, often: Collection[str] = tuple(WAYS)) -> dict[str, Any]:
+    """Run ways ``rounds`` times, in turn, beginning with another each time; return the rows of a table.
+
+    Args:
+        bench: Keeps the runs.
+        dtype: To load into.
+        world: Number of ranks.
+        rounds: How often.
+        often: The ways of every round; the others are run in the first.
+    """
+    rounds = max(rounds, bench.rounds_done(dtype, world, often))
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     names = list(WAYS)
     for number in range(rounds):
         for way in names[number % len(names) :] + names[: number % len(names)]:
-            found[way].append(bench.run(way, dtype, world, number))
+            if way in often or number == 0:
+                found[way].append(bench.run(way, dtype, world, number))
     plainly = next((run["ranks"] for run in found[PLAIN] if "ranks" in run), None)
     if plainly is None:
         raise SystemExit(f"plain loading failed: {found[PLAIN][0]['error']}")
@@ -172,7 +183,7 @@ def measure(bench: Bench, dtype: str, world: int, rounds: int) -> dict[str, Any]
         errors = [run["error"] for run in runs if "error" in run]
         rows[way] = _row(good, plainly, bench.total_bytes) if good else {}
         if errors:
-            rows[way]["error"] = f"{len(errors)} of {rounds} did not run: {errors[0]}"
+            rows[way]["error"] = f"{len(errors)} of {len(runs)} did not run: {errors[0]}"
     return rows
 
 
@@ -230,7 +241,8 @@ def report(result: dict[str, Any]) -> str:
             cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1)]
             cells.append(f"{row['seconds']['median'] / fastest:.2f}" if fastest else "")
             cells += [_spread(row[k], 1, 1) for k in ("written_seconds", "processor_seconds")]
-            cells.append("; ".join(words for words in (_verdict(row), error) if words))
+            once = "run once" if len(row["runs"]) < rounds and not error else ""
+            cells.append("; ".join(words for words in (_verdict(row), once, error) if words))
             lines.append(f"| {way} | {' | '.join(cells)} |")
     if result["drawn"]:
         lines += ["", f"Memory of the first rank over time, {result['drawn']}:", "", "![Loading](loading.svg)"]
@@ -281,6 +293,7 @@ def main() -> None:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, nargs="+", default=[5, 3], help="for each of --worlds")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--often", nargs="+", default=list(WAYS), choices=list(WAYS), help="run in every round")
     parser.add_argument("--small", action="store_true", help="a checkpoint of some 80 MiB, to try the suite")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     options = parser.parse_args()
@@ -298,7 +311,7 @@ def main() -> None:
         _prepare(work, small=options.small)
         bench = Bench(work)
         cases = {
-            f"{world} ranks, bfloat16 to {dtype}": measure(bench, dtype, world, rounds)
+            f"{world} ranks, bfloat16 to {dtype}": measure(bench, dtype, world, rounds, options.often)
             for world, rounds in zip(options.worlds, options.rounds, strict=True)
             for dtype in options.dtypes
         }

@@ -1,28 +1,31 @@
-"""Brings a checkpoint into the page cache while the model is being sharded.
+"""Brings a checkpoint into the page cache while the model is being sharded and the slices are read.
 
 [Note: reading ahead]
 Wrapping the model, making memory and computing buffers take as long as reading some hundred MiB, and the disk would
-wait. Where all ranks are on one machine, together they need the whole checkpoint, so each rank may read a part of it
-before it knows its slices: of every tensor the part that dim-0 sharding would give it. Bytes go into one small buffer
-whose contents are not used; only the page cache matters. Nothing depends on it: it ends before the slices are read, and
-an error is left to the reader, which meets it again and raises it with the name of the tensor.
+wait. Where all ranks are on one machine, together they need the whole checkpoint, so each rank may fetch a part of it
+before it knows its slices: blocks in the order of the files, dealt out to the ranks in turn. The slices are read in
+that order, too, and find their bytes in the page cache. Blocks are fetched without a copy, and in calls that are long
+enough for the disk to stay busy while other threads hold the interpreter. Nothing depends on it: an error is left to
+the reader, which meets it again and raises it with the name of the tensor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from ebbtide.load.header import CheckpointEntry
-from ebbtide.load.reader import CACHED_SHARE, CHUNK_BYTES, cached_share, fits_page_cache
+from ebbtide.load.reader import CACHED_SHARE, cached_share, fits_page_cache
+from ebbtide.store.pages import fetch_pages
+
+BLOCK_BYTES = 16 << 20
 
 
 class ReadAhead:
-    """A thread that reads this rank's part of the files that the page cache lacks. See [Note: reading ahead].
+    """A thread that fetches this rank's part of the files that the page cache lacks. See [Note: reading ahead].
 
     Args:
         entries: Where the tensors lie that are needed.
@@ -36,7 +39,7 @@ class ReadAhead:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ebbtide-load-ahead", daemon=True)
         self.read_bytes = 0
-        """Bytes read so far."""
+        """Bytes fetched so far."""
 
     def __enter__(self) -> ReadAhead:
         """Begin, if the tensors fit into the page cache."""
@@ -45,23 +48,33 @@ class ReadAhead:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """End after the read that is under way."""
+        """End after the block that is under way."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
-        view = memoryview(mmap.mmap(-1, CHUNK_BYTES))
         for path, entries in itertools.groupby(self._entries, key=lambda entry: entry.file):
+            blocks = itertools.islice(_blocks(entries), self._part, None, self._parts)
             with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
                 if cached_share(file.fileno()) >= CACHED_SHARE:
                     continue
-                for at, nbytes in (read for entry in entries for read in self._reads(entry)):
+                for at, nbytes in blocks:
                     if self._stop.is_set():
                         return
-                    self.read_bytes += os.preadv(file.fileno(), [view[:nbytes]], at)
+                    if problem := fetch_pages(file.fileno(), at, nbytes):
+                        raise OSError(problem, os.strerror(problem))
+                    self.read_bytes += nbytes
 
-    def _reads(self, entry: CheckpointEntry) -> Iterator[tuple[int, int]]:
-        begin, end = (entry.offset_bytes + entry.nbytes * i // self._parts for i in (self._part, self._part + 1))
-        for at in range(begin, end, CHUNK_BYTES):
-            yield at, min(CHUNK_BYTES, end - at)
+
+def _blocks(entries: Iterable[CheckpointEntry]) -> Iterator[tuple[int, int]]:
+    """Yield where blocks begin and their bytes; tensors that follow each other in the file share blocks."""
+    begin = end = 0
+    for entry in itertools.chain(entries, [None]):
+        if entry is not None and entry.offset_bytes == end:
+            end += entry.nbytes
+            continue
+        for at in range(begin, end, BLOCK_BYTES):
+            yield at, min(BLOCK_BYTES, end - at)
+        if entry is not None:
+            begin, end = entry.offset_bytes, entry.offset_bytes + entry.nbytes

@@ -133,7 +133,13 @@ class Filling:
         return tensors
 
     def _pieces(self) -> Iterator[Piece]:
-        for layout, target in self._sliced:
+        """Yield what to read, in the order of the files: what is read ahead follows it, too."""
+
+        def place(sliced: tuple[SourceLayout, Target]) -> tuple[str, int]:
+            entry = self._entries[sliced[0].keys[0]]
+            return entry.file, entry.offset_bytes
+
+        for layout, target in sorted(self._sliced, key=place):
             for box, view in target.boxes:
                 yield from layout.pieces(box, view)
 

@@ -27,7 +27,8 @@ from ebbtide.base.errors import DataError
 from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
-_OVERWRITING = ("normal_", "uniform_", "zero_", "fill_", "copy_")
+_SETTING = ("normal_", "uniform_", "zero_", "fill_")
+_OVERWRITING = (*_SETTING, "copy_")
 
 
 @dataclass(kw_only=True)
@@ -50,14 +51,21 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator; note the arguments that its schema says are written."""
+        """Run the operator; note the arguments that its schema says are written.
+
+        Operators that set every element of a tensor on meta do nothing there but check their arguments, in Python and
+        for milliseconds each: they are skipped.
+        """
+        operator = func._schema.name.split("::")[1]
         for argument, value in zip(func._schema.arguments, args, strict=False):
             alias = argument.alias_info
             if alias is not None and alias.is_write and isinstance(value, torch.Tensor):
                 name = self._names.get(value.untyped_storage()._cdata)
                 if name is not None:
-                    complete = value.numel() == self._numels[name] and func._schema.name.split("::")[1] in _OVERWRITING
+                    complete = value.numel() == self._numels[name] and operator in _OVERWRITING
                     self.writes.setdefault(name, complete)
+        if operator in _SETTING and args[0].is_meta:
+            return args[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -37,6 +37,8 @@ from ebbtide.store.share import free_memory_bytes
 
 ALIGN_BYTES = 4096
 CHUNK_BYTES = 2 << 20
+BATCH_BYTES = 8 << 20
+"""Wanted bytes from which on spans become a job of a thread: handing jobs over costs as much as reading little ones."""
 READERS = 4
 RUN_BYTES = 64 << 10
 """Runs at least this long are read by themselves; shorter ones with what lies between them."""
@@ -164,10 +166,10 @@ class SliceReader:
         """
         waiting: set[Future[tuple[int, int]]] = set()
         try:
-            for piece in self._spans(pieces):
-                if len(waiting) >= 4 * self._readers:
+            for batch in self._batches(pieces):
+                if len(waiting) >= 2 * self._readers:
                     waiting = self._settle(waiting, done)
-                waiting.add(self._pool.submit(self._read, piece))
+                waiting.add(self._pool.submit(self._read_batch, batch))
             while waiting:
                 waiting = self._settle(waiting, done)
         except BaseException:
@@ -185,9 +187,23 @@ class SliceReader:
             done(wanted_bytes)
         return left
 
-    def _spans(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+    def _batches(self, pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+        """Yield spans in lists that are worth a job each."""
+        batch, wanted_bytes = list[Piece](), 0
         for piece in pieces:
-            yield from spans_of(piece, self._entries[piece.key])
+            entry = self._entries[piece.key]
+            for span in spans_of(piece, entry):
+                batch.append(span)
+                wanted_bytes += span.box.numel * entry.dtype.itemsize
+                if wanted_bytes >= BATCH_BYTES:
+                    yield batch
+                    batch, wanted_bytes = [], 0
+        if batch:
+            yield batch
+
+    def _read_batch(self, batch: list[Piece]) -> tuple[int, int]:
+        found = [self._read(piece) for piece in batch]
+        return sum(wanted for wanted, _ in found), sum(span for _, span in found)
 
     def _read(self, piece: Piece) -> tuple[int, int]:
         if self._stopped:

@@ -168,7 +168,7 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return []
-    indices = [torch.arange(n) for n in shape]
+    indices: dict[int, torch.Tensor] = {}  # of dimensions that are cut
     for position, count, placement in zip(coordinate, mesh.shape, placements, strict=True):
         if placement.is_replicate():
             continue
@@ -178,9 +178,11 @@ def _placed(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any
                 f"{name!r} is placed as {placement}", expected="shards or replicas", hint="check the shard function"
             )
         more = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-        dealt = type(placement)(0, **more)._split_tensor(indices[dim], count, with_padding=False, contiguous=True)
+        dim = dim % len(shape)
+        remaining = indices[dim] if dim in indices else torch.arange(shape[dim])
+        dealt = type(placement)(0, **more)._split_tensor(remaining, count, with_padding=False, contiguous=True)
         indices[dim] = dealt[0][position]
-    runs = [list(_runs(x)) for x in indices]
+    runs = [list(_runs(indices[dim])) if dim in indices else [(0, 0, n)] for dim, n in enumerate(shape)]
     return [
         (Box(start=tuple(g for g, _, _ in one), size=tuple(n for _, _, n in one)), tuple(at for _, at, _ in one))
         for one in itertools.product(*runs)

@@ -21,7 +21,7 @@ from typing import Any
 from ebbtide.store.share import ranks_of
 
 HUGE_PAGE_BYTES = 2 << 20
-_POPULATE_WRITE = 23
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
 _PIECE_BYTES = 64 << 20
 _MOST_THREADS = 8
 _PROCESSORS = Path("/sys/devices/system/cpu")
@@ -80,6 +80,33 @@ def give_pages(address: int, nbytes: int) -> int:
     return 0 if _libc().madvise(ctypes.c_void_p(begin), length, _POPULATE_WRITE) == 0 else ctypes.get_errno()
 
 
+def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:
+    """Have the system fetch a part of a file into the page cache, without copying it anywhere.
+
+    The part is mapped for that time only, and nothing of it is accessed: a file that has become shorter is an error
+    number, not a signal.
+
+    Args:
+        fd: Of the file, open for reading.
+        offset_bytes: The beginning of the part.
+        nbytes: Its size.
+
+    Returns:
+        0, or the number of the system's error. ``EINVAL``: Linux before 5.14; ``ENOSYS``: another system.
+    """
+    if sys.platform != "linux":
+        return errno.ENOSYS
+    begin = offset_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(offset_bytes + nbytes - begin)
+    address = _libc().mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, fd, ctypes.c_long(begin))
+    if address == ctypes.c_void_p(-1).value:
+        return ctypes.get_errno()
+    try:
+        return 0 if _libc().madvise(ctypes.c_void_p(address), length, _POPULATE_READ) == 0 else ctypes.get_errno()
+    finally:
+        _libc().munmap(ctypes.c_void_p(address), length)
+
+
 def _back(address: int, nbytes: int, memory: object) -> int:
     """Back a piece of fresh memory with pages; returns 0, or the system's error number."""
     problem = give_pages(address, nbytes)
@@ -91,4 +118,6 @@ def _back(address: int, nbytes: int, memory: object) -> int:
 
 @functools.cache
 def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    return libc

@@ -56,6 +56,19 @@ def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str])
     assert len(loads) == 3 * len(WAYS)
 
 
+def test_ways_that_are_not_run_often_are_run_once(tmp_path: Path, loads: list[str]) -> None:
+    rows = measure(_bench(tmp_path), "bfloat16", 2, 3, ["ebbtide, slices", "transformers DistributedConfig"])
+    assert len(loads) == len(WAYS) + 2 * 2
+    assert [len(rows[way]["runs"]) for way in ("ebbtide, slices", "DCP, load")] == [3, 1]
+    told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
+    text = report({**told, "cases": {"2 ranks": rows}})
+    assert "## 2 ranks: 3 rounds\n" in text
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines()}
+    assert {way: "run once" in lines[way] for way in WAYS} == {
+        way: way not in ("ebbtide, slices", "transformers DistributedConfig", "DCP, from rank 0") for way in WAYS
+    }
+
+
 def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, loads: list[str]) -> None:
     rows = measure(_bench(tmp_path), "bfloat16", 2, 1)
     ours, plain = rows["ebbtide, slices"], rows[PLAIN]

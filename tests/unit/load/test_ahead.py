@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -13,13 +14,16 @@ from safetensors.torch import save_file
 from ebbtide.load import ahead as ahead_module
 from ebbtide.load.ahead import ReadAhead
 from ebbtide.load.header import CheckpointEntry, read_header
-from ebbtide.load.reader import CHUNK_BYTES
+from ebbtide.store.pages import fetch_pages
+
+SMALL_BLOCK = 1 << 20
 
 
 @pytest.fixture
 def entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CheckpointEntry]:
     monkeypatch.setattr(ahead_module, "cached_share", lambda fd: 0.0)
-    save_file({"a": torch.ones(CHUNK_BYTES // 4 * 3 + 5), "b": torch.ones(7)}, tmp_path / "1.safetensors")
+    monkeypatch.setattr(ahead_module, "BLOCK_BYTES", SMALL_BLOCK)
+    save_file({"a": torch.ones(SMALL_BLOCK // 4 * 3 + 5), "b": torch.ones(7)}, tmp_path / "1.safetensors")
     save_file({"c": torch.ones(1001, dtype=torch.uint8)}, tmp_path / "2.safetensors")
     return [e for n in (1, 2) for e in read_header(tmp_path / f"{n}.safetensors").values()]
 
@@ -30,24 +34,30 @@ def finished(ahead: ReadAhead) -> None:
             next(t for t in threading.enumerate() if t.name == "ebbtide-load-ahead").join()
 
 
+def noting(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Have the parts of files noted that are fetched."""
+    spans: list[tuple[str, int, int]] = []
+
+    def noted(fd: int, offset_bytes: int, nbytes: int) -> int:
+        spans.append((os.readlink(f"/proc/self/fd/{fd}"), offset_bytes, offset_bytes + nbytes))
+        return fetch_pages(fd, offset_bytes, nbytes)
+
+    monkeypatch.setattr(ahead_module, "fetch_pages", noted)
+    return spans
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_ranks_together_read_every_byte_once(
+def test_ranks_together_fetch_every_byte_once(
     entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch, parts: int
 ) -> None:
-    real, spans = os.preadv, list[tuple[str, int, int]]()
-
-    def noted(fd: int, buffers: list[memoryview], offset: int) -> int:
-        spans.append((os.readlink(f"/proc/self/fd/{fd}"), offset, offset + len(buffers[0])))
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", noted)
-    read = 0
+    spans, by_part = noting(monkeypatch), list[int]()
     for part in range(parts):
         ahead = ReadAhead(entries, part, parts)
         finished(ahead)
-        read += ahead.read_bytes
-    assert read == sum(e.nbytes for e in entries)
-    assert all(end - begin <= CHUNK_BYTES for _, begin, end in spans)
+        by_part.append(ahead.read_bytes)
+    assert sum(by_part) == sum(e.nbytes for e in entries)
+    assert max(by_part) - min(by_part) <= 2 * SMALL_BLOCK  # a file's blocks are dealt out from the first rank on
+    assert all(end - begin <= SMALL_BLOCK for _, begin, end in spans)
     for file in {e.file for e in entries}:
         found = sorted((begin, end) for path, begin, end in spans if path == os.path.realpath(file) and end > begin)
         first = min(e.offset_bytes for e in entries if e.file == file)
@@ -55,21 +65,41 @@ def test_ranks_together_read_every_byte_once(
         assert found[-1][1] == os.path.getsize(file)
 
 
+def test_tensors_that_are_not_needed_are_left_out(
+    entries: list[CheckpointEntry], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({name: torch.ones(SMALL_BLOCK // 4) for name in "xyz"}, tmp_path / "3.safetensors")
+    x, y, z = (read_header(tmp_path / "3.safetensors")[name] for name in "xyz")
+    spans = noting(monkeypatch)
+    finished(ReadAhead([z, x], 0, 1))
+    assert [(begin, end) for _, begin, end in spans] == [(e.offset_bytes, e.offset_bytes + e.nbytes) for e in (x, z)]
+    assert x.offset_bytes < y.offset_bytes < z.offset_bytes
+
+
 def test_it_ends_with_its_context(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, real = threading.Event(), os.preadv
+    begun = threading.Event()
     ahead = ReadAhead(entries, 0, 1)
 
-    def slow(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def slow(fd: int, offset_bytes: int, nbytes: int) -> int:
         begun.set()
-        ahead._stop.wait(10)  # the context ends during the first read
-        return real(fd, buffers, offset)
+        ahead._stop.wait(10)  # the context ends during the first block
+        return fetch_pages(fd, offset_bytes, nbytes)
 
-    monkeypatch.setattr(os, "preadv", slow)
+    monkeypatch.setattr(ahead_module, "fetch_pages", slow)
     with pytest.raises(KeyError), ahead:
         assert begun.wait(10)
         raise KeyError
-    assert ahead.read_bytes == CHUNK_BYTES
+    assert ahead.read_bytes == SMALL_BLOCK
     assert not [t for t in threading.enumerate() if t.name == "ebbtide-load-ahead"]
+
+
+def test_a_system_that_cannot_fetch_leaves_it_to_the_reader(
+    entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead_module, "fetch_pages", lambda fd, offset_bytes, nbytes: errno.EINVAL)
+    ahead = ReadAhead(entries, 0, 1)
+    finished(ahead)
+    assert ahead.read_bytes == 0
 
 
 def test_cached_files_are_skipped(entries: list[CheckpointEntry], monkeypatch: pytest.MonkeyPatch) -> None:

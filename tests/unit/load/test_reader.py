@@ -91,6 +91,22 @@ def test_bytes_that_stay_as_they_are_are_copied_once(
     assert (addresses == [into.data_ptr()]) == (dtype is torch.bfloat16)
 
 
+def test_little_tensors_share_a_job_and_large_ones_have_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "BATCH_BYTES", 2 * CHUNK_BYTES)
+    values = {f"{i:02}": torch.full((100,), float(i)) for i in range(50)}
+    values["large"] = torch.arange(CHUNK_BYTES, dtype=torch.float32)  # four chunks
+    entries = written(tmp_path / "x.safetensors", **values)
+    into = {key: torch.empty_like(value) for key, value in values.items()}
+    counted: list[int] = []
+    with SliceReader(entries) as reader:
+        pieces = [Piece(key=key, box=Box.full(one.shape), into=one) for key, one in into.items()]
+        reader.read(pieces, counted.append)
+    assert {key: torch.equal(into[key], value) for key, value in values.items()} == dict.fromkeys(values, True)
+    assert sorted(counted) == [2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 50 * 400]
+
+
 def test_columns_of_the_same_dtype_are_not_read_as_if_they_were_rows(tmp_path: Path) -> None:
     whole = torch.arange(64 * 64, dtype=torch.int64).view(64, 64)
     entries = written(tmp_path / "x.safetensors", x=whole)

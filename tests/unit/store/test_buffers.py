@@ -8,12 +8,13 @@ import gc
 import mmap
 import os
 import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from ebbtide.store.buffers import Buffer, BufferPool
-from ebbtide.store.pages import give_pages
+from ebbtide.store.pages import fetch_pages, give_pages
 
 
 def test_memory_of_a_dead_tensor_is_used_again() -> None:
@@ -83,3 +84,17 @@ def test_another_system_than_linux_is_asked_nothing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("ebbtide.store.pages._libc", lambda: None)
     assert give_pages(mmap.PAGESIZE, 100) == errno.ENOSYS
+    assert fetch_pages(0, 0, 100) == errno.ENOSYS
+
+
+@pytest.mark.skipif(tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14), reason="needs Linux 5.14")
+def test_a_part_of_a_file_is_fetched_and_nothing_stays_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 << 20))
+    with path.open("rb") as file:
+        assert fetch_pages(file.fileno(), 4097, (2 << 20) + 1) == 0
+        assert str(path) not in Path("/proc/self/maps").read_text()
+        os.truncate(path, 100)
+        assert fetch_pages(file.fileno(), 1 << 20, 1 << 20) == errno.EFAULT  # instead of a signal
+        assert str(path) not in Path("/proc/self/maps").read_text()
+    assert fetch_pages(-1, 0, 100) == errno.EBADF
