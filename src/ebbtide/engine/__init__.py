@@ -1,4 +1,4 @@
-"""What happens to one saved tensor. Knows no model, no planner and no report: it is handed a plan and a bus."""
+"""The life of a saved tensor. Independent of model, planner and report: it receives a plan and a bus."""
 
 from ebbtide.engine.build import NodeView as NodeView
 from ebbtide.engine.build import Rule as Rule

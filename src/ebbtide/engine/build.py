@@ -1,13 +1,12 @@
-"""Building a recipe from what autograd knows when a tensor is saved.
+"""Build a recipe from autograd's graph when a tensor is saved.
 
 [Note: operand sources]
-The pack hook is handed a tensor with its ``grad_fn``, and that node names what the tensor was made from. An operand is
-looked for, in this order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the
-node's own saved slot, whose packed object is a ticket and is read without unpacking; a weight (the node behind is
-``AccumulateGrad``); the recipe of the node behind ``next_functions``, kept as an inner expression. A value counts as
-saved when a view of it was: a linear layer over three dimensions saves its input flattened. What came into the block
-from outside is an operand only if somebody saved it. Never an alias of a live tensor that nobody saved: its later
-in-place change is legal.
+The pack hook gets a tensor with its ``grad_fn``, and that node names its operands. An operand is searched in this
+order: a ticket of this block's forward for the same value (``grad_fn`` and ``output_nr``); the node's own saved slot,
+whose packed object is a ticket and is read without unpacking; a weight (the next node is ``AccumulateGrad``); the
+recipe of the next node in ``next_functions``, as an inner expression. A value counts as saved if a view of it was: a
+linear layer over three dimensions saves its input flattened. A block input is an operand only if it was saved. An alias
+of an unsaved live tensor never is: changing it in place later is legal.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ _WRAP = 1 << 63
 
 
 class NodeView:
-    """What a rule sees of an autograd node: its constants and its operands.
+    """A rule's view of an autograd node: its constants and its operands.
 
     Args:
         node: The autograd node of the operator that made the value.
-        output_nr: Which output of the operator the value is.
+        output_nr: Index of the value among the operator's outputs.
         builder: Finds operands.
     """
 
@@ -78,7 +77,7 @@ class NodeView:
 
     @property
     def record(self) -> Record | None:
-        """What the leaf module was whose output this value is, if it left a record in this block's forward."""
+        """The record of the leaf module that computed this value in this block's forward, if there is one."""
         return self._builder.records.get((id(self.node), self.output_nr))
 
     def slot(self, name: str) -> Operand | None:
@@ -90,8 +89,7 @@ class NodeView:
         """Return the node's saved list of tensors ``name``.
 
         Returns:
-            The operands of those that are there, None for each that cannot be had; and of each place in the list
-            whether a tensor is there.
+            The operands, None for unavailable ones; and for each place in the list whether it has a tensor.
         """
         packed = [saved.data for saved in getattr(self.node, "_raw_saved_" + name)]
         present = [p is not None for p in packed]
@@ -116,7 +114,7 @@ class NodeView:
         return self._builder.value(*functions[index]) if index < len(functions) else None
 
     def needs_no_gradient(self, index: int) -> bool:
-        """Whether the operator's input ``index`` takes no gradient: the graph does not say where it came from."""
+        """Whether the operator's input ``index`` takes no gradient, so that the graph does not have its origin."""
         functions = self.node.next_functions
         return index >= len(functions) or functions[index][0] is None
 
@@ -134,7 +132,7 @@ class NodeView:
 
 
 class Builder:
-    """Builds recipes during one block's forward, and forgets all it knows when that ends.
+    """Builds recipes during one block's forward; its state is dropped at the end.
 
     Args:
         rules: Node name to rule.
@@ -162,7 +160,7 @@ class Builder:
         self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
-        self._alive: list[Node] = []  # an id names a node only while the node lives
+        self._alive: list[Node] = []  # an id is valid only while its node is alive
 
     def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
         """Remember the ticket of a value."""
@@ -181,7 +179,7 @@ class Builder:
             self._of_views[id(node), base.output_nr] = ticket, Layout.of(base)
 
     def note_module(self, running: Running, output: torch.Tensor) -> None:
-        """Remember which leaf module has just computed a value: only what came into being while it ran is its own."""
+        """Remember which leaf module has just computed a value: only nodes made while it ran are its own."""
         node, record = output.grad_fn, record_of(running)
         number = output.output_nr
         while node is not None and record is not None and node._sequence_nr() >= running.since:
@@ -198,14 +196,14 @@ class Builder:
             return self._known[key]
         self._alive.append(node)
         self._known[key] = expr = None  # a value cannot be its own operand
-        # What an operator of an earlier pass was given may have other values by now.
+        # Operands of an earlier pass may have changed since.
         rule = self.rules.get(node.name()) if self._weights.model.since <= node._sequence_nr() else None
         if rule is not None:
             try:
                 expr = rule(NodeView(node, output_nr, self))
             except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
                 raise
-            except Exception as error:  # a rule that cannot run must not cost the user the step
+            except Exception as error:  # a failing rule must not end the step
                 name, what = node.name(), f"{type(error).__name__}: {error}"
                 logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
                 self.rules.pop(name, None)
@@ -257,8 +255,8 @@ class Builder:
     def weight(self, tensor: torch.Tensor) -> Operand | None:
         """Return a parameter or buffer as an operand.
 
-        None if its bytes will not be there in backward, or if it may have changed since an operator read it: of its
-        value then, only the version at the beginning of the pass tells.
+        None if its bytes will be missing in backward, or if it may have changed since an operator read it, which only
+        its version at the beginning of the pass shows.
         """
         version = self._weights.version(tensor)
         return None if version is None or not self._weights.usable(tensor) else self.watched(tensor, version)

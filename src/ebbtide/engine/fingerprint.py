@@ -1,13 +1,13 @@
 """Fingerprints: evidence that a tensor still has the bytes it had.
 
 [Note: fingerprints]
-A version counter says that somebody wrote through autograd. Fused optimizers, ``p.data``, quantised optimizers and
-merged adapters write without moving it, and a recompute may differ for reasons nobody foresaw. So whatever a recompute
-relies on, and whatever it produces, carries a fingerprint of the bytes of then: a few hundred elements spread over the
-tensor, however large it is, or sums that cover all bytes.
+A version counter detects writes through autograd. Fused optimizers, ``p.data``, quantised optimizers and merged
+adapters write without changing it, and a recompute may differ for unforeseen reasons. So all operands and results of a
+recompute have a fingerprint of their original bytes: a few hundred elements spread over a tensor of any size, or sums
+over all bytes.
 
-Nothing here waits for a device. On the host a comparison answers at once; on an accelerator it answers with a tensor,
-which is read when the device has come so far (``ebbtide.engine.trust``).
+Nothing here waits for a device. On the host a comparison is synchronous; on an accelerator its result is a tensor,
+which is read once the device has computed it (``ebbtide.engine.trust``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IS_WORD = frozenset(_WORDS.values())
 
 
 class Compared(Enum):
-    """How what a block recomputes, or reads again, is compared with what it was."""
+    """How a block's recomputed and reread tensors are compared with the originals."""
 
     NOT = "not"
     SAMPLE = "sample"
@@ -38,10 +38,10 @@ class Compared(Enum):
 
 
 class Fingerprint:
-    """The bytes of a tensor, in short. See [Note: fingerprints].
+    """A digest of a tensor's bytes. See [Note: fingerprints].
 
     Args:
-        tensor: A strided tensor with memory of its own.
+        tensor: A strided tensor with its own memory.
         full: Cover all bytes beside the sample.
     """
 

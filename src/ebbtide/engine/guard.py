@@ -1,13 +1,13 @@
-"""Weights that a recompute will read: they must have the value that the forward read.
+"""Guard weights that a recompute will read: they must have their value of the forward.
 
 [Note: watched weights]
-Autograd lets a weight change between forward and backward if no operator saved it, and some writers move no version
-counter (see [Note: fingerprints]). So a weight that a recipe or a checkpointed block will read again is *watched*:
+Autograd lets a weight change between forward and backward if no operator saved it, and some writes do not change the
+version counter (see [Note: fingerprints]). So a weight that a recipe or a checkpointed block will read is *watched*:
 
-- An optimizer of torch announces its step. A watched weight that it is about to change is copied first, and whoever
-  watches it reads the copy: two losses with a step between their backwards, or a discriminator that is stepped before
-  the generator's backward, train as without ebbtide. Between the steps of ordinary training nothing is watched any
-  more, and nothing is copied.
+- torch's optimizers announce their steps. A watched weight that is about to change is copied first, and its readers use
+  the copy: two losses with a step between their backwards, or a discriminator that is stepped before the generator's
+  backward, train as without ebbtide. In ordinary training no weight is watched when the optimizer steps, and none is
+  copied.
 - Any other change is found when the weight is read, by version and by fingerprint, and is an error.
 """
 
@@ -54,7 +54,7 @@ class Watched:
 
     @property
     def same(self) -> torch.Tensor | bool:
-        """Whether the weight has the value of then; on an accelerator perhaps a tensor that will tell."""
+        """Whether the weight still has its value; on an accelerator perhaps a tensor of one boolean."""
         if not self.copied and self._version is not None and self.tensor._version != self._version:
             return False
         if self._fingerprint is None:
@@ -82,8 +82,8 @@ _guards: set[weakref.ref[WeightGuard]] = set()
 def _listen_to_optimizers() -> None:
     """Have torch announce optimizer steps, once in a process.
 
-    One hook that stays, and not one for each guard: torch iterates over its hooks while an optimizer steps, and a guard
-    that died just then would take its own away.
+    One permanent hook instead of one per guard: torch iterates over its hooks while an optimizer steps, and a guard
+    that died then would change them.
     """
 
     def before(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:

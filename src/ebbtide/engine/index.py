@@ -1,4 +1,4 @@
-"""Which entry stands for which storage.
+"""Map storages to entries.
 
 [Note: identity]
 One entry per storage and version. A storage is known by its ``UntypedStorage`` object, through a weak reference whose
@@ -18,13 +18,13 @@ _Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
 
 class StorageIndex:
-    """Finds the entry of a storage while both live; keeps neither alive. See [Note: identity]."""
+    """Finds the entry of a storage while both are alive; keeps neither alive. See [Note: identity]."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
 
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
-        """Return the entry that stands for bytes ``first`` to ``last`` of a storage at this version."""
+        """Return the entry of bytes ``first`` to ``last`` of a storage at this version."""
         known = self._known.get(id(storage))
         if known is None or known[0]() is not storage:
             return None

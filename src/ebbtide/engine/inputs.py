@@ -1,4 +1,4 @@
-"""What comes into a block from outside."""
+"""The inputs of a block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ebbtide.engine.storages import plain_tensors
 class Inputs:
     """The tensors that a block is called with.
 
-    Held while the block runs: only so long are the ids of their storages and nodes their own.
+    Held while the block runs, so that the ids of their storages and nodes stay valid.
 
     Args:
-        tensors: All of them, those in lists and under names too.
+        tensors: All of them, including those in lists and keyword arguments.
 
     Attributes:
         storages: Those of the tensors, by id.
@@ -43,7 +43,7 @@ class Inputs:
         return source is not None and (id(source), number) in self.values
 
     def forget(self) -> None:
-        """Let the tensors go."""
+        """Drop the tensors."""
         self.storages, self.values = {}, {}
 
 

@@ -1,4 +1,4 @@
-"""Where a tensor lies in its storage, and how the same view is made again over other bytes."""
+"""The layout of a tensor in its storage, and the same view over other bytes."""
 
 from __future__ import annotations
 

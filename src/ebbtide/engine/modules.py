@@ -1,4 +1,4 @@
-"""What may be concluded from the module that runs."""
+"""Facts about the running module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _READ = {"diffusers.models.normalization.FP32LayerNorm"}
 
 
 class Record(NamedTuple):
-    """What a layer was when it ran: attributes may be others when its output is saved.
+    """The attributes of a layer when it ran: they may change before its output is saved.
 
     Attributes:
         kind: Its class.
@@ -73,8 +73,8 @@ def record_of(running: Running) -> Record | None:
 def computes_as_configured(module: nn.Module | None) -> bool:
     """Whether a layer computes what its attributes say: its forward is torch's own, or only leads to that.
 
-    A subclass may hand other constants or weights to the function than its attributes; a tensor recomputed from those
-    would be right in one step and wrong in another.
+    A subclass may pass constants or weights that differ from its attributes; a tensor recomputed from these could be
+    right in one step and wrong in another.
     """
     return module is not None and "forward" not in vars(module) and _class_computes_as_configured(type(module))
 

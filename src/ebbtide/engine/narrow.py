@@ -1,4 +1,4 @@
-"""What was cast up is stored in the type that it came from: bf16 cast up for a norm crosses the link as bf16."""
+"""Store tensors that were cast up in their original type: bf16 cast up for a norm crosses the link as bf16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numerics: the global settings of torch that decide, beside its operands, what a kernel computes.
+"""Numerics: torch's global settings that influence the results of kernels.
 
 [Note: numerics]
 Torch has two interfaces for the precision of float32 kernels. The getters of the older one
@@ -6,7 +6,7 @@ Torch has two interfaces for the precision of float32 kernels. The getters of th
 one (``torch.backends.*.fp32_precision``, torch 2.9), and kernels read the current one. So only the current one is read
 and written here; a write of the older one shows in it. It is a tree: generic, backend, operation. An operation that is
 set to ``"none"`` inherits from its backend, which inherits from generic, and the getters return the inherited value.
-To put a tree back exactly, ``_own_precisions`` finds out which nodes inherit. A node that nobody has written may have
+To restore a tree exactly, ``_own_precisions`` finds which nodes inherit. A node that nobody has written may have
 a value of its own that yields to the nodes above it (cuDNN's ``"tf32"``) and that no write brings back, so only nodes
 that must change are written. Checked with torch 2.13.
 """
@@ -73,14 +73,14 @@ def exactly(device_type: str, numerics: Numerics | None, work: Callable[[], torc
 
 
 class NumericsChange:
-    """Puts other numerics in force and, afterwards, those that it found, exactly. See [Note: numerics]."""
+    """Applies other numerics, and restores the previous ones exactly. See [Note: numerics]."""
 
     def __init__(self) -> None:
         self._found: Numerics = ()
         self._written: list[int] = []  # parents first
 
     def apply(self, numerics: Numerics) -> None:
-        """Put ``numerics`` in force. Costs one read of the numerics where they are in force already."""
+        """Apply ``numerics``. Costs one read of the settings if they are already in force."""
         now = current_numerics()
         if now == numerics:
             return
@@ -92,7 +92,7 @@ class NumericsChange:
                 setting.write(value)
 
     def undo(self) -> None:
-        """Put back what ``apply`` found. Harmless when repeated."""
+        """Restore the settings before ``apply``. May be called repeatedly."""
         for i in self._written:
             _settings()[i].write(self._found[i])
         self._written = []

@@ -96,7 +96,7 @@ class Pass:
 
 
 class RunRecord:
-    """What remains of a block's run once its forward is over: its place in the pass, and the order of its reads.
+    """The part of a block's run that outlives its forward: its place in the pass, and the order of its reads.
 
     Args:
         block: The block.
@@ -134,10 +134,10 @@ class RunRecord:
         """Forget what only the block's forward needed."""
 
     def backward_order(self) -> Iterator[weakref.ref[Any]]:
-        """Yield the entries in the order in which the backward is expected to ask for them.
+        """Yield the entries in the expected order of backward's reads.
 
-        The order that another run of this kind of block recorded, when it saved as many tensors; else the reverse of
-        the forward's.
+        The recorded order of another run of this kind of block with as many saved tensors; else the reverse of the
+        forward's.
         """
         order = self._orders.get(self.order_key)
         return reversed(self.entries) if order is None else (self.entries[i] for i in order)

@@ -1,4 +1,4 @@
-"""Recipes: how a tensor is made again.
+"""Recipes: how a tensor is recomputed.
 
 [Note: recipe]
 A recipe is an ``Expr``: a function and its operands, which are tickets (strongly held), other expressions, or weights.
@@ -42,7 +42,7 @@ def evaluate(
     keep: Keeper | None,
     weight: Callable[[Watched], torch.Tensor] = _weight,
 ) -> torch.Tensor:
-    """Compute a value again.
+    """Recompute a value.
 
     Args:
         target: An expression, or an entry whose recipe is to be run.

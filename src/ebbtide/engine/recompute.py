@@ -1,4 +1,4 @@
-"""Running recipes: in forward to compare them, in backward because their value is needed, and to be timed."""
+"""Run recipes: in forward to verify them, in backward for their value, and for timing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ebbtide.engine.trust import Trust
 def recompute(
     trust: Trust, target: Entry, block: str, read: Reader, keep: Callable[[Entry, torch.Tensor], None]
 ) -> torch.Tensor:
-    """Evaluate an entry's recipe. Whatever it reads and produces is compared before anything is computed from it.
+    """Evaluate an entry's recipe. Its operands and its result are compared before they are used.
 
     Args:
         trust: Raises what a comparison finds.

@@ -1,4 +1,4 @@
-"""What a block's run asks of the engine around it."""
+"""The engine's interface to a block's run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ebbtide.store.protocol import Tier
 
 
 class Services(Protocol):
-    """The engine, as far as a run knows it: a run imports no engine."""
+    """The engine as seen by a run, which does not import it."""
 
     plan: Plan
     tier: Tier

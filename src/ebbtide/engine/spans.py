@@ -1,11 +1,10 @@
-"""How long whole passes, and their blocks, take while a plan is carried out.
+"""Time whole passes and their blocks while a plan is executed.
 
 [Note: a span]
-A span is the time from the first block of a pass to the end of its backward. Inside it each block has two stretches:
-its forward, with what lies between it and the next block, and its backward, from the moment at which the gradient of
-its output is there. Moments are read when the next pass begins, if the device has reached them by then, else one pass
-later: nobody waits for a device. A pass is left out whose backward did not come, between whose moments another pass
-ran, or that saved other amounts than the measured one.
+A span is the time from the first block of a pass to the end of its backward. Each block has two parts in it: its
+forward, up to the next block, and its backward, from the arrival of its output's gradient. Timestamps are read when the
+next pass begins, if the device has reached them, else one pass later, so nothing waits for a device. A pass is skipped
+if it had no backward, if another pass ran in between, or if it saved other amounts than the measured one.
 """
 
 from __future__ import annotations

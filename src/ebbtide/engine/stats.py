@@ -1,4 +1,4 @@
-"""What was saved and what was done with it, counted."""
+"""Counts of saved tensors by action."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ class Tally:
 
 
 class StallBook:
-    """Who waited for copies: asks the store, which may know only later, and tells of it.
+    """Attributes stalls to blocks: reads them from the store, which may know them only later, and emits them.
 
     Args:
         tier: The store.
-        bus: Told of waits that are long enough to be seen.
+        bus: Receives stalls above a threshold.
     """
 
     def __init__(self, tier: Tier, bus: Bus) -> None:
@@ -120,7 +120,7 @@ class StallBook:
         self._stalls.timed = measured or self._bus.active or number < _TIMED_PASSES
 
     def set_reader(self, where: str, block: str, nbytes: int | None = None) -> None:
-        """What is asked of the store from now on is asked for this block.
+        """Attribute the following calls of the store to this block.
 
         Args:
             where: ``"forward"`` or ``"backward"``.
@@ -130,11 +130,11 @@ class StallBook:
         self._stalls.reader = (where, block, nbytes)
 
     def clear_reader(self) -> None:
-        """What is asked of the store from now on is asked for no block: its waits count in the total only."""
+        """Attribute the following calls of the store to no block: their stalls count only in the total."""
         self._stalls.reader = None
 
     def flush(self) -> None:
-        """Count, and tell of, the waits that are known by now."""
+        """Count and emit the stalls known by now."""
         found: dict[tuple[str, str], tuple[float, int | None]] = {}
         for reader, seconds in self._tier.counters.stalls.read():
             if reader is not None:
@@ -150,7 +150,7 @@ class StallBook:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """How much of what autograd saves in the model's forward is saved in blocks.
+    """The blocks' share of the bytes that autograd saves in the model's forward.
 
     Attributes:
         inside_bytes: Bytes of the distinct storages saved in blocks, weights left out.
@@ -183,22 +183,22 @@ class Coverage:
 
 @dataclass(frozen=True, kw_only=True)
 class Stats:
-    """What a handle has seen. Bytes are those of the latest complete pass, except the totals.
+    """Figures of a handle. Bytes are those of the latest complete pass, except the totals.
 
     Attributes:
         packs: Saved tensors, weights left out.
-        saved_bytes: Their bytes, aliases counted again: what autograd was handed.
-        unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: what plain training holds.
+        saved_bytes: Their bytes, with every alias counted.
+        unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
         kept_bytes: Bytes that stayed on the device.
         offloaded_bytes: Bytes moved to the store.
-        recomputed_bytes: Bytes dropped, to be made again.
+        recomputed_bytes: Bytes dropped, to be recomputed.
         memory_saved_bytes: ``unique_bytes`` - ``kept_bytes``.
         memory_saved_percent: The same in percent of ``unique_bytes``; None before the first pass.
         small_storages: Distinct storages below ``min_bytes``, weights left out: they stay on the device.
         small_bytes: Their bytes, in none of the above.
         coverage_percent: Share of what autograd saves in the model's forward that is saved in blocks, as measured in
             the first pass; None before it, or where the model's own forward is not called.
-        checkpointed_blocks: Blocks re-run whole.
+        checkpointed_blocks: Checkpointed blocks.
         total_stall_seconds: Time compute waited for copies since the handle was made, as far as the device has told. A
             device times the passes that ``Auto`` measures and those that ``track_memory`` watches; else 2 in 50.
         stalls: The same by who waited, such as ``"forward layers.3"``.
@@ -206,7 +206,7 @@ class Stats:
         total_copy_in_bytes: Bytes copied in since then.
         copy_out_bytes_per_second: Rate while copying; None if unknown.
         copy_in_bytes_per_second: Rate while copying; None if unknown.
-        total_recomputes: Tensors made again since then.
+        total_recomputes: Tensors recomputed since then.
         total_recompute_seconds: Time spent on that, on the host's clock.
         demoted_sites: Sites whose first recompute differed, or failed, and that are offloaded instead.
         live_tickets: Tickets alive now.

@@ -1,4 +1,4 @@
-"""What is known of a step that was measured: plain values. See [Note: a measured step]."""
+"""The record of a measured step: plain values. See [Note: a measured step]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TimedUnit:
         block_input: It came into the block from outside.
         movable: The user's filters let it be offloaded.
         action: What was done with it in the measured step.
-        recompute_seconds: Time of making it again; None if that cannot be done.
+        recompute_seconds: Time of recomputing it; None if it cannot be recomputed.
         recompute_flops: Multiply-add work of that, in FLOP.
         narrow_bytes: Its size in the narrower type in which it is offloaded; None if there is none.
         host_seconds: The host's time of carrying out the action when it was saved.

@@ -1,12 +1,11 @@
 """A measured step: how long each block takes, what it saves, and what recomputing that costs.
 
 [Note: a measured step]
-Events cut one step into stretches, one after the other: a block's forward begins or ends, a block shows in backward,
-the backward ends. A stretch belongs to the block that began it; what lies between two blocks belongs to the one before;
-what lies between the last forward and the first backward is the turn-around; what lies between the end of the backward
-and the next pass is the tail. Blocks of other graphs, which may come in between, end a stretch like any other and are
-not counted. Each kind of saved tensor that has a recipe is recomputed right after it was saved, from operands that are
-there, and timed: what an operand costs is the operand's own.
+Events divide a step into consecutive parts: a block's forward begins or ends, a block's backward begins, the backward
+ends. A part belongs to the block that began it, and time between two blocks to the earlier one; the time from the last
+forward to the first backward is counted apart, and so is that from the end of backward to the next pass, the tail.
+Blocks of other graphs in between end a part and are not counted. Each kind of saved tensor with a recipe is recomputed
+right after it was saved, from operands in memory, and timed: the cost of recomputing an operand is its own.
 
 [Note: plain blocks]
 A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves

@@ -1,16 +1,16 @@
-"""Trust: recipes are compared with what they replace, once for each block before use and by fingerprint ever after.
+"""Trust: verify recipes against the tensors they replace, once per block before use and by fingerprint afterwards.
 
 [Note: trust]
-A recipe is built from what the graph says; that it gives the same bits is checked, not believed:
+A recipe is built from the graph; bitwise equality is verified:
 
-- The first time that a block saves at a site, the recipe runs while the tensor is there, and all bytes are compared. A
-  recipe that differs is never used: its site is offloaded in every block, and ``explain()`` says so. On an accelerator
-  the host does not wait for the answer: until it is there, the recipe is not used, and the tensor is offloaded. That
-  takes host memory that the plan does not count on, so beyond some bytes in a step the host waits after all.
-- Whatever is recomputed later carries a fingerprint of the tensor that was dropped, and is compared when it is needed,
-  before anything is computed from it. On the host that happens every time (a sample; all bytes in one block in 50 steps
-  of its kind); on an accelerator in those blocks only, all bytes, and the answer is read when the device has it, at the
-  latest before an optimizer of torch steps. A difference is an error, and the site is offloaded from then on.
+- The first time that a block saves at a site, the recipe runs while the real tensor is in memory, and all bytes are
+  compared. A recipe that differs is never used: its site is offloaded in every block, and ``explain()`` names it. On an
+  accelerator the host does not wait for the result: until then the tensor is offloaded. That takes host memory that the
+  plan does not count, so beyond some bytes per step the host does wait.
+- Later recomputes are compared with a fingerprint of the dropped tensor before anything is computed from them: on the
+  host every time (a sample; all bytes in one block in 50 steps of its kind); on an accelerator only in those blocks,
+  all bytes, with the result read at the latest before a torch optimizer steps. A difference is an error, and the site
+  is offloaded from then on.
 
 A verdict belongs to a block, its numerics, a site, the operators and the element types. Numbers and lengths that change
 from step to step make no new ones.

@@ -1,4 +1,4 @@
-"""What a block knows of its weights while it runs."""
+"""A block's weights while it runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ebbtide.engine.tickets import Expr, weights_read
 
 
 class Weights:
-    """Tells a block's weights, their views and their copies from activations.
+    """Distinguishes a block's weights, their views and their copies from activations.
 
     Args:
         model: Knows the model's weights, and which have bytes through the whole forward and backward.

@@ -1,4 +1,4 @@
-"""How many bytes may be on their way between a device and its store. See [Note: window] in ``ebbtide.engine.flow``."""
+"""The bytes allowed in flight between a device and its store. See [Note: window] in ``ebbtide.engine.flow``."""
 
 from __future__ import annotations
 

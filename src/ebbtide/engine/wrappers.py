@@ -1,4 +1,4 @@
-"""Saved tensors that are made of other tensors.
+"""Saved tensors that consist of other tensors.
 
 [Note: wrapper subclasses]
 A ``DTensor`` or a jagged nested tensor has no memory of its own (its storage reports bytes that are not there); its

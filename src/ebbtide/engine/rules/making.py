@@ -1,4 +1,4 @@
-"""How rules are made: one function for each shape that an operator's rule takes."""
+"""Rule constructors: one for each form of rule."""
 
 from __future__ import annotations
 

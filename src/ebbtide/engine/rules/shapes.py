@@ -1,4 +1,4 @@
-"""Rules for views, for what puts tensors together, and for what picks elements."""
+"""Rules for views, concatenation and indexing."""
 
 from __future__ import annotations
 
