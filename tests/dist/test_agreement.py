@@ -206,10 +206,10 @@ def another_may(n: int) -> bool:
 BUDGET: dict[str, Any] = {"host_budget": "1GiB"}
 DIFFERING: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     "policy": (({"policy": "offload"}, {"policy": "inputs"}), "plan is 'offload (every storage"),
-    "enable_ckpt": (({"enable_ckpt": True}, {}), "plan is 'minimal (all"),
+    "enable_ckpt": (({"enable_ckpt": True}, {}), "plan is 'minimal ("),
     "slowdown": (
         ({"policy": ebbtide.Auto(max_slowdown=0.1)}, {"policy": ebbtide.Auto(max_slowdown=0.2)}),
-        "plan is 'auto (by rule",
+        "plan is 'auto (",
     ),
     "min_bytes": (({"min_bytes": 0}, {"min_bytes": "1MiB"}), "min_bytes is '0' on rank 0, but '1048576' on rank 1"),
     "window": (({"window": "1MiB"}, {}), "window is '1048576 bytes' on rank 0, but 'as the model needs' on rank 1"),

@@ -382,7 +382,7 @@ def test_blocks_that_are_replayed_from_device_graphs_are_left_alone(caplog: pyte
     expected = tiny.step()
     with ebbtide.enable_activation_offloading(tiny.model, policy="offload", min_bytes=0) as handle:
         assert differences(tiny.step(), expected) == []
-        moved = handle.stats().total_copy_out_bytes
+        assert handle.stats().offloaded_bytes > 0  # of the latest pass; a copy may be cancelled, or counted late
         container: Any = cudagraph_trees.get_container(0)
         container.tree_manager = object()  # as after the first graph
         try:
@@ -390,7 +390,7 @@ def test_blocks_that_are_replayed_from_device_graphs_are_left_alone(caplog: pyte
                 assert differences(tiny.step(), expected) == []
         finally:
             container.tree_manager = None
-        assert moved > 0 and handle.stats().total_copy_out_bytes == moved
+        assert handle.stats().packs == handle.stats().offloaded_bytes == 0
         assert len([r for r in caplog.records if "reduce-overhead" in r.getMessage()]) == 1
         assert differences(tiny.step(), expected) == []
-        assert handle.stats().total_copy_out_bytes > moved
+        assert handle.stats().offloaded_bytes > 0
