@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.run import BlockRun
+
+_NO_HOOKS = "support saved tensor hooks"
+"""In torch's error for ``torch.func.grad`` and its kin while hooks are open."""
 
 
 class offloading:
@@ -34,8 +38,11 @@ class offloading:
         saved_tensors_hooks(run.pack, self._engine.unpack).__enter__()
         return run
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close()
+        if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
+            hint = "take the gradient with torch.autograd.grad, or leave the block out with blocks=..."
+            note_place(error, f"in block {self._block.name!r}, which calls torch.func inside its forward; hint: {hint}")
 
     def close(self) -> None:
         """Close the hooks and end the block. May be called repeatedly; a repeat finishes an interrupted close."""

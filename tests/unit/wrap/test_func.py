@@ -213,3 +213,24 @@ def test_tensors_without_memory(policy: str) -> None:
             assert handle.stats().offloaded_bytes == 0
             assert_nothing_left(handle._engine)
     assert empty.layers[0].a.weight.grad is not None
+
+
+class TakesGradient(nn.Module):
+    """A block that calls a transform inside its own forward, where hooks are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + grad(lambda v: v.square().sum())(x)
+
+
+def test_a_gradient_transform_inside_a_block_is_torchs_error_with_a_hint() -> None:
+    model = nn.Sequential(*[TakesGradient() for _ in range(3)])
+    with ebbtide.enable_activation_offloading(model, min_bytes=0):
+        with pytest.raises(RuntimeError, match="saved tensor hooks") as caught:
+            model(torch.randn(2, 8))
+        (note,) = caught.value.__notes__
+        assert "block '0'" in note and "hint: take the gradient with torch.autograd.grad" in note
+    assert model(torch.randn(2, 8)).shape == (2, 8)
