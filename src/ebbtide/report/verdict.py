@@ -52,7 +52,7 @@ def _against(summary: Summary, plain: Summary) -> str:
         change = "unchanged" if abs(less) < NOISE_BYTES else f"{_signed(-less)} ({100 * abs(less) / theirs:.0f} %)"
         facts.append(f"peak {change}")
     if (times := ratio_value(summary, plain)) is not None:
-        facts.append(f"step {100 * (times - 1):+.0f} %")
+        facts.append(f"step {100 * (times - 1):+.0f} %".replace("-", "−"))
     if (losses := loss_verdict(summary, plain)) != ABSENT:
         facts.append("losses bitwise equal" if losses == "equal" else "LOSSES DIFFER")
     return ", ".join(facts) or "nothing was measured"
