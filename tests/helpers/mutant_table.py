@@ -246,7 +246,7 @@ MUTANTS = (
         ("tests/unit/store/test_host.py",),
     ),
     Mutant(
-        "turn-around: a gradient inside a forward cancels its copies",
+        "cancel: a gradient inside a forward cancels its copies",
         "ebbtide/engine/restore.py",
         "if latest is None or not latest.is_open:",
         "if True:",

@@ -1,9 +1,9 @@
-"""Where a block saves, and what its plan is told about each storage.
+"""The sites at which a block saves, and the description of each storage that its plan decides on.
 
 [Note: site]
 A site names a saved tensor from step to step: the kind of its block, the module that ran, the autograd node that made
-the tensor, and how many that node's name has saved in this module before. The same few dozen come back in each step, so
-what a plan is told of one is made once and compared: a new description is made only where something in it differs.
+the tensor, and an ordinal among the node's tensors in this module. The same few dozen sites recur in each step, so a
+site's description is made once and compared: a new one is made only if something in it differs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
 
 Known = dict[tuple[Site, bool], Candidate]
-"""What a block's plan was told last, by site and by whether the storage had a recipe."""
+"""The latest description of each site of a block, without and with a recipe."""
 
 
 class Sites:
@@ -26,7 +26,7 @@ class Sites:
 
     Args:
         block: The block.
-        known: Of the block's earlier runs; filled on the way.
+        known: Descriptions from earlier runs of the block; updated in place.
     """
 
     def __init__(self, block: Block, known: Known) -> None:
@@ -50,7 +50,7 @@ class Sites:
     def candidate(
         self, site: Site, nbytes: int, *, block_input: bool, kept_bytes: int, flops: float | None = None
     ) -> Candidate:
-        """Return what the plan is told of a storage.
+        """Return the description of a storage.
 
         Args:
             site: Where it is saved.
