@@ -2,7 +2,7 @@
 
 The yardstick does not come from the engine: the *naive bytes* are those of the distinct storages that a second,
 independent pair of hooks sees saved inside the blocks in a plain forward, weights left out. Every figure of a policy is
-taken from a step whose loss, outputs and gradients are equal, bit by bit, to those of plain training.
+taken from a step whose loss, outputs and gradients are bitwise equal to those of plain training.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def report(rows: list[Row]) -> str:
             "the resident size of the process; they are predicted for budgets only. Steps are divided by the median of",
             "plain training's in the same rounds, quartiles in brackets. The bound is the linear program's, at the",
             "rates and times which the same process measured: no schedule that keeps as many bytes takes less.",
-            "Before each row its gradients were compared, bit by bit, with those of plain training. Made by",
+            "Before each row its gradients were compared bitwise with those of plain training. Made by",
             "`python -m benchmarks.suites.bound`; every step is in `run.json`.",
             "",
             *table(rows),

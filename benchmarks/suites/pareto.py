@@ -57,7 +57,7 @@ def report(rows: list[Row]) -> str:
             "",
             "Forward and backward of one step, no head and no optimizer. Peak: above weights, gradients and inputs.",
             "Out and in: bytes that were copied (on a CPU: written and read) in one step, counted from outside. Before",
-            "each row its gradients were compared, bit by bit, with those of plain training: no number where they",
+            "each row its gradients were compared bitwise with those of plain training: no number where they",
             "differ. Times are medians (quartiles) of one process; a row is a measurement and no claim. Made by",
             "`python -m benchmarks.suites.pareto`; every step is in `run.json`.",
             "",

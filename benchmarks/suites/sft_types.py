@@ -105,7 +105,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[str]:
         unique, kept = (f"{counted[key] / 2**20:.1f} MiB" for key in ("unique", "kept"))
         lines.append(
             f"| {name} | {count} | {one['first_epoch']:.4f} | {one['last_epoch']:.4f} | "
-            f"{count} of {count} losses equal, bit by bit | {unique} | {kept} |"
+            f"{count} of {count} losses bitwise equal | {unique} | {kept} |"
         )
     return lines
 

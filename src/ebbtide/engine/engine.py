@@ -192,7 +192,7 @@ class Engine:
         self.kept.add(entry)
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
-        """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
+        """Whether a recipe gives the tensor that a block saves now, bitwise, under these numerics."""
         run = functools.partial(evaluate_now, recipe, base, self.restorer.content)
         return self.trust.holds((block, numerics), entry, recipe, base, run)
 

@@ -63,7 +63,7 @@ class Services(Protocol):
         ...
 
     def trusts(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor, numerics: Numerics) -> bool:
-        """Whether a recipe gives the tensor that a block saves now, bit by bit, under these numerics."""
+        """Whether a recipe gives the tensor that a block saves now, bitwise, under these numerics."""
         ...
 
     def recomputer(self, block: str, entry: Entry, recipe: Expr, base: torch.Tensor) -> Callable[[], object] | None:
