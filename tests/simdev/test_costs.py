@@ -134,7 +134,7 @@ def test_a_recompute_without_room_gives_up_what_was_brought_in_ahead(monkeypatch
                 raise torch.OutOfMemoryError("no room")
             return recompute(*given)
 
-        monkeypatch.setattr("ebbtide.engine.engine.recompute", full)
+        monkeypatch.setattr("ebbtide.engine.restore.recompute", full)
         for _ in range(2):
             assert _same(plain, _step(model, x))
     assert refused
