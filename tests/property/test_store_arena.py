@@ -88,7 +88,7 @@ def test_who_takes_bytes_is_told_of_every_copy_that_runs_in_them(actions: list[t
     running: dict[int, tuple[str, int]] = {}  # line of the arena → stream and number of its last copy
 
     def lines(place: Place) -> list[int]:
-        spans = place.spans
+        spans = place.region.spans
         return [line for first, length in spans for line in range(first // 64, (first + length) // 64)]
 
     for action, number, size in actions:

@@ -104,7 +104,7 @@ def move(device: CheckedDevice) -> None:
     assert place is not None
     tier._arena.give(place)
     again = tier.park(second)
-    assert again.place is not None and again.place.spans == place.spans
+    assert again.place is not None and again.place.region.spans == place.region.spans
     for each in (slot, again):
         device.launch("compute", device.names_of(each.take()), (), "read")
     unread = tier.park(produce())
@@ -242,10 +242,10 @@ def test_a_place_given_back_twice_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     slot = tier.park(torch.zeros(1000, dtype=torch.uint8))
     place = slot.place
     assert place is not None
-    record = tier._arena._records[place.spans[0][0]]
+    record = tier._arena._records[place.region.spans[0][0]]
     tier._arena.give(place)
     tier._arena.give(place)  # harmless: it knows
-    tier._arena._records[place.spans[0][0]] = record
+    tier._arena._records[place.region.spans[0][0]], place.region.live[0] = record, place.nbytes
     with pytest.raises(ValueError, match="overlaps one that is free"):
         tier._arena.give(place)
     assert isinstance(tier._arena, Arena) and isinstance(tier._arena._extents, Extents)

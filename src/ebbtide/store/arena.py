@@ -9,9 +9,12 @@ arena: the arena never exceeds the most bytes parked at once by more than 3 %, a
 allocates nothing. With a forecast, the next chunk covers all of it: after the first block, the bytes of the others are
 known.
 
+Storages that are copied out together get one *region*, with a place for each: finding memory, and guarding it, costs as
+much for all as for one. The region is free again when its last place is.
+
 An interrupt may leave the bookkeeping inconsistent at any point. ``_torn`` marks this, and the next user recounts from
-the live places: an unrecorded place is free, and its guard covers its bytes. ``_lost`` has the places that died without
-being released. If neither is set the counts are right, and no place is inspected.
+the live regions: an unrecorded one is free, and its guard covers its bytes. ``_lost`` has the regions that died without
+being released. If neither is set the counts are right, and none is inspected.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import logging
 import operator
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,20 +46,37 @@ or more, and the number is doubled."""
 _MOST_REMEMBERED = 4096
 
 
+class Region:
+    """Host memory for storages that are copied out together; free again once none of its places is in use.
+
+    Attributes:
+        spans: Its ranges in the arena.
+        guard: The last copy from it or into it.
+        live: Sizes of the places in use, by their number in the region.
+    """
+
+    __slots__ = ("__weakref__", "guard", "live", "spans")
+
+    def __init__(self, sizes: Sequence[int], spans: tuple[Span, ...], guard: Guard) -> None:
+        self.spans, self.guard, self.live = spans, guard, dict(enumerate(sizes))
+
+
 class Place:
     """Host memory for one storage, released when the last reference is dropped.
 
     Attributes:
         nbytes: Its size.
-        spans: Its ranges in the arena.
+        region: The memory that it is a part of.
+        number: Which part.
         parts: Its memory in pieces, one-dimensional ``uint8``.
-        guard: The last copy from it or into it.
+        guard: Of the region: the last copy from it or into it.
     """
 
-    __slots__ = ("__weakref__", "guard", "nbytes", "parts", "spans")
+    __slots__ = ("guard", "nbytes", "number", "parts", "region")
 
-    def __init__(self, nbytes: int, spans: tuple[Span, ...], parts: tuple[torch.Tensor, ...], guard: Guard) -> None:
-        self.nbytes, self.spans, self.parts, self.guard = nbytes, spans, parts, guard
+    def __init__(self, nbytes: int, region: Region, number: int, parts: tuple[torch.Tensor, ...]) -> None:
+        self.nbytes, self.region, self.number, self.parts = nbytes, region, number, parts
+        self.guard = region.guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +115,7 @@ _BEGIN = operator.attrgetter("begin")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Record:
-    place: weakref.ref[Place]
-    nbytes: int
+    region: weakref.ref[Region]
     spans: tuple[Span, ...]
     guard: Guard
 
@@ -116,7 +135,7 @@ class Arena:
         self._records: dict[int, _Record] = {}
         self._cooling = Cooling()
         self._torn = False
-        self._lost: deque[weakref.ref[Place]] = deque()  # a deque's ``append`` is atomic
+        self._lost: deque[weakref.ref[Region]] = deque()  # a deque's ``append`` is atomic
         self._pins = device.capabilities.pinned_host
         self._top_bytes = self._expected_bytes = 0
         self._tops: deque[int] = deque(maxlen=_REMEMBERED)
@@ -154,10 +173,15 @@ class Arena:
         self._expected_bytes = nbytes
 
     def take(self, nbytes: int, *, spare_bytes: int = 0) -> Place:
-        """Return a place; copies into it must wait for ``place.guard.events``.
+        """Return one place: see ``take_all``."""
+        (place,) = self.take_all([nbytes], spare_bytes=spare_bytes)
+        return place
+
+    def take_all(self, sizes: Sequence[int], *, spare_bytes: int = 0) -> list[Place]:
+        """Return places in one region; copies into it must wait for the events of its guard.
 
         Args:
-            nbytes: Its size.
+            sizes: Their sizes, not empty.
             spare_bytes: Bytes of the budget that must remain free.
 
         Raises:
@@ -165,7 +189,8 @@ class Arena:
         """
         self._audit()
         self._cooling.prune(self._device)
-        need = round_up(nbytes, PLACE_ALIGN_BYTES)
+        nbytes, rounded = sum(sizes), [-(-n // PLACE_ALIGN_BYTES) * PLACE_ALIGN_BYTES for n in sizes]
+        need = sum(rounded)
         if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
             raise self._full(nbytes)
         self._torn = True
@@ -173,28 +198,35 @@ class Arena:
         if spans is None:
             self._grow(nbytes, need)
             spans = self._find(need) or []
-        guard = Guard(self._cooling.over(spans))
-        place = Place(nbytes, tuple(spans), self._parts(spans, nbytes), guard)
-        self._records[spans[0][0]] = _Record(weakref.ref(place, self._lost.append), nbytes, place.spans, guard)
+        region = Region(sizes, tuple(spans), Guard(self._cooling.over(spans)))
+        starts = itertools.accumulate(rounded, initial=0)
+        places = [
+            Place(size, region, number, self._parts(spans, start, size))
+            for (number, size), start in zip(enumerate(sizes), starts, strict=False)
+        ]
+        self._records[spans[0][0]] = _Record(weakref.ref(region, self._lost.append), region.spans, region.guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         for first, length in spans:
             self._top_bytes = max(self._top_bytes, first + length)
         self._torn = False
-        return place
+        return places
 
     def give(self, place: Place) -> None:
         """Release a place, in which a copy may still run. May be called repeatedly."""
-        record = self._records.get(place.spans[0][0])
-        if record is None or record.place() is not place:
+        region = place.region
+        record = self._records.get(region.spans[0][0])
+        if record is None or record.region() is not region or place.number not in region.live:
             return
         if self._torn:
             self._audit()  # before the counts are marked consistent
         self._torn = True
-        self._cool(record)
-        for first, length in record.spans:
-            self._extents.release(first, length)
-        self._used_bytes -= record.nbytes
+        del region.live[place.number]
+        if not region.live:
+            self._cool(record)
+            for first, length in record.spans:
+                self._extents.release(first, length)
+        self._used_bytes -= place.nbytes
         self._torn = False
 
     def trim(self, streams: Iterable[StreamHandle] = ()) -> None:
@@ -221,11 +253,16 @@ class Arena:
         first = self._extents.reserve(need)
         return self._extents.gather(need) if first is None else [(first, need)]
 
-    def _parts(self, spans: list[Span], nbytes: int) -> tuple[torch.Tensor, ...]:
+    def _parts(self, spans: list[Span], start: int, nbytes: int) -> tuple[torch.Tensor, ...]:
+        """Return the memory of ``nbytes`` that begin ``start`` bytes after the beginning of some spans."""
         parts: list[torch.Tensor] = []
-        for first, length in spans:
-            end = first + min(length, nbytes)
-            nbytes -= end - first
+        for begin, length in spans:
+            if start >= length:
+                start -= length
+                continue
+            first = begin + start
+            end = first + min(length - start, nbytes)
+            nbytes, start = nbytes - (end - first), 0
             index = bisect.bisect_right(self._chunks, first, key=_BEGIN) - 1
             while first < end:
                 chunk = self._chunks[index]
@@ -246,13 +283,17 @@ class Arena:
             return
         self._torn = True
         self._lost.clear()
+        used_bytes = 0
         for record in list(self._records.values()):
-            if record.place() is None:
+            region = record.region()
+            if region is None or not region.live:
                 self._cool(record)
+            else:
+                used_bytes += sum(region.live.values())
         records = self._records.values()
         self._extents.size_bytes = sum(chunk.memory.numel() for chunk in self._chunks)
         self._extents.keep(span for record in records for span in record.spans)
-        self._used_bytes = sum(record.nbytes for record in records)
+        self._used_bytes = used_bytes
         self._torn = False
 
     def _growth_bytes(self, budget_bytes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import operator
 import threading
@@ -153,21 +154,21 @@ class HostTier:
             TargetError: The tier is closed.
         """
         self._check(None)
-        found: list[HostSlot | CapError] = []
-        begun: dict[torch.device, list[Out]] = {}
         for source in sources:
             _check_source(source)
-            try:
-                place = self._take(source.numel(), spare_bytes)
-            except CapError as error:
-                found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
-                continue
-            slot = HostSlot(self, place, source.device)
-            found.append(slot)
-            begun.setdefault(source.device, []).append((slot, place, source))
-        for where, group in begun.items():
-            self.copies.out(where, group, compute)
-        return found
+        found: dict[int, HostSlot | CapError] = {}
+        for where in dict.fromkeys([source.device for source in sources]):
+            numbers = [i for i, source in enumerate(sources) if source.device == where]
+            group: list[Out] = []
+            for i, place in zip(numbers, self._places([sources[i].numel() for i in numbers], spare_bytes), strict=True):
+                if isinstance(place, CapError):
+                    found[i] = place
+                else:
+                    slot = found[i] = HostSlot(self, place, where)
+                    group.append((slot, place, sources[i]))
+            if group:
+                self.copies.out(where, group, compute)
+        return [found[i] for i in range(len(sources))]
 
     def fill(self, content: torch.Tensor, where: torch.device) -> HostSlot:
         """Return a slot with bytes from pageable memory, as if they had been parked from ``where``.
@@ -179,7 +180,9 @@ class HostTier:
             TargetError: The tier is closed.
         """
         self._check(None)
-        place = self._take(content.numel(), 0)
+        with self._lock:
+            self._settle()
+            place = self._arena.take(content.numel())
         for event in place.guard.events(self.device):
             self.device.synchronize(event)
         for part, piece in pieces(place, content):
@@ -224,9 +227,11 @@ class HostTier:
 
     def take(self, slot: HostSlot) -> torch.Tensor:
         """Return the bytes of ``slot``."""
-        self._check(slot)
-        with self._lock:
-            self._settle()
+        if self._closed or slot.freed:
+            self._check(slot)
+        if self._dead or self._leaving:
+            with self._lock:
+                self._settle()
         if self.synchronous:
             target = self.device.allocate(slot.nbytes, slot.where)
             for part, piece in pieces(slot.has_place(), target):
@@ -238,7 +243,7 @@ class HostTier:
             (ahead,) = self.copies.into([slot])
         elif ahead.compute != compute:  # whose memory would be reused while this one still reads
             self.device.record_use(ahead.target, compute)
-        self.copies.stall(compute, ahead.done)
+        self.copies.wait_once(compute, ahead.done)
         slot.ahead = None  # only after compute waits: the memory must not be dropped while the copy runs
         return ahead.target
 
@@ -278,10 +283,20 @@ class HostTier:
             self._arena.clear()
             self._settle()
 
-    def _take(self, nbytes: int, spare_bytes: int) -> Place:
+    def _places(self, sizes: list[int], spare_bytes: int) -> list[Place | CapError]:
+        """Return a place, or the error that prevents it, for each size: in one region, if there is one for all."""
         with self._lock:
             self._settle()
-            return self._arena.take(nbytes, spare_bytes=spare_bytes)
+            if not spare_bytes:  # else whoever spills frees them one by one
+                with contextlib.suppress(CapError):
+                    return [*self._arena.take_all(sizes)]
+            places: list[Place | CapError] = []
+            for nbytes in sizes:
+                try:
+                    places.append(self._arena.take(nbytes, spare_bytes=spare_bytes))
+                except CapError as error:
+                    places.append(error.with_traceback(None))  # whose frames would keep this list alive
+            return places
 
     def _check(self, slot: HostSlot | None) -> None:
         if self._closed:
@@ -293,7 +308,8 @@ class HostTier:
         # An interrupted step is repeated, so references are dropped last.
         while self._dead:
             slot = self._dead[0]
-            self.copies.drop(slot)
+            if slot.ahead is not None:
+                self.copies.drop(slot)
             if slot.source is not None:
                 if slot.done is None and slot.place is not None and slot.place.guard.claimed:  # interrupted
                     slot.done = slot.place.guard.done(self.device)

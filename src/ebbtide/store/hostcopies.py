@@ -1,8 +1,8 @@
 """Copies between a device and host memory: queued in groups, ordered by events, and timed.
 
 [Note: groups] Each device call costs the host microseconds: recording an event, a wait, entering a stream. So copies
-that are queued together share all calls but the copies themselves. Each storage has its own place and memory, which are
-freed as soon as it is no longer needed, independent of its group.
+that are queued together share all calls but the copies themselves, and one region of host memory. On the device each
+storage has its own memory, which is freed as soon as it is no longer needed, independent of its group.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ _MOST_SPANS = 4096
 
 Out = tuple[HostSlot, Place, torch.Tensor]
 """A slot, its place, and its source."""
+
+_T = TypeVar("_T")
 
 _Span = tuple[Callable[[float], None], EventHandle, EventHandle]
 """Called with the seconds between two events once both have completed."""
@@ -43,6 +46,8 @@ class HostCopies:
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
         self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
+        self._waited: tuple[EventHandle, StreamHandle] = None, None
+        self._completed: EventHandle = None
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
 
     @property
@@ -58,7 +63,7 @@ class HostCopies:
             group: The slots, their places, and the sources.
             compute: The stream on which they were made; None: the caller's.
         """
-        device, nbytes = self.device, sum(slot.nbytes for slot, _, _ in group)
+        device, nbytes = self.device, sum([slot.nbytes for slot, _, _ in group])
         self._counters.out_bytes += nbytes
         if len(self._spans["out"]) > _MOST_SPANS:
             self.harvest()
@@ -76,15 +81,17 @@ class HostCopies:
             if several:
                 device.record_use(source, compute)  # it waits for the copy before the source is dropped
         device.wait(out, device.record(compute))
-        for event in _each_once(event for _, place, _ in group for event in place.guard.events(device)):
+        guards = _each_once([place.guard for _, place, _ in group])
+        for event in _each_once([event for guard in guards for event in guard.events(device)]):
             device.wait(out, event)
         begin = self._begin(out)
-        for _, place, _ in group:
-            place.guard.claim(out)
+        for guard in guards:
+            guard.claim(out)
         device.copy_all([pair for _, place, source in group for pair in pieces(place, source)], out)
         done = device.record(out, timed=begin is not None)
-        for slot, place, _ in group:
-            place.guard.finish(done)
+        for guard in guards:
+            guard.finish(done)
+        for slot, _, _ in group:
             slot.done = done
         self._note_span("out", functools.partial(self._counters.copied_out, nbytes), begin, done)
 
@@ -102,30 +109,34 @@ class HostCopies:
             torch.OutOfMemoryError: There is no room for the first.
         """
         device, where = self.device, slots[0].where
-        targets: list[torch.Tensor] = []
+        group: list[Out] = []
         for slot in slots:
-            self.drop(slot)
+            if slot.ahead is not None:
+                self.drop(slot)
+            place = slot.has_place()
             try:
-                targets.append(device.allocate(slot.nbytes, where))
+                group.append((slot, place, device.allocate(slot.nbytes, where)))
             except torch.OutOfMemoryError:
-                if not targets:
+                if not group:
                     raise
                 break
-        group = [(slot, slot.has_place(), target) for slot, target in zip(slots, targets, strict=False)]
-        nbytes, compute = sum(slot.nbytes for slot, _, _ in group), device.compute_stream(where)
+        nbytes, compute = sum([slot.nbytes for slot, _, _ in group]), device.compute_stream(where)
         _, into = self._side_streams(where)
         device.wait(into, device.record(compute))
-        for event in _each_once(slot.done for slot, _, _ in group if slot.done is not None):
+        for event in _each_once([slot.done for slot, _, _ in group if slot.done is not None]):
             device.wait(into, event)
+        guards = _each_once([place.guard for _, place, _ in group])
         begin = self._begin(into)
-        begun = [HostCopyIn(target, compute, into) for target in targets]
-        for (slot, place, _), ahead in zip(group, begun, strict=True):
+        begun = [HostCopyIn(target, compute, into) for _, _, target in group]
+        for (slot, _, _), ahead in zip(group, begun, strict=True):
             slot.ahead = ahead
-            place.guard.claim(into)
+        for guard in guards:
+            guard.claim(into)
         device.copy_all([(piece, part) for _, place, target in group for part, piece in pieces(place, target)], into)
         done = device.record(into, timed=begin is not None)
-        for (_, place, _), ahead in zip(group, begun, strict=True):
-            place.guard.finish(done)
+        for guard in guards:
+            guard.finish(done)
+        for ahead in begun:
             ahead.done = done
         self._counters.in_bytes += nbytes
         self._note_span("in", functools.partial(self._counters.copied_in, nbytes), begin, done)
@@ -147,6 +158,22 @@ class HostCopies:
         self.device.wait(stream, event)
         end = self.device.record(stream, timed=True)
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
+
+    def wait_once(self, stream: StreamHandle, event: EventHandle) -> None:
+        """Make ``stream`` wait for ``event``, unless it was the last to do so: copies of a group share one."""
+        last, by = self._waited
+        if last is not event or by != stream:
+            self.stall(stream, event)
+            self._waited = event, stream
+
+    def is_done(self, event: EventHandle) -> bool:
+        """Whether ``event`` has completed; the device is asked once for the copies of a group."""
+        if self._completed is event:
+            return True
+        done = self.device.query(event)
+        if done:
+            self._completed = event
+        return done
 
     def harvest(self) -> None:
         """Count the times of completed copies and waits."""
@@ -190,6 +217,6 @@ def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, t
     return zip(place.parts, tensor.split([part.numel() for part in place.parts]), strict=True)
 
 
-def _each_once(events: Iterable[EventHandle]) -> Iterable[EventHandle]:
-    """Return events without duplicates: copies of a group share one."""
-    return {id(event): event for event in events}.values()
+def _each_once(things: Iterable[_T]) -> list[_T]:
+    """Return events, or guards, without duplicates: those of a group share one."""
+    return [*{id(thing): thing for thing in things}.values()]

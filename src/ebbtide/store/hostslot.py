@@ -55,7 +55,7 @@ class HostSlot:
     @property
     def parked(self) -> bool:
         """Whether the copy-out is done."""
-        done = self.done is None or self._tier.device.query(self.done)
+        done = self.done is None or self._tier.copies.is_done(self.done)
         if done:
             self.source = None
         return done

@@ -130,7 +130,7 @@ def test_freed_at_any_moment() -> None:
     last = tier.park(source)
     last.wait_parked()
     assert torch.equal(last.take(), source)
-    assert last.place is not None and last.place.spans == ((0, 128),) and device.violations == []
+    assert last.place is not None and last.place.region.spans == ((0, 128),) and device.violations == []
     del last
     gc.collect()
     assert tier.used_bytes == 0 and device.live_bytes == 0
@@ -210,7 +210,7 @@ def reuse_while_it_is_read(device: FakeDevice, tier: HostTier, busy: float) -> l
     tier._arena.give(place)
     device.compute(busy)
     again = tier.park(second)
-    assert again.place is not None and again.place.spans == place.spans
+    assert again.place is not None and again.place.region.spans == place.region.spans
     return [(first, slot.take()), (second, again.take())]
 
 
