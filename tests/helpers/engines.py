@@ -103,8 +103,9 @@ def open_engine(
 
 
 @contextlib.contextmanager
-def block(engine: Engine, *inputs: Tensor, weights: Sequence[Tensor] = (), name: str = "b", index: int = 0) -> Any:
+def block(engine: Engine, *inputs: Tensor, weights: Sequence[Tensor] = (), name: str = "", index: int = 0) -> Any:
     """One block's forward, as the wrapper runs it."""
+    name = name or f"b{index or ''}"
     described = Block(name=name, kind="Block", index=index, count=1, weights=lambda: weights)
     with offloading(engine, described, list(inputs)) as run:
         yield run

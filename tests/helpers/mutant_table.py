@@ -3,10 +3,130 @@
 from tests.helpers.mutants import Mutant
 
 OPERANDS = ("tests/unit/engine/test_operands.py",)
+MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
 
 MUTANTS = (
+    Mutant(
+        "memo: the class is not compared",
+        "ebbtide/engine/memo.py",
+        "type(tensor) is not torch.Tensor\n            or ",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the element type is not compared",
+        "ebbtide/engine/memo.py",
+        "tensor.dtype is not self._dtype\n            or ",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the size is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor.size() != self._size\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the strides is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor.stride() != self._stride\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the offset is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor.storage_offset() != self._offset\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the device is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor.device != self._device\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the version is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor._version\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the sign is not compared",
+        "ebbtide/engine/memo.py",
+        "            or tensor.is_neg()\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the layout of the base is not compared",
+        "ebbtide/engine/memo.py",
+        " or Layout.of(base) != self.base_layout",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the memory of the base is not compared",
+        "ebbtide/engine/memo.py",
+        " and base.untyped_storage() is storage",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the size of the memory is not compared",
+        "ebbtide/engine/memo.py",
+        " and storage.nbytes() == self.nbytes",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: the node is not compared",
+        "ebbtide/engine/memo.py",
+        " and node.name() == self._node",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: a view is taken for what is none",
+        "ebbtide/engine/memo.py",
+        "        elif self._is_view:\n            return None\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
+        "memo: a tensor is taken for one at another site",
+        "ebbtide/engine/admit.py",
+        "or not self._sites.take(site):",
+        ":",
+        ("tests/property/test_replay.py",),
+    ),
+    Mutant(
+        "memo: an input is taken for what the block made",
+        "ebbtide/engine/admit.py",
+        "if came_in is not candidate.block_input or not",
+        "if not",
+        ("tests/property/test_replay.py",),
+    ),
+    Mutant(
+        "memo: a storage that an earlier block keeps is counted again",
+        "ebbtide/engine/run.py",
+        " or key in self.pass_.kept else None",
+        " else None",
+        ("tests/unit/engine/test_memo.py",),
+    ),
+    Mutant(
+        "memo: a weight is taken for an activation",
+        "ebbtide/engine/run.py",
+        "if memo is not None and not self.weights.include(tensor) and",
+        "if memo is not None and",
+        ("tests/property/test_replay.py",),
+    ),
     Mutant(
         "weights: the version of a watched weight is not compared",
         "ebbtide/engine/guard.py",

@@ -38,7 +38,7 @@ class Site(NamedTuple):
         return f"{self.block_kind}/{where}/{self.node}#{self.ordinal}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidate:
     """A storage that a plan decides on, described when it is first saved.
 
@@ -50,7 +50,8 @@ class Candidate:
         block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
             recomputed; 0 for element-wise chains.
-        kept_bytes: Bytes that live graphs keep on the device under this plan.
+        kept_bytes: Bytes that live graphs keep on the device under this plan, now. All else describes the storage and
+            stays as it is: the same candidate comes again in the next step.
     """
 
     site: Site

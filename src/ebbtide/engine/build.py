@@ -23,7 +23,7 @@ from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
 from ebbtide.engine.storages import storage_key
-from ebbtide.engine.tickets import UNCHECKED, Expr, LightTicket, Operand, Ticket
+from ebbtide.engine.tickets import UNCHECKED, Expr, KeptTicket, LightTicket, Operand, Ticket
 from ebbtide.engine.weights import Weights
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Builder:
         self._inputs, self._saved_input, self._watch = inputs, saved_input, watch
         self._watched: dict[tuple[Layout, int, int], Watched] = {}
         self.tickets: dict[tuple[int, int], Ticket | LightTicket] = {}
-        self._of_views: dict[tuple[int, int], tuple[Ticket, Layout]] = {}
+        self._of_views: dict[tuple[int, int], tuple[Ticket | KeptTicket, Layout]] = {}
         self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
         self._alive: list[Node] = []  # an id is valid only while its node is alive
@@ -170,7 +170,7 @@ class Builder:
         if known is not ticket and known.changed:  # under no_grad: the node stays, the value does not
             self.tickets[key] = ticket
 
-    def note_view(self, base: torch.Tensor, ticket: Ticket) -> None:
+    def note_view(self, base: torch.Tensor, ticket: Ticket | KeptTicket) -> None:
         """Remember the ticket of a view of a value."""
         node = base.grad_fn
         known = self._of_views.get((id(node), base.output_nr))
@@ -231,9 +231,12 @@ class Builder:
         ticket = None if input_tensor is None else self._saved_input(input_tensor)
         return None if ticket is None else self._usable(ticket)
 
-    def _by_view(self, key: tuple[int, int]) -> Ticket | None:
+    def _by_view(self, key: tuple[int, int]) -> Ticket | LightTicket | None:
         """Return the ticket of a value of which a view was saved, if that view's entry stands for all of it."""
         ticket, layout = self._of_views[key]
+        if isinstance(ticket, KeptTicket):
+            kept_ticket = self.tickets[key] = ticket.over(layout)
+            return kept_ticket
         if layout.first < ticket.entry.first or layout.last > ticket.entry.last:
             return None
         full_ticket = self.tickets[key] = Ticket(ticket.entry, layout, ticket.run, ticket.probe, ticket.version)

@@ -29,7 +29,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import Entry, Expr, LightTicket, Ticket
+from ebbtide.engine.tickets import Entry, Expr, KeptTicket, LightTicket, Ticket
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -89,6 +89,7 @@ class Engine:
         self.kept = LiveBytes()  # what graphs that are alive keep on the device because the plan said so
         self.known_sites: dict[str, Known] = {}
         self.tensor_filter, self.keep_filter = tensor_filter, keep_filter
+        self.replays = not options.verify and keep_filter is None  # see [Note: memo]
         self._pass = Pass()
         self._window = Window(options.window_bytes)
         self._copy_out = CopyOut(tier, self._window)
@@ -135,6 +136,7 @@ class Engine:
         run = BlockRun(self, block, self._pass, inputs, checkpointed=checkpointed)
         if self.timer is not None:
             self.timer.block_begins(run)
+        run.replays = self.replays and not (self.timer is not None and self.timer.measuring)
         return run
 
     def end_block(self, run: BlockRun, *, checkpointed: bool = False) -> None:
@@ -211,6 +213,11 @@ class Engine:
 
     def unpack(self, ticket: Ticket | LightTicket | WrapperTicket) -> torch.Tensor:
         """Return the saved tensor of a ticket: the unpack hook."""
+        if isinstance(ticket, KeptTicket):
+            task, run = torch._C._current_graph_task_id(), ticket.run
+            if ticket.tensor._version != ticket.version or (task != -1 and run.task != task):
+                self._begin_with(ticket, task)
+            return ticket.tensor
         if isinstance(ticket, LightTicket):
             return ticket.read()
         if isinstance(ticket, WrapperTicket):
@@ -230,6 +237,17 @@ class Engine:
             note_place(error, f"while restoring {where}")
             raise
 
+    def _begin_with(self, ticket: KeptTicket, task: int) -> None:
+        """A block shows in a backward by a tensor that was kept; or that was changed, which raises."""
+        try:
+            ticket.read()
+            with self.lock:
+                if ticket.run.task != task:
+                    self.restorer.begin_block(ticket.run, task)
+        except BaseException as error:
+            note_place(error, f"while restoring {ticket.site} of block {ticket.run.block.name!r} (keep)")
+            raise
+
     # Counting
 
     def stats(self) -> Stats:
@@ -240,6 +258,7 @@ class Engine:
             self._stalls.flush()
         return Stats(
             packs=tally.packs,
+            replayed=tally.replayed,
             memory_saved_bytes=saved,
             memory_saved_percent=100.0 * saved / tally.unique if tally.unique else None,
             small_storages=tally.small,

@@ -30,7 +30,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,17 +47,25 @@ logger = logging.getLogger("ebbtide.engine")
 
 
 class LiveBytes:
-    """The bytes of those entries of many that are alive, without a look at each: it is asked at every saved tensor."""
+    """The bytes of those of many entries that are alive, without a look at each: it is asked at every saved tensor."""
 
     def __init__(self) -> None:
-        self._bytes: dict[weakref.ref[Entry], int] = {}
-        self._dead: deque[weakref.ref[Entry]] = deque()
+        self._bytes: dict[weakref.ref[Any], int] = {}
+        self._dead: deque[weakref.ref[Any]] = deque()
         self._total = 0
 
     def add(self, entry: Entry) -> None:
         """Count an entry as long as it lives."""
         self._bytes[weakref.ref(entry, self._dead.append)] = entry.nbytes  # nothing interrupts a deque's ``append``
         self._total += entry.nbytes
+
+    def grow(self, run: RunRecord, nbytes: int) -> None:
+        """Count ``nbytes`` more as long as a block's run lives."""
+        if run.alive is None:
+            run.alive = weakref.ref(run, self._dead.append)
+            self._bytes[run.alive] = 0
+        self._bytes[run.alive] += nbytes
+        self._total += nbytes
 
     def remove(self, entry: Entry) -> None:
         """Count an entry no longer."""
@@ -117,7 +125,8 @@ class CopyOut:
             self.in_flight_bytes += waiting.nbytes
             self._begin([waiting], waiting)
         elif not late:
-            self._gather(waiting, new=waiting)
+            if not self._gather(waiting, new=waiting) and self._in_window:
+                return
         else:
             self._held.append(waiting)
             self._held_live.add(entry)
@@ -126,6 +135,11 @@ class CopyOut:
                 self._is_held_no_more(begun)
                 self._gather(begun._replace(stayed=begun.pass_ is not pass_), new=waiting)
         self.retire(new=waiting)
+
+    @property
+    def _in_window(self) -> bool:
+        held_bytes = self._held_live.total if self._held else 0
+        return self.in_flight_bytes + held_bytes <= self.window.out_bytes
 
     def end_pass(self, pass_: Pass) -> None:
         """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
@@ -156,10 +170,9 @@ class CopyOut:
         """
         if self._queue:
             self._drop_copied(sys.maxsize)
-        limit_bytes = -1 if settle else self.window.out_bytes
-        if self.in_flight_bytes + self._held_live.total > limit_bytes:
+        if settle or not self._in_window:
             self.begin(new)
-            self._drop_copied(limit_bytes)
+            self._drop_copied(-1 if settle else self.window.out_bytes)
         if not self._queue and not self._gathered:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count
 
@@ -178,7 +191,8 @@ class CopyOut:
                     self.in_flight_bytes -= self._queue.popleft().nbytes
                     note_place(error, f"while copying out {entry.site} ({entry.action.value})")
                     raise
-                drop_source(entry)
+                entry.tainted = entry.changed
+                entry.source = None
             del entry
             self.in_flight_bytes -= self._queue.popleft().nbytes
 
@@ -209,14 +223,19 @@ class CopyOut:
         if entry is not None:
             self._held_live.remove(entry)
 
-    def _gather(self, waiting: _Waiting, *, new: _Waiting) -> None:
+    def _gather(self, waiting: _Waiting, *, new: _Waiting) -> bool:
+        """Begin the copy of an entry with those of others; returns whether a group of copies has begun."""
+        begun = False
         if self._gathered and self._gathered[-1].stream != waiting.stream:
             self.begin(new)
+            begun = True
         self._gathered.append(waiting)
         self._gathered_bytes += waiting.nbytes
         self.in_flight_bytes += waiting.nbytes
         if self._gathered_bytes >= self.window.gathered_bytes:
             self.begin(new)
+            begun = True
+        return begun
 
     def _begin(self, group: Sequence[_Waiting], new: _Waiting | None) -> None:
         """Ask the store to take entries that were saved on one stream and count as in flight."""
@@ -255,12 +274,6 @@ class CopyOut:
         self.refused_bytes += entry.nbytes
         if counted:
             waiting.pass_.stayed(entry.site, waiting.nbytes)
-
-
-def drop_source(entry: Entry) -> None:
-    """Let go of the device memory of an entry whose copy-out is done."""
-    entry.tainted = entry.changed
-    entry.source = None
 
 
 _Coming = tuple[weakref.ref[Entry], Entry, int, Slot]
@@ -336,8 +349,10 @@ class CopyIn:
 
     def has_read(self, entry: Entry) -> None:
         """An entry was read: its bytes no longer count as ahead."""
-        self._forget(weakref.ref(entry))
-        self.advance()
+        self.ahead_bytes -= self._requested.pop(weakref.ref(entry), (0, 0))[0]
+        free_bytes = self.window.in_bytes - self.ahead_bytes
+        if not self.ahead_bytes or self._can_cancel or free_bytes >= self.window.gathered_bytes:
+            self.advance()
 
     def reach(self, run: RunRecord) -> None:
         """A block's backward begins: what blocks before the last one did not come for is in the way of what comes."""
@@ -377,5 +392,6 @@ def _walk(run: RunRecord | None) -> Iterator[tuple[weakref.ref[Entry], int]]:
     # Yields references: a suspended generator would keep an entry, and with it a slot, alive.
     while run is not None:
         number = run.number
-        yield from ((reference, number) for reference in run.backward_order())
+        for reference in run.backward_order():
+            yield reference, number
         run = run.previous

@@ -107,9 +107,10 @@ class Restorer:
                 self._engine.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             entry.restored = None  # a backward changed in place what it was given
-        storage = entry.live_storage
-        if storage is not None:
-            return byte_view(storage, entry.first, entry.last, entry.empty)
+        if entry.storage_ref is not None and entry.storage_ref() is not None:
+            storage = entry.live_storage
+            if storage is not None:
+                return byte_view(storage, entry.first, entry.last, entry.empty)
         if entry.tainted:
             raise operand_error(str(entry.site))
         if entry.slot is None:
@@ -125,7 +126,9 @@ class Restorer:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
-        self._keep(backward, entry, content)
+        if backward is not None:
+            entry.restored, entry.restored_on = content, self._engine.tier.stream_of(content)
+            backward.restored.append(weakref.ref(entry))
         if flow is not None:
             flow.has_read(entry)
         return content
@@ -133,7 +136,7 @@ class Restorer:
     def _with_room(self, name: str, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run ``work``, marked by name; where the device has no room, once more without what was brought in ahead."""
         try:
-            return marked(name, work)
+            return marked(name, work) if torch.autograd._profiler_enabled() else work()  # pyright: ignore
         except torch.OutOfMemoryError:
             if flow is None or not flow.ahead_bytes:
                 raise

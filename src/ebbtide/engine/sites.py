@@ -1,4 +1,4 @@
-"""The sites at which a block saves, and the description of each storage that its plan decides on.
+"""The sites at which a block saves, and what is remembered of each position from run to run.
 
 [Note: site]
 A site names a saved tensor from step to step: the kind of its block, the module that ran, the autograd node that made
@@ -12,13 +12,49 @@ import functools
 from dataclasses import replace
 
 from ebbtide.base.actions import Candidate, Site
+from ebbtide.engine.memo import Memo
 from ebbtide.engine.passes import Block
 
 FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
 
-Known = dict[tuple[Site, bool], Candidate]
-"""The latest description of each site of a block, without and with a recipe."""
+OUTSIDE = "(block)"
+"""Where no module of the block is known to run."""
+
+
+class Known:
+    """What the runs of a block leave to later ones.
+
+    Attributes:
+        candidates: The latest description of each site, without and with a recipe.
+        memos: For each module, what is known of the tensors that it saves, in order. See [Note: memo].
+    """
+
+    __slots__ = ("candidates", "memos")
+
+    def __init__(self) -> None:
+        self.candidates: dict[tuple[Site, bool], Candidate] = {}
+        self.memos: dict[str, list[Memo | None]] = {}
+
+
+class Position:
+    """How many tensors a module has saved in this run, and what is known of each.
+
+    Args:
+        memos: From earlier runs; updated in place.
+    """
+
+    __slots__ = ("memos", "next")
+
+    def __init__(self, memos: list[Memo | None]) -> None:
+        self.memos, self.next = memos, 0
+
+    def remember(self, memo: Memo | None) -> None:
+        """Replace what was known of the tensor saved last."""
+        if self.next > len(self.memos):
+            self.memos.append(memo)
+        else:
+            self.memos[self.next - 1] = memo
 
 
 class Sites:
@@ -26,12 +62,32 @@ class Sites:
 
     Args:
         block: The block.
-        known: Descriptions from earlier runs of the block; updated in place.
+        known: From earlier runs of the block; updated in place.
+
+    Attributes:
+        position: Of the innermost running module.
     """
 
     def __init__(self, block: Block, known: Known) -> None:
-        self._block, self._known = block, known
+        self._block, self._known, self._memos = block, known.candidates, known.memos
         self._counts: dict[tuple[str, str], int] = {}
+        self._positions: dict[str, Position] = {}
+        self.go_to(OUTSIDE)
+
+    def go_to(self, module: str) -> None:
+        """The innermost running module is another one now."""
+        found = self._positions.get(module)
+        if found is None:
+            found = self._positions[module] = Position(self._memos.setdefault(module, []))
+        self.position = found
+
+    def take(self, site: Site) -> bool:
+        """Count a tensor at a site that is known from before; False, and nothing is counted: it is at another one."""
+        key = site.module, site.node
+        if self._counts.get(key, 0) != site.ordinal:
+            return False
+        self._counts[key] = site.ordinal + 1
+        return True
 
     def next(self, module: str, node_name: str) -> Site:
         """Return the site of a tensor that is saved now.
@@ -71,13 +127,9 @@ class Sites:
                 recompute_flops=flops,
                 kept_bytes=kept_bytes,
             )
-        elif (
-            found.bytes_ != nbytes
-            or found.block_input is not block_input
-            or found.recompute_flops != flops
-            or found.kept_bytes != kept_bytes
-        ):
-            found = replace(found, bytes_=nbytes, block_input=block_input, recompute_flops=flops, kept_bytes=kept_bytes)
+        elif found.bytes_ != nbytes or found.block_input is not block_input or found.recompute_flops != flops:
+            found = replace(found, bytes_=nbytes, block_input=block_input, recompute_flops=flops)
+        found.kept_bytes = kept_bytes
         self._known[key] = found
         return found
 

@@ -24,12 +24,12 @@ class Tally:
     """Bytes of one block's forward, or of one pass."""
 
     __slots__ = (
-        "input_bytes", "kept", "offloaded", "packs", "recomputed", "saved", "small", "small_bytes", "must_keep",
-        "unique",
+        "input_bytes", "kept", "offloaded", "packs", "recomputed", "replayed", "saved", "small", "small_bytes",
+        "must_keep", "unique",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.packs = self.saved = self.unique = 0
+        self.packs = self.replayed = self.saved = self.unique = 0
         self.kept = self.offloaded = self.recomputed = 0
         self.input_bytes = self.must_keep = 0
         self.small = self.small_bytes = 0
@@ -187,6 +187,8 @@ class Stats:
 
     Attributes:
         packs: Saved tensors, weights left out.
+        replayed: Those of them that were recognised from an earlier step and not analysed anew. None are with
+            ``verify=True``, with a ``keep_filter``, and in steps that ``Auto`` measures.
         saved_bytes: Their bytes, with every alias counted.
         unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.
         kept_bytes: Bytes that stayed on the device.
@@ -219,6 +221,7 @@ class Stats:
     """
 
     packs: int = 0
+    replayed: int = 0
     saved_bytes: int = 0
     unique_bytes: int = 0
     kept_bytes: int = 0

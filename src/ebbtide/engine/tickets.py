@@ -30,7 +30,8 @@ from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.guard import Watched
-from ebbtide.engine.layout import Layout
+from ebbtide.engine.layout import Layout, storage_bytes
+from ebbtide.engine.memo import Memo
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
 from ebbtide.store.device import StreamHandle
@@ -82,13 +83,44 @@ class LightTicket:
         return self.tensor
 
 
+class KeptTicket(LightTicket):
+    """A saved tensor whose storage the plan keeps and that has no entry. See [Note: memo] in ``ebbtide.engine.memo``.
+
+    Args:
+        tensor: The saved tensor.
+        run: The block that saved it.
+        site: Where the storage was first saved.
+    """
+
+    __slots__ = ("run", "site")
+
+    def __init__(self, tensor: torch.Tensor, run: RunRecord, site: Site) -> None:
+        self.tensor, self.version = tensor.detach(), tensor._version
+        self.run, self.site, self.place, self.weight = run, site, None, False
+
+    def read(self) -> torch.Tensor:
+        """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since it was saved."""
+        found = self.tensor._version
+        if found != self.version:
+            size, hint = tuple(self.tensor.shape), AGAIN_HINT if self.run.checkpointed else PLAIN_HINT
+            raise modified_error(self.tensor.dtype, size, found, self.version, str(self.site), hint)
+        return self.tensor
+
+    def over(self, layout: Layout) -> KeptTicket:
+        """Return the ticket of another view of the storage."""
+        other = KeptTicket(self.tensor, self.run, self.site)
+        other.tensor.data = layout.over(storage_bytes(self.tensor), 0)
+        other.version = self.version
+        return other
+
+
 class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
-        "storage_ref", "tainted", "version",
+        "memo", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
+        "source", "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -114,6 +146,7 @@ class Entry:
         self.source: torch.Tensor | None = None
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.recipe: Expr | None = None
+        self.memo: Memo | None = None  # of the tensor that was saved first
         self.restored: torch.Tensor | None = None
         self.restored_on: StreamHandle | None = None  # the stream that waited for it
         self.checksum: tuple[int, int] | None = None

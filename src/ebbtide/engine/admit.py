@@ -1,0 +1,334 @@
+"""What a block does with a storage that it saves: its entry, and the action that the plan chose for it."""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.build import Builder
+from ebbtide.engine.inputs import Inputs
+from ebbtide.engine.layout import Layout, has_layout, region
+from ebbtide.engine.memo import Memo, memo_of
+from ebbtide.engine.modules import Running
+from ebbtide.engine.narrow import Narrow, narrower
+from ebbtide.engine.numerics import current_numerics
+from ebbtide.engine.passes import Block, Pass, RunRecord
+from ebbtide.engine.services import Services
+from ebbtide.engine.sites import OUTSIDE, Known, Sites
+from ebbtide.engine.tickets import Entry, Expr, KeptTicket, Place, Ticket, Version, version_probe
+from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.weights import Weights
+from ebbtide.engine.wrappers import Outer
+
+CAST = "ToCopyBackward0"
+"""The node of a cast."""
+
+KEEP, OFFLOAD, RECOMPUTE = Action.KEEP, Action.OFFLOAD, Action.RECOMPUTE
+
+
+class Admission(RunRecord):
+    """The part of a block's forward that makes entries and carries out the plan."""
+
+    def __init__(
+        self, engine: Services, block: Block, pass_: Pass, inputs: list[torch.Tensor], *, checkpointed: bool = False
+    ) -> None:
+        self.engine = engine
+        self.builder: Builder | None = None  # made last: an interrupt may strike before
+        super().__init__(block, pass_, engine.orders, engine.live_tickets, checkpointed=checkpointed)
+        self.jagged = False  # it saved a jagged tensor, or a part of one
+        self.replays = False  # uses memos: see [Note: memo]
+        self._memo: Memo | None = None  # of the tensor that is saved now
+        self._kept: dict[int, tuple[torch.UntypedStorage, Memo, Site]] = {}  # those that stay without an entry
+        self._seen: set[int] = set()
+        self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
+        self.running: list[Running] = []  # modules of the block, innermost last
+        self._sites = Sites(block, engine.known_sites.setdefault(block.name, Known()))
+        self.place: Place = OUTSIDE, block.name  # as errors name it
+        self.weights = Weights(engine.weights, block.weights)
+        self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
+        self._inputs = Inputs(inputs)
+        self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
+        self.tally.input_bytes = self._inputs.nbytes
+        self.compared = engine.trust.begin_block(
+            (block.name, checkpointed), block.count, accelerator=self._inputs.device_type != "cpu"
+        )
+        self.is_open = True
+        self.builder = Builder(
+            engine.rules,
+            self.weights,
+            self._inputs,
+            self._saved_input,
+            functools.partial(engine.guard.watch, compared=self.compared),
+            checks_weights=engine.weights.checked,
+        )
+
+    def _entry(
+        self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
+    ) -> Entry:
+        """Return the entry of a storage, a new one if this version of it was not saved before."""
+        engine = self.engine
+        entry = engine.index.find(storage, at, layout.first, layout.last)
+        if entry is None:
+            known = self._known_value(tensor, layout) if self._narrow else None
+            entry = known or self._admit(tensor, layout, storage, at, outer)
+            engine.index.remember(storage, entry, same_bytes=known is None)
+        else:
+            if engine.weights.move and id(entry) not in self._seen and not self.weights.can_recompute(entry.recipe):
+                self._store(entry, tensor)
+            if outer is None and self._memo is None:
+                self._remember(tensor, None)
+        return entry
+
+    def _remember(self, tensor: torch.Tensor, candidate: Candidate | None) -> Memo | None:
+        """Make, or correct, the memo of a tensor; returns it if there is one.
+
+        Args:
+            tensor: The saved tensor.
+            candidate: See ``Memo``.
+        """
+        if self.replays and self._memo is None:
+            self._memo = memo_of(tensor, self.block.name, self.engine.empty(tensor))
+        if self._memo is not None:
+            self._memo.candidate = candidate
+        return self._memo
+
+    def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
+        """Return the entry of the same value under another storage: what was narrowed is saved again later."""
+        node = tensor.grad_fn
+        if node is None or tensor._is_view() or tensor._version:
+            return None
+        ticket = self._narrow.get((id(node), tensor.output_nr))
+        return ticket.entry if ticket is not None and ticket.layout == layout else None
+
+    def _admit(
+        self, tensor: torch.Tensor, layout: Layout, storage: torch.UntypedStorage, at: Version, outer: Outer | None
+    ) -> Entry:
+        """Make the entry of a storage and carry out the action chosen for it."""
+        engine = self.engine
+        viewed = tensor._base
+        base, base_layout = (tensor, layout) if viewed is None else (viewed, Layout.of(viewed))
+        nbytes = storage.nbytes()
+        covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
+        node = base.grad_fn
+        made_by = "leaf" if node is None else node.name()
+        came_in = id(storage) in self._inputs.storages
+        is_input = came_in or (made_by == CAST and self._inputs.casts(base))
+        made = "input" if is_input else outer.node if outer is not None else made_by
+        site = self._sites.next(self.running[-1].name if self.running else "", made)
+        may_recompute = covered and (engine.keep_filter is None or engine.keep_filter(tensor))
+        weight = None
+        if may_recompute and (node is None or made_by == CAST):
+            weight = self.weights.copied(base, self._innermost)
+        kept_bytes = engine.kept.total
+        candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
+        described, follows = candidate, covered and node is not None and made_by != CAST
+        recipe, settled = None, False
+        if weight is not None and self.builder is not None:
+            operand = self.builder.watched(weight, weight._version)
+            recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
+        elif may_recompute and not came_in and node is not None and self.builder is not None and self.recipes:
+            settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
+            recipe = None if settled else self.builder.recipe(node, base.output_nr)
+        if recipe is not None:
+            candidate = self._sites.candidate(
+                site, nbytes, block_input=is_input, kept_bytes=kept_bytes, flops=recipe.flops
+            )
+        moved = (0, nbytes)
+        follows = follows and (layout.first, layout.last) == moved
+        if recipe is None and not settled and (layout.first, layout.last) != moved:
+            moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
+        empty, live = engine.empty(tensor), engine.live_entries
+        entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
+        if outer is None:
+            entry.memo = self._remember(tensor, described if follows else None)
+        action = engine.plan.choose(candidate)
+        if weight is not None and action is not KEEP:
+            action = RECOMPUTE
+            entry.part_only = not self.weights.usable(weight)
+        timer = engine.timer
+        if timer is not None and not timer.measuring:
+            timer = None
+        began = 0.0 if timer is None else time.perf_counter()
+        if action is KEEP:
+            engine.keep(entry, storage)
+        else:
+            self._carry_out(action, entry, tensor, base, recipe)
+        if timer is not None:
+            self._inform_timer(timer, entry, candidate, tensor, base, recipe, time.perf_counter() - began)
+        self.pass_.add_site(site, entry.nbytes, entry.action)
+        self.tally.add(entry.action, entry.nbytes, must_keep=not (recipe or settled or is_input))
+        return entry
+
+    def _inform_timer(
+        self,
+        timer: StepTimer,
+        entry: Entry,
+        candidate: Candidate,
+        tensor: torch.Tensor,
+        base: torch.Tensor,
+        recipe: Expr | None,
+        host_seconds: float,
+    ) -> None:
+        """Let a step that is measured know what was saved, and what was done with it."""
+        engine = self.engine
+        narrow = narrower(self.builder, entry, base)
+        narrowed = entry.recipe is not None and entry.recipe is not recipe
+        timer.saw(
+            self,
+            OFFLOAD if narrowed else entry.action,
+            candidate,
+            tensor.untyped_storage(),
+            movable=engine.may_move(tensor),
+            narrow_bytes=None if narrow is None else narrow.nbytes,
+            prepare=None
+            if recipe is None
+            else functools.partial(engine.recomputer, self.block.name, entry, recipe, base),
+            host_seconds=host_seconds,
+        )
+
+    def _carry_out(
+        self, action: Action, entry: Entry, tensor: torch.Tensor, base: torch.Tensor, recipe: Expr | None
+    ) -> None:
+        engine = self.engine
+        if engine.options.verify:
+            engine.take_checksum(entry, tensor)
+        if action is RECOMPUTE and recipe is not None:
+            numerics = current_numerics()
+            if engine.trusts(self.block.name, entry, recipe, base, numerics):
+                entry.action, entry.recipe, entry.numerics = RECOMPUTE, recipe, numerics
+                entry.fingerprint = engine.trust.fingerprint(base, self.compared)
+                return
+        if engine.may_move(tensor):
+            narrow = narrower(self.builder, entry, base)
+            if narrow is not None:
+                entry.action, entry.recipe = RECOMPUTE, self._offload_narrowed(entry, base, narrow)
+                return
+            entry.action = OFFLOAD
+            engine.park(self, entry, tensor)
+            return
+        entry.action, entry.checksum = KEEP, None
+        engine.keep(entry, tensor.untyped_storage())
+
+    def _store(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Offload or keep an output of an earlier block that is recomputed from weights which this backward lacks."""
+        entry.recipe = entry.fingerprint = entry.numerics = None
+        self.pass_.add_site(entry.site, -entry.nbytes, RECOMPUTE, -1)
+        if self.engine.may_move(tensor):
+            entry.action = OFFLOAD
+            self.engine.park(self, entry, tensor)
+        else:
+            entry.action = KEEP
+            self.engine.keep(entry, tensor.untyped_storage())
+        self.tally.add_narrowed(entry.nbytes, entry.action)
+        self.pass_.add_site(entry.site, entry.nbytes, entry.action)
+
+    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> Expr:
+        """Offload a tensor in the type that it was cast up from; return how to cast it up again.
+
+        Args:
+            entry: The tensor's.
+            base: The tensor.
+            narrow: As ``narrower`` returned it.
+        """
+        engine, wide = self.engine, base.dtype
+        with torch.no_grad():
+            small = base.detach().to(narrow.dtype)
+        layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
+        inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
+        inner.action = OFFLOAD
+        engine.park(self, inner, small)
+        ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
+        if self.builder is not None:
+            self.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node: its id stays its own
+        action = inner.action  # KEEP where the store refused it
+        self.tally.add_narrowed(inner.nbytes, action)
+        self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)
+        self._seen.add(id(inner))
+        self.entries.append(weakref.ref(inner))
+        self._narrow[id(narrow.node), narrow.output_nr] = ticket
+        return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
+
+    def _admit_known(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo, candidate: Candidate
+    ) -> Ticket | KeptTicket | None:
+        """Carry out the action for a new storage that a memo describes; None if it is at another site now."""
+        engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
+        came_in = id(storage) in self._inputs.storages
+        if came_in is not candidate.block_input or not self._sites.take(site):
+            return None
+        base = tensor if base is None else base
+        kept_bytes = candidate.kept_bytes = engine.kept.total
+        recipe, settled = None, False
+        if self.recipes and not came_in and self.builder is not None and (node := base.grad_fn) is not None:
+            settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
+            recipe = None if settled else self.builder.recipe(node, base.output_nr)
+        if recipe is not None:
+            candidate = self._sites.candidate(
+                site, nbytes, block_input=False, kept_bytes=kept_bytes, flops=recipe.flops
+            )
+        action = engine.plan.choose(candidate)
+        if action is KEEP and not memo.shared:
+            self._kept[id(storage)] = storage, memo, site
+            engine.kept.grow(self, nbytes)
+            ticket = KeptTicket(tensor, self, site)
+        else:
+            live, base_layout = engine.live_entries, memo.base_layout
+            entry = Entry(memo.empty, site=site, region=(0, nbytes), base_layout=base_layout, at=0, live=live)
+            entry.memo = memo
+            if action is KEEP:
+                engine.keep(entry, storage)
+            else:
+                self._carry_out(action, entry, tensor, base, recipe)
+            action = entry.action
+            engine.index.remember(storage, entry)
+            ticket = self._ticket_of(tensor, entry, memo.layout, storage)
+        self.pass_.add_site(site, nbytes, action)
+        self.tally.add(action, nbytes, must_keep=not (recipe or settled or came_in))
+        return ticket
+
+    def _ticket_of(
+        self,
+        tensor: torch.Tensor,
+        entry: Entry,
+        layout: Layout,
+        storage: torch.UntypedStorage,
+        outer: Outer | None = None,
+    ) -> Ticket:
+        """Return the ticket of a saved tensor whose storage has an entry."""
+        if entry.memo is not None and entry.memo.block_name != self.block.name:
+            entry.memo.shared = True
+        probe = tensor.detach() if outer is None else outer.probe
+        alias = outer is None and entry.kept is storage
+        if outer is None and not alias:
+            probe.data = entry.empty  # [Note: version probe]
+        version = tensor._version if outer is None else outer.version
+        ticket = Ticket(entry, layout, self, probe, version, alias=alias)
+        if entry.action is not KEEP and id(entry) not in self._seen:
+            self._seen.add(id(entry))
+            self.entries.append(weakref.ref(entry))
+        return ticket
+
+    def _saved_input(self, tensor: torch.Tensor) -> Ticket | None:
+        """Return a ticket of what came into the block, if it or a view of it was saved and its bytes were stored.
+
+        One that an earlier block recomputes is left out: its weights may be gone by now, and chains would grow from
+        block to block.
+        """
+        engine = self.engine
+        if type(tensor) not in engine.tensor_types or not has_layout(tensor):
+            return None
+        layout = Layout.of(tensor)
+        entry = engine.index.find(tensor.untyped_storage(), tensor._version, layout.first, layout.last)
+        if entry is None or entry.recipe is not None:
+            return None
+        return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
+
+    @property
+    def _innermost(self) -> Running | None:
+        return self.running[-1] if self.running else None

@@ -1,0 +1,99 @@
+"""What was found out about the tensor saved at one position of a module, for the next tensor that is saved there.
+
+[Note: memo]
+A training step saves the same tensors as the one before. What follows from a tensor's description alone (its type,
+layout, memory, and the node that made it) is found out once for each position: the how-many-th tensor that a module of
+a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
+is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
+trace in the description is asked anew each time: whether the memory is a weight's, whether the storage was saved
+before, and the plan's action.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ebbtide.base.actions import Candidate
+from ebbtide.engine.layout import Layout
+
+
+class Memo:
+    """A description, and what follows from it. See [Note: memo].
+
+    Args:
+        tensor: The saved tensor.
+        block: Name of the block that saves it.
+        empty: A tensor of no bytes on its device.
+
+    Attributes:
+        layout: Its layout.
+        base_layout: The layout of what it is a view of, if of anything; else its own.
+        candidate: What a plan decides on when the storage is new; None: that does not follow from the description.
+        block_name: Name of the block.
+        shared: Another block saves the storage too, and finds the entry.
+    """
+
+    __slots__ = (
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "block_name",
+        "candidate", "empty", "layout", "nbytes", "shared",
+    )  # fmt: skip
+
+    def __init__(self, tensor: torch.Tensor, block: str, empty: torch.Tensor) -> None:
+        base = tensor._base
+        node = (tensor if base is None else base).grad_fn
+        self.layout = Layout.of(tensor)
+        self._dtype, self._size, self._stride = tensor.dtype, tensor.size(), tensor.stride()
+        self._offset, self._device, self._node = (
+            tensor.storage_offset(),
+            tensor.device,
+            None if node is None else node.name(),
+        )
+        self._is_view = base is not None
+        self.base_layout = self.layout if base is None else Layout.of(base)
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.block_name, self.empty, self.shared = block, empty, False
+        self.candidate: Candidate | None = None
+
+    def matching(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
+        """Return the storage of a tensor that this memo describes; None if it describes another."""
+        if (
+            type(tensor) is not torch.Tensor
+            or tensor.dtype is not self._dtype
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor._has_symbolic_sizes_strides
+            or tensor.size() != self._size
+            or tensor.stride() != self._stride
+            or tensor.storage_offset() != self._offset
+            or tensor.device != self._device
+            or tensor._version
+            or tensor.is_neg()
+        ):
+            return None
+        storage, made = tensor.untyped_storage(), tensor
+        if (base := tensor._base) is not None:
+            if not _is_base(base, storage) or Layout.of(base) != self.base_layout:
+                return None
+            made = base
+        elif self._is_view:
+            return None
+        node = made.grad_fn
+        same = node is None if self._node is None else node is not None and node.name() == self._node
+        return storage if same and storage.nbytes() == self.nbytes else None
+
+
+def memo_of(tensor: torch.Tensor, block: str, empty: torch.Tensor) -> Memo | None:
+    """Return a ``Memo`` of a saved tensor; None for a kind that is always looked at anew."""
+    storage, base = tensor.untyped_storage(), tensor._base
+    plain = type(tensor) is torch.Tensor and not tensor.dtype.is_complex and not tensor._version
+    if not plain or tensor.is_neg():
+        return None
+    if base is not None and not _is_base(base, storage):
+        return None
+    return Memo(tensor, block, empty)
+
+
+def _is_base(base: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether what a tensor is a view of is a plain tensor over the same storage."""
+    plain = type(base) is torch.Tensor and base.layout is torch.strided and not base.is_nested
+    return plain and not base._has_symbolic_sizes_strides and base.untyped_storage() is storage

@@ -1,0 +1,160 @@
+"""A memo describes one kind of tensor: whatever differs from it in any respect is looked at anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ebbtide.base.actions import Action, Candidate
+from ebbtide.engine.memo import memo_of
+from tests.helpers.engines import Leaves, assert_nothing_left, leaf, observe, open_engine
+
+EMPTY = torch.empty(0)
+
+
+def made(rows: int = 4, columns: int = 6) -> Tensor:
+    return leaf_of(rows, columns).requires_grad_().sin()
+
+
+def leaf_of(rows: int = 4, columns: int = 6) -> Tensor:
+    return torch.linspace(0.1, 1.0, rows * columns).view(rows, columns).clone()
+
+
+def within(first: int, rows: int) -> Tensor:
+    """A tensor in 48 numbers' memory, and no view."""
+    tensor = leaf_of()
+    tensor.data = torch.zeros(48)[first : first + 6 * rows].view(rows, 6)
+    return tensor
+
+
+def changed() -> Tensor:
+    tensor = made()
+    tensor.detach().mul_(2)
+    return tensor
+
+
+def elsewhere() -> Tensor:
+    view = made().view(-1)
+    view.data = torch.zeros(24)
+    return view
+
+
+def negated() -> Tensor:
+    """A tensor with the bit that says that its numbers are to be negated when they are read."""
+    numbers = torch.zeros(24, dtype=torch.complex64).conj().imag
+    assert numbers.is_neg()
+    return numbers.detach()
+
+
+def not_negated() -> Tensor:
+    return torch.zeros(24, dtype=torch.complex64).imag.detach()
+
+
+PAIRS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
+    "class": (leaf_of, lambda: torch.nn.Parameter(leaf_of())),
+    "element type": (leaf_of, lambda: torch.zeros(4, 6, dtype=torch.int32)),
+    "size": (lambda: within(0, 4), lambda: within(0, 8)),
+    "strides": (leaf_of, lambda: torch.empty_strided((4, 6), (1, 4))),
+    "offset": (lambda: within(0, 4), lambda: within(24, 4)),
+    "device": (leaf_of, lambda: torch.empty(4, 6, device="meta")),
+    "sparse": (leaf_of, lambda: torch.eye(4, 6).to_sparse()),
+    "nested": (leaf_of, lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+    "memory": (leaf_of, lambda: within(0, 4)),
+    "version": (made, changed),
+    "node": (made, lambda: leaf_of().requires_grad_().cos()),
+    "no node": (made, leaf_of),
+    "a node": (leaf_of, made),
+    "a view": (lambda: made().view(-1), lambda: torch.linspace(0.1, 1.0, 24).requires_grad_().sin()),
+    "no view": (lambda: torch.linspace(0.1, 1.0, 24).requires_grad_().sin(), lambda: made().view(-1)),
+    "layout of the base": (lambda: made().view(-1), lambda: made(2, 12).view(-1)),
+    "node of the base": (lambda: made().view(-1), lambda: leaf_of().requires_grad_().cos().view(-1)),
+    "memory of the base": (lambda: made().view(-1), elsewhere),
+    "class of the base": (
+        lambda: leaf_of().view(-1),
+        lambda: torch.nn.Parameter(leaf_of(), requires_grad=False).view(-1),
+    ),
+    "negated": (not_negated, negated),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_memo_describes_what_is_made_alike_and_nothing_that_differs_in_one_respect(name: str) -> None:
+    first, other = PAIRS[name]
+    memo, again, differs = memo_of(first(), "b", EMPTY), first(), other()
+    assert memo is not None and memo.matching(again) is again.untyped_storage()
+    assert memo.matching(differs) is None
+
+
+OF_NO_KIND: dict[str, Callable[[], Tensor]] = {
+    "changed": changed,
+    "a parameter": lambda: torch.nn.Parameter(leaf_of()),
+    "negated": negated,
+    "complex": lambda: leaf_of().to(torch.complex64),
+    "a view of other memory": elsewhere,
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_KIND)
+def test_of_some_kinds_nothing_is_remembered(name: str) -> None:
+    assert memo_of(OF_NO_KIND[name](), "b", EMPTY) is None
+
+
+class _Alternates:
+    """A plan that keeps everything in one step and offloads everything in the next."""
+
+    name, recomputes = "alternates", False
+
+    def __init__(self) -> None:
+        self.action, self.asked = Action.KEEP, list[Candidate]()
+
+    def choose(self, candidate: Candidate) -> Action:
+        self.asked.append(candidate)
+        return self.action
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.KEEP
+
+    def explain(self) -> str:
+        return "keep, then offload"
+
+
+def test_a_plan_that_changes_its_mind_is_asked_each_time() -> None:
+    def program(leaves: Leaves) -> list[Tensor]:
+        return [leaves["x"].sin().exp().tanh()]
+
+    plan = _Alternates()
+    with open_engine(plan, window_bytes=1) as engine:
+        for plan.action in (Action.KEEP, Action.OFFLOAD, Action.KEEP, Action.OFFLOAD, Action.OFFLOAD):
+            plan.asked.clear()
+            observe(program, {"x": leaf(4, 6)}, engine)
+            stats = engine.stats()
+            assert (stats.kept_bytes, stats.offloaded_bytes) == ((288, 0) if plan.action is Action.KEEP else (0, 288))
+            assert len(plan.asked) == 3 == len({candidate.site for candidate in plan.asked})
+            assert_nothing_left(engine)
+        assert stats.replayed == 2
+
+
+def test_what_a_kept_storage_holds_may_be_shared_by_two_blocks() -> None:
+    """Kept without an entry by the first, found by the second: counted once, and in the next pass it has an entry."""
+    from tests.helpers.engines import block
+
+    with open_engine("keep") as engine:
+        for step, both in enumerate([False, False, True, True, True]):
+            x = leaf(4, 6)
+            engine.begin_pass()
+            with block(engine, x, index=0):
+                y = x.exp()
+            with block(engine, x, index=1):
+                z = y.tanh() * (y if both else 1.0) + x.sin()
+            engine.end_pass()
+            (grad,) = torch.autograd.grad(z.sum(), x)
+            plain = x.detach().requires_grad_()
+            w = plain.exp()
+            (expected,) = torch.autograd.grad((w.tanh() * (w if both else 1.0) + plain.sin()).sum(), plain)
+            assert torch.equal(grad, expected)
+            assert engine.stats().kept_bytes == 3 * 96, (step, engine.stats())  # exp's, tanh's, and x
+            assert engine.kept.total == 0
