@@ -283,6 +283,9 @@ class Admission(RunRecord):
             entry.memo = memo
             if action is KEEP:
                 engine.keep(entry, storage)
+            elif recipe is None and engine.tensor_filter is None:
+                entry.action = OFFLOAD
+                engine.park(self, entry, tensor)
             else:
                 self._carry_out(action, entry, tensor, base, recipe)
             action = entry.action

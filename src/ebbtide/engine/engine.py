@@ -29,7 +29,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import Entry, Expr, KeptTicket, LightTicket, Ticket
+from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptTicket, LightTicket, Ticket
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -219,7 +219,8 @@ class Engine:
                 self._begin_with(ticket, task)
             return ticket.tensor
         if isinstance(ticket, LightTicket):
-            return ticket.read()
+            unchanged = ticket.version == UNCHECKED or ticket.tensor._version == ticket.version
+            return ticket.tensor if unchanged else ticket.read()
         if isinstance(ticket, WrapperTicket):
             return ticket.read(self.unpack)
         try:

@@ -130,7 +130,7 @@ class CopyOut:
         else:
             self._held.append(waiting)
             self._held_live.add(entry)
-            while self._held and self.held_bytes > self.window.held_bytes:
+            while self._held and self._held_live.total > self.window.held_bytes:
                 begun = self._held.popleft()
                 self._is_held_no_more(begun)
                 self._gather(begun._replace(stayed=begun.pass_ is not pass_), new=waiting)

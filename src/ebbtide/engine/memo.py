@@ -5,7 +5,7 @@ A training step saves the same tensors as the one before. What follows from a te
 layout, memory, and the node that made it) is found out once for each position: the how-many-th tensor that a module of
 a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
 is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
-trace in the description is asked anew each time: whether the memory is a weight's, whether the storage was saved
+trace in the description is asked each time: whether the memory is a weight's, whether the storage was saved
 before, and the plan's action.
 """
 
@@ -83,7 +83,7 @@ class Memo:
 
 
 def memo_of(tensor: torch.Tensor, block: str, empty: torch.Tensor) -> Memo | None:
-    """Return a ``Memo`` of a saved tensor; None for a kind that is always looked at anew."""
+    """Return a ``Memo`` of a saved tensor; None for a kind that is always analysed."""
     storage, base = tensor.untyped_storage(), tensor._base
     plain = type(tensor) is torch.Tensor and not tensor.dtype.is_complex and not tensor._version
     if not plain or tensor.is_neg():

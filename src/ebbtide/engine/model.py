@@ -23,6 +23,7 @@ class ModelWeights:
 
     def __init__(self, ask: Ask, *, move: bool, steps: Callable[[], int]) -> None:
         self.move = move
+        self.checked = not move  # a weight that was changed in place since it was saved is an error
         self._steps, self._steps_before = steps, 0
         self._ask, self._ask_lasting = ask, tuple
         self.keys: set[int] = set()  # of the storages of all parameters and buffers
@@ -34,11 +35,6 @@ class ModelWeights:
     def known(self) -> bool:
         """Whether the model has weights that are known since the pass began."""
         return bool(self.keys)
-
-    @property
-    def checked(self) -> bool:
-        """Whether a weight that was changed in place since it was saved is an error."""
-        return not self.move
 
     def begin_pass(self, lasting: Ask, weights: Iterable[torch.Tensor] | None = None) -> None:
         """A forward begins.

@@ -32,6 +32,8 @@ class BlockRun(Admission):
         if outer is not None or not self.replays:
             return self._pack(tensor, outer)
         position = self._sites.position
+        if type(tensor) is torch.nn.Parameter:
+            return LightTicket(tensor, weight=True, checked=self.engine.weights.checked, place=self.place)
         number, position.next = position.next, position.next + 1
         memo = position.memos[number] if number < len(position.memos) else None
         self._memo = None
@@ -123,7 +125,7 @@ class BlockRun(Admission):
         left = self.running.pop() if self.running else None
         name = self.running[-1].name if self.running else OUTSIDE
         self.place = name, self.block.name
-        self._sites.go_to(name)
+        self._sites.position = self._sites.positions[name]
         return left
 
     def close(self) -> None:

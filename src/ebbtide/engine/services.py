@@ -39,6 +39,7 @@ class Services(Protocol):
     index: StorageIndex
     timer: StepTimer | None
     tensor_types: tuple[type[torch.Tensor], ...]
+    tensor_filter: Callable[[torch.Tensor], bool] | None
     keep_filter: Callable[[torch.Tensor], bool] | None
     live_tickets: set[weakref.ref[Any]]
     live_entries: set[weakref.ref[Any]]

@@ -65,20 +65,21 @@ class Sites:
         known: From earlier runs of the block; updated in place.
 
     Attributes:
+        positions: Of the modules that ran, by name.
         position: Of the innermost running module.
     """
 
     def __init__(self, block: Block, known: Known) -> None:
         self._block, self._known, self._memos = block, known.candidates, known.memos
         self._counts: dict[tuple[str, str], int] = {}
-        self._positions: dict[str, Position] = {}
+        self.positions: dict[str, Position] = {}
         self.go_to(OUTSIDE)
 
     def go_to(self, module: str) -> None:
         """The innermost running module is another one now."""
-        found = self._positions.get(module)
+        found = self.positions.get(module)
         if found is None:
-            found = self._positions[module] = Position(self._memos.setdefault(module, []))
+            found = self.positions[module] = Position(self._memos.setdefault(module, []))
         self.position = found
 
     def take(self, site: Site) -> bool:

@@ -187,7 +187,7 @@ class Stats:
 
     Attributes:
         packs: Saved tensors, weights left out.
-        replayed: Those of them that were recognised from an earlier step and not analysed anew. None are with
+        replayed: Those of them that were recognised from an earlier step and not analysed again. None are with
             ``verify=True``, with a ``keep_filter``, and in steps that ``Auto`` measures.
         saved_bytes: Their bytes, with every alias counted.
         unique_bytes: Bytes of the distinct storages of at least ``min_bytes``: the bytes of ordinary training.

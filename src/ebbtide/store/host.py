@@ -229,7 +229,7 @@ class HostTier:
         """Return the bytes of ``slot``."""
         if self._closed or slot.freed:
             self._check(slot)
-        if self._dead or self._leaving:
+        if self._dead:
             with self._lock:
                 self._settle()
         if self.synchronous:

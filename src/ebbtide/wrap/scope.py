@@ -74,8 +74,8 @@ class Scope:
         if torch.compiler.is_compiling():
             self._traced(name)
             return
-        run = self.run
-        if run is not None:
+        run = self._run  # as the property: this is called for each module
+        if run is not None and self._thread == threading.get_ident():
             self.others.look(run)
             run.enter(name, module)
             if run.engine.weights.move:
@@ -85,8 +85,8 @@ class Scope:
         if torch.compiler.is_compiling():
             self._traced(name)
             return
-        run = self.run
-        if run is None:
+        run = self._run
+        if run is None or self._thread != threading.get_ident():
             return
         running = run.leave()
         if (
