@@ -31,7 +31,7 @@ MUTANTS = (
     without("source recorded on its stream", "hostcopies.py", "device.record_use(source, compute)"),
     without("several compute streams noticed", "hostcopies.py", "return len(seen) > 1", "return False"),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
-    without("taking waits for the copy-in", "host.py", "self.copies.stall(compute, ahead.done)"),
+    without("taking waits for the copy-in", "host.py", "self.copies.wait_once(compute, ahead.done)"),
     without("prefetched memory recorded", "host.py", "self.device.record_use(ahead.target, compute)"),
     without("host waits for the copy-out", "host.py", "self.device.synchronize(slot.done)"),
     without(
@@ -46,8 +46,8 @@ MUTANTS = (
     without(
         "second copy-in drops the first",
         "hostcopies.py",
-        "            self.drop(slot)\n            try:",
-        "            try:",
+        "                self.drop(slot)\n            place",
+        "                pass\n            place",
     ),
     without("copy-in waits for compute", "hostcopies.py", "device.wait(into, device.record(compute))"),
     without("copy-in waits for the copy-out", "hostcopies.py", "device.wait(into, event)"),
@@ -60,8 +60,8 @@ MUTANTS = (
     without(
         "freed slot drops its copy-in",
         "host.py",
-        "            self.copies.drop(slot)\n            if slot.source",
-        "            if slot.source",
+        "                self.copies.drop(slot)\n            if slot.source",
+        "                pass\n            if slot.source",
     ),
     without("freed slot leaves its source", "host.py", "self._leaving.append(slot)"),
     without(
@@ -119,7 +119,8 @@ MUTANTS = (
         tests=("tests/unit/store/test_guards.py",),
     ),
     without("unclaimed guard passes on", "guards.py", "yield from guard.leaves()"),
-    without("places inherit guards", "arena.py", "guard = Guard(self._cooling.over(spans))", "guard = Guard()"),
+    without("one wait for one event", "hostcopies.py", "if last is not event or by != stream:", "if last is None:"),
+    without("places inherit guards", "arena.py", "Guard(self._cooling.over(spans)))", "Guard())"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),
     without(
         "bytes are guarded until their copies are done",

@@ -38,7 +38,7 @@ class Site(NamedTuple):
         return f"{self.block_kind}/{where}/{self.node}#{self.ordinal}"
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A storage that a plan decides on, described when it is first saved.
 
@@ -50,8 +50,7 @@ class Candidate:
         block_input: Whether the storage is an input of the block.
         recompute_flops: Multiply-add work of recomputing it from other saved tensors, in FLOP; ``None`` if it cannot be
             recomputed; 0 for element-wise chains.
-        kept_bytes: Bytes that live graphs keep on the device under this plan, now. All else describes the storage and
-            stays as it is: the same candidate comes again in the next step.
+        kept_bytes: Bytes that live graphs keep on the device under this plan.
     """
 
     site: Site
@@ -61,6 +60,20 @@ class Candidate:
     block_input: bool
     recompute_flops: float | None
     kept_bytes: int = 0
+
+    def with_kept(self, kept_bytes: int) -> Candidate:
+        """Return the same candidate at another time; as ``dataclasses.replace``, at less than half of its cost."""
+        if kept_bytes == self.kept_bytes:
+            return self
+        other, put = object.__new__(Candidate), object.__setattr__
+        put(other, "site", self.site)
+        put(other, "block_name", self.block_name)
+        put(other, "block", self.block)
+        put(other, "bytes_", self.bytes_)
+        put(other, "block_input", self.block_input)
+        put(other, "recompute_flops", self.recompute_flops)
+        put(other, "kept_bytes", kept_bytes)
+        return other
 
 
 class Plan(Protocol):

@@ -263,7 +263,8 @@ class Admission(RunRecord):
         if came_in is not candidate.block_input or not self._sites.take(site):
             return None
         base = tensor if base is None else base
-        kept_bytes = candidate.kept_bytes = engine.kept.total
+        kept_bytes = engine.kept.total
+        candidate = candidate.with_kept(kept_bytes)
         recipe, settled = None, False
         if self.recipes and not came_in and self.builder is not None and (node := base.grad_fn) is not None:
             settled = self._needs_recipe is not None and not self._needs_recipe(candidate)

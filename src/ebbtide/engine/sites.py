@@ -130,8 +130,7 @@ class Sites:
             )
         elif found.bytes_ != nbytes or found.block_input is not block_input or found.recompute_flops != flops:
             found = replace(found, bytes_=nbytes, block_input=block_input, recompute_flops=flops)
-        found.kept_bytes = kept_bytes
-        self._known[key] = found
+        found = self._known[key] = found.with_kept(kept_bytes)
         return found
 
 

@@ -29,6 +29,8 @@ def test_a_candidate_is_frozen_and_named_throughout() -> None:
     candidate = Candidate(site=site, block=1, bytes_=8, block_input=False, recompute_flops=None)
     with pytest.raises(dataclasses.FrozenInstanceError):
         candidate.bytes_ = 9  # type: ignore[misc]
+    later = candidate.with_kept(100)
+    assert later == dataclasses.replace(candidate, kept_bytes=100) != candidate and candidate.with_kept(0) is candidate
     with pytest.raises(TypeError):
         Candidate(site, 1, 8, False, None)  # type: ignore[misc]
 
