@@ -111,14 +111,14 @@ MUTANTS = (
         "ebbtide/engine/admit.py",
         "if came_in is not candidate.block_input or not",
         "if not",
-        ("tests/property/test_replay.py",),
+        MEMO,
     ),
     Mutant(
         "memo: a storage that an earlier block keeps is counted again",
         "ebbtide/engine/run.py",
         " or key in self.pass_.kept else None",
         " else None",
-        ("tests/unit/engine/test_memo.py",),
+        MEMO,
     ),
     Mutant(
         "memo: a weight is taken for an activation",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from ebbtide.base.actions import Action, Candidate
+from ebbtide.engine import Engine
 from ebbtide.engine.memo import memo_of
-from tests.helpers.engines import Leaves, assert_nothing_left, leaf, observe, open_engine
+from tests.helpers.engines import Leaves, assert_nothing_left, block, leaf, observe, open_engine
 
 EMPTY = torch.empty(0)
 
@@ -138,23 +140,36 @@ def test_a_plan_that_changes_its_mind_is_asked_each_time() -> None:
         assert stats.replayed == 2
 
 
-def test_what_a_kept_storage_holds_may_be_shared_by_two_blocks() -> None:
-    """Kept without an entry by the first, found by the second: counted once, and in the next pass it has an entry."""
-    from tests.helpers.engines import block
+def two_blocks(engine: Engine, x: Tensor, *, shared: bool, outside: bool) -> Tensor:
+    """The second saves a tensor like the one that it made in another step; ``shared``: it was made before.
 
-    with open_engine("keep") as engine:
-        for step, both in enumerate([False, False, True, True, True]):
+    Args:
+        outside: That was outside of blocks; else in the first.
+    """
+    engine.begin_pass()
+    with contextlib.nullcontext() if outside else block(engine, x, index=0):
+        y = x.exp()
+    with block(engine, y if outside else x, index=1):
+        z = y.sin() if shared else x.exp()
+    engine.end_pass()
+    return z
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@pytest.mark.parametrize("policy", ["keep", "inputs", "offload"])
+def test_what_a_block_saves_may_be_of_an_earlier_one(policy: str, outside: bool) -> None:
+    """Kept without an entry by the first, saved by the second where it saved its own: counted once, at its site."""
+    with open_engine(policy, window_bytes=1) as engine, open_engine(policy, window_bytes=1) as anew:
+        anew.replays = False
+        for shared in (False, False, True, True, False, True):
             x = leaf(4, 6)
-            engine.begin_pass()
-            with block(engine, x, index=0):
-                y = x.exp()
-            with block(engine, x, index=1):
-                z = y.tanh() * (y if both else 1.0) + x.sin()
-            engine.end_pass()
-            (grad,) = torch.autograd.grad(z.sum(), x)
+            grad, expected = (
+                torch.autograd.grad(two_blocks(e, x, shared=shared, outside=outside).sum(), x)[0]
+                for e in (engine, anew)
+            )
             plain = x.detach().requires_grad_()
-            w = plain.exp()
-            (expected,) = torch.autograd.grad((w.tanh() * (w if both else 1.0) + plain.sin()).sum(), plain)
-            assert torch.equal(grad, expected)
-            assert engine.stats().kept_bytes == 3 * 96, (step, engine.stats())  # exp's, tanh's, and x
-            assert engine.kept.total == 0
+            w = plain.exp().sin() if shared else plain.exp()
+            assert torch.equal(grad, expected) and torch.equal(grad, torch.autograd.grad(w.sum(), plain)[0])
+            assert engine.last_pass.sites == anew.last_pass.sites
+            assert engine.stats().kept_bytes == anew.stats().kept_bytes
+            assert engine.stats().unique_bytes == anew.stats().unique_bytes and engine.kept.total == 0
