@@ -53,12 +53,14 @@ class Span:
         peak_bytes: Most memory in that time; None if not asked for, or not known.
         saved_bytes: What its blocks saved.
         blocks: In the order in which their forwards began.
+        system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
     """
 
     seconds: float
     peak_bytes: int | None
     saved_bytes: int
     blocks: tuple[BlockSpan, ...] = ()
+    system_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -77,6 +79,7 @@ class _Open:
         self.pass_, self.began = weakref.ref(pass_), began
         self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
+        self.system_seconds: float | None = None  # when it began; then its own
         self.saved_bytes: int | None = None
         self.alone = True  # no other pass ran in between
         self.blocks: list[_Block] = []
@@ -144,6 +147,7 @@ class SpanTimer:
             if self._memory:
                 self._meter.take_peak_bytes(device)
             self._open = _Open(run.pass_, self._meter.timestamp(device))
+            self._open.system_seconds = self._meter.system_seconds() if self._memory else None
         now, before = self._open, self._open.pass_()
         if before is not run.pass_:
             if before is None:  # its graph was dropped, and no backward came
@@ -195,6 +199,8 @@ class SpanTimer:
             now.ended = self._meter.timestamp(self._device)
             now.cut(now.ended, None)
             now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
+            if now.system_seconds is not None:
+                now.system_seconds = (self._meter.system_seconds() or 0.0) - now.system_seconds
 
     def _hand_over(self, found: _Open) -> None:
         if found.saved_bytes is None or not found.alone:
@@ -214,6 +220,7 @@ class SpanTimer:
             peak_bytes=found.peak_bytes,
             saved_bytes=found.saved_bytes,
             blocks=blocks,
+            system_seconds=found.system_seconds,
         )
         if not self._done(span):
             self.want(wanted=False)

@@ -91,6 +91,10 @@ class FakeMachine(TorchDispatchMode):
         peak, self._peak = self._peak, self._bytes
         return peak
 
+    def system_seconds(self) -> None:
+        """Return None: nothing runs."""
+        return None
+
     @property
     def live_bytes(self) -> int:
         """Bytes alive now."""

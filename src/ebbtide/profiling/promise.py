@@ -49,6 +49,8 @@ LOWER = 0.8
 LEAST_NOISE = 0.01
 """Steps that differ by at most this share are equal on any machine."""
 
+CLEARING = "for a budget freed memory is returned to the system and cleared again, in the plain step too"
+
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
 
@@ -63,6 +65,7 @@ class Measured:
         high_seconds: Upper end of the error bar.
         peak_bytes: Their highest peak; None if not measured.
         steps: Their number.
+        system_seconds: The kernel's part of it, in seconds of one core; None if not measured.
     """
 
     seconds: float
@@ -70,6 +73,7 @@ class Measured:
     high_seconds: float
     peak_bytes: int | None = None
     steps: int = 1
+    system_seconds: float | None = None
 
 
 def compared(span: Span, solution: Solution) -> Measured | None:
@@ -163,7 +167,13 @@ class Check:
             return self._judge(found)
         seconds = span.seconds + self.solution.profile.tail_seconds
         self._steps.append(
-            Measured(seconds=seconds, low_seconds=seconds, high_seconds=seconds, peak_bytes=span.peak_bytes)
+            Measured(
+                seconds=seconds,
+                low_seconds=seconds,
+                high_seconds=seconds,
+                peak_bytes=span.peak_bytes,
+                system_seconds=span.system_seconds,
+            )
         )
         if len(self._steps) >= CHECKED:
             times = sorted(step.seconds for step in self._steps)
@@ -186,12 +196,14 @@ class Check:
 
     def _summary(self, low: float, high: float) -> Measured:
         peaks = [step.peak_bytes for step in self._steps if step.peak_bytes is not None]
+        kernels = [step.system_seconds for step in self._steps if step.system_seconds is not None]
         return Measured(
             seconds=median(step.seconds for step in self._steps),
             low_seconds=low,
             high_seconds=high,
             peak_bytes=max(peaks, default=None),
             steps=len(self._steps),
+            system_seconds=median(kernels) if kernels else None,
         )
 
     @property
@@ -230,6 +242,8 @@ class Check:
             between = f"{measured.low_seconds:.4g} to {measured.high_seconds:.4g} s"
             count = "1 step" if measured.steps == 1 else f"{measured.steps} steps"
             parts.append(f"measured {slower(measured.seconds)}, {between} in {count}{peak}")
+            if measured.system_seconds is not None and self.budget_bytes is not None:
+                parts.append(f"{measured.system_seconds:.2g} core seconds of a step are the kernel's: {CLEARING}")
         parts.append(f"bound {100 * solution.bound_seconds / plain:+.1f} %")
         return "; ".join(parts)
 

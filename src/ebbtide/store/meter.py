@@ -6,6 +6,7 @@ without one it is the host's clock.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,10 @@ class Meter(Protocol):
         """
         ...
 
+    def system_seconds(self) -> float | None:
+        """Return the kernel's time for this process so far, in seconds of one core; None if it is of no interest."""
+        ...
+
 
 class HostMeter:
     """The host's clock, and the resident size of the process."""
@@ -73,6 +78,10 @@ class HostMeter:
         except (OSError, StopIteration):  # no Linux, or a container that forbids it
             return None
         return int(found.split()[1]) * 1024
+
+    def system_seconds(self) -> float:
+        """Return the kernel's time for this process so far: most of it is spent on clearing fresh pages."""
+        return os.times().system
 
 
 class DeviceMeter:
@@ -116,6 +125,10 @@ class DeviceMeter:
         peak = torch.accelerator.max_memory_allocated(where)
         torch.accelerator.reset_peak_memory_stats(where)
         return int(peak)
+
+    def system_seconds(self) -> None:
+        """Return None: a device's allocator keeps what is freed."""
+        return None
 
 
 def meter_for(tier: Tier) -> Meter:

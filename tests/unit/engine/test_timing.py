@@ -38,6 +38,9 @@ class Clock:
         peak, self.peak = self.peak, 0
         return peak
 
+    def system_seconds(self) -> float:
+        return self.now / 4  # the kernel has a quarter of all time
+
 
 class Scene:
     """A timer on a clock, and passes whose blocks take the time that they are told to."""
@@ -292,6 +295,14 @@ def test_passes_are_timed_and_told_two_later() -> None:
     assert [span.seconds for span in scene.told] == [3.0]
     scene.step(4.0)
     assert [(span.seconds, span.peak_bytes, span.saved_bytes) for span in scene.told] == [(3.0, 1, 100), (4.0, 2, 100)]
+    assert [span.system_seconds for span in scene.told] == [0.75, 1.0]
+
+
+def test_without_memory_the_kernels_time_is_not_asked_for() -> None:
+    scene = Spans()
+    for seconds in (1.0, 2.0, 3.0):
+        scene.step(seconds)
+    assert [span.system_seconds for span in scene.told] == [None]
 
 
 def test_a_pass_is_told_when_the_next_begins_if_the_device_has_come_to_its_end() -> None:

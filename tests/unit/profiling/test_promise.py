@@ -70,12 +70,12 @@ def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:
     return plan
 
 
-def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None) -> bool:
+def carry_out(plan: MeasuredPlan, *seconds: float, peak: int | None = None, system: float | None = None) -> bool:
     """Let passes of these lengths carry the plan out, after those that settle; return whether more are wanted."""
     more = True
     for one in (*[99.0] * SETTLING, *seconds):
         assert more
-        more = plan.saw_span(Span(seconds=one, peak_bytes=peak, saved_bytes=800 * MB))
+        more = plan.saw_span(Span(seconds=one, peak_bytes=peak, saved_bytes=800 * MB, system_seconds=system))
     return more
 
 
@@ -491,6 +491,13 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     assert carry_out(plan, *[13.0] * CHECKED, peak=budget + 100 * MB)
     assert plan.table.predicted.peak_bytes <= before - 90 * MB
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+
+
+def test_what_a_budget_costs_the_kernel_is_shown() -> None:
+    plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+    assert "core seconds" not in plan.explain()
+    carry_out(plan, *[13.0] * CHECKED, peak=1_300 * MB, system=0.31)
+    assert "0.31 core seconds of a step are the kernel's" in plan.explain()
 
 
 def test_reserved_memory_is_shown_beside_what_was_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
