@@ -189,7 +189,8 @@ class MeasuredPlan:
         self._steps.append(step)
         if len(self._steps) < MEASURED_STEPS:
             room = self._room_bytes(step)
-            plain = sample(step.blocks, room)
+            # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
+            plain = sample(step.blocks, room) or sample(step.blocks, room_bytes(self._tier), most=1)
             self._run_plain(plain)
             self._kept_under_hooks = kept_sample(step.blocks, plain, room)
             return True

@@ -105,6 +105,29 @@ def test_of_many_blocks_the_last_and_others_in_between_run_plain(count: int, nam
     assert sample(many(count).blocks, 10**12) == {f"layers.{i}" for i in names}
 
 
+@pytest.mark.parametrize(
+    ("budget", "free", "names"),
+    [
+        (10**12, 10**12, {11, 10, 5}),
+        (10**12, ROOM * 200 * MB, {11}),
+        (1_000 * MB, 10**12, {11}),  # the budget has no room for any, the machine has: one, in this step only
+        (1_000 * MB, 100 * MB, set[int]()),
+        (None, 100 * MB, set[int]()),
+    ],
+)
+def test_ordinary_training_is_measured_where_a_budget_has_no_room(
+    budget: int | None, free: int, names: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.profiling.measured.room_bytes", lambda tier: free)
+    plan = MeasuredPlan(Auto() if budget is None else Auto(memory_budget=budget), tier(), None, Bus())
+    timer: Any = SimpleNamespace(plain=frozenset[str](), times_blocks=True, spans=None)
+    plan._timer = timer
+    blocks = tuple(replace(block, forward_peak_bytes=990 * MB) for block in many(12).blocks)
+    for _ in range(2):
+        plan.saw_step(replace(many(12), blocks=blocks))
+    assert timer.plain == {f"layers.{i}" for i in names}
+
+
 def test_a_second_block_of_a_kind_comes_after_one_of_each() -> None:
     found = step()
     stem = replace(found.blocks[0], kind="Stem", units=found.blocks[0].units[:1])
