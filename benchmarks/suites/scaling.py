@@ -15,7 +15,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -291,14 +291,21 @@ def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]
 
 
 def together(rows: list[dict[str, str | float]]) -> str:
-    """Return the table of simulated jobs."""
+    """Return the table of simulated jobs; a machine on which none takes longer is a sentence."""
     head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in DEVICES)]
     lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(DEVICES)]
-    for row in rows:
-        cells = [str(row["machine"]), str(row["link"]), f"`{row['policy']}`", str(row["disturbance"])]
-        cells += [f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    sentences: list[str] = []
+    for machine, group in groupby(rows, lambda row: str(row["machine"])):
+        its = list(group)
+        found = [[f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES] for row in its]
+        if {cell for cells in found for cell in cells} == {"0.0 %"}:
+            policies = " and ".join(f"`{name}`" for name in dict.fromkeys(row["policy"] for row in its))
+            sentences.append(f"On {machine}, {policies} took 0.0 % longer, disturbed or not.")
+            continue
+        for row, cells in zip(its, found, strict=True):
+            about = [machine, str(row["link"]), f"`{row['policy']}`", str(row["disturbance"])]
+            lines.append("| " + " | ".join([*about, *cells]) + " |")
+    return "\n".join([*lines, *(["", *sentences] if sentences else [])])
 
 
 def page(text: str, rows: str) -> str:

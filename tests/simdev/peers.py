@@ -62,30 +62,31 @@ def report(rows: list[tuple[int, Row]], about: Case) -> str:
         "other work: these rows do not test its promise. ebbtide's default window, at least 16 MiB, holds nearly all "
         "that this model saves. Made by `python -m tests.simdev.run tests.simdev.peers`.",
         "",
-        "| method | link, GB/s | bits | out, MB | in, MB | peak, MB"
-        " | ÷ plain | step, ms | ÷ plain | waits, ms | status |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| method | link, GB/s | bits | out, MB | in, MB | peak, MB | ÷ plain | step, ms | ÷ plain | waits, ms |",
+        "| --- | ---: | --- |" + " ---: |" * 7,
     ]
     plain = {rate: row for rate, row in rows if row.case.way == "plain" and row.seconds}
     absent = [row.case.way for _, row in rows if row.status.startswith(ABSENT)]
+    table: dict[tuple[str, ...], list[str]] = {}
     for rate, row in rows:
-        if row.status.startswith(ABSENT):
-            continue
-        cells = [row.case.way, f"{rate / 1e9:g}"]
-        beside = plain.get(rate)
-        if row.seconds and beside is not None:
-            step, least = (r.notes["simulated_step_seconds"] for r in (row, beside))
-            cells += [
-                "equal", f"{row.out_bytes / 1e6:.2f}", f"{row.in_bytes / 1e6:.2f}", f"{row.peak_bytes / 1e6:.2f}",
-                f"{row.peak_bytes / beside.peak_bytes:.2f}", f"{1e3 * step:.2f}", f"{step / least:.3f}",
-                f"{1e3 * row.notes['simulated_wait_seconds']:.2f}",
-            ]  # fmt: skip
-        else:
-            cells += ["differ" if row.status.startswith("differs") else "", *[""] * 7]
-        lines.append("| " + " | ".join([*cells, row.status]) + " |")
-    lines += ["", f"Not installed: {', '.join(absent)}."] if absent else []
+        if not row.status.startswith(ABSENT):
+            table.setdefault((row.case.way, *_cells(row, plain.get(rate))), []).append(f"{rate / 1e9:g}")
+    lines += [f"| {way} | {', '.join(rates)} | {' | '.join(cells)} |" for (way, *cells), rates in table.items()]
+    lines += ["", f"Not installed: {'; '.join(absent)}."] if absent else []
     lines += ["", "Read in their sources:", ""]
     return "\n".join([*lines, *(f"- {name}: {text}." for name, text in BY_NAME.items()), ""])
+
+
+def _cells(row: Row, beside: Row | None) -> list[str]:
+    """Return what is shown of a row; without figures, its status in place of the bits."""
+    if not row.seconds or beside is None:
+        return [row.status, *[""] * 7]
+    step, least = (r.notes["simulated_step_seconds"] for r in (row, beside))
+    return [
+        "equal", f"{row.out_bytes / 1e6:.2f}", f"{row.in_bytes / 1e6:.2f}", f"{row.peak_bytes / 1e6:.2f}",
+        f"{row.peak_bytes / beside.peak_bytes:.2f}", f"{1e3 * step:.2f}", f"{step / least:.3f}",
+        f"{1e3 * row.notes['simulated_wait_seconds']:.2f}",
+    ]  # fmt: skip
 
 
 def main() -> None:
