@@ -28,6 +28,9 @@ PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
 MUCH = 60
 """Percent left under Auto above which the page says why."""
 
+LEAST = 0.5
+"""Percent below which an operator is not shown."""
+
 SHOWN = "bf16"
 """The precision of the reference page, and of the reasons of single families."""
 
@@ -159,11 +162,11 @@ def details(cases: list[dict[str, Any]]) -> list[str]:
     """Return the lines that only the results folder has: operators, and the families with most left."""
     large = [c for c in cases if c["precision"] == SHOWN and left(c) > MUCH]
     return [
-        "## Operators",
+        f"## Operators with at least {LEAST} %",
         "",
         "| operator | reason | % |",
         "| --- | --- | ---: |",
-        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= 0.1),
+        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= LEAST),
         "",
         f"## Families of which Auto moves or keeps more than {MUCH} %, in {SHOWN}",
         "",

@@ -40,7 +40,7 @@ RAN_AS = sorted(
     for number in numbers.split(", ")
 )
 REFUSALS = [
-    (re.findall("`(.*?)`", flags)[0], hint.strip("`")) for flags, _, hint in rows(REFUSED.split("## Differences")[0])
+    (re.findall("`(.*?)`", flags)[0], hint.strip("`")) for flags, hint in rows(REFUSED.split("## Differences")[0])
 ]
 
 
