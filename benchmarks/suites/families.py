@@ -71,10 +71,9 @@ def left(case: dict[str, Any], policy: str = "auto") -> float:
 
 def row(case: dict[str, Any]) -> str:
     """Return a case's line of the table."""
-    auto = [f"{percent(case, 'auto', k):.0f}" for k in ("moved", "recomputed")]
-    minimal = [f"{percent(case, 'minimal', k):.0f}" for k in ("moved", "recomputed", "checkpointed")]
+    shares = [percent(case, "auto", "moved"), *(percent(case, "minimal", k) for k in ("moved", "checkpointed"))]
     size = f"{case['naive_bytes'] / 2**20:.1f}"
-    return "| " + " | ".join([case["family"], size, *auto, *minimal]) + " |"
+    return "| " + " | ".join([case["family"], size, *(f"{share:.0f}" for share in shares)]) + " |"
 
 
 def reasons(case: dict[str, Any], most: int = 3) -> str:
@@ -96,10 +95,9 @@ def summary(cases: list[dict[str, Any]]) -> list[str]:
         f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
         "",
         "Figures are percent of the distinct storages that autograd saves inside the blocks of ordinary training,",
-        "without weights. *Checkpointed* is part of *recomputed*. Kept, moved and recomputed sum to less than 100",
-        "where two storages have the same value, which is stored once. Every case is bitwise equal to ordinary",
-        "training. On the CPU of these runs, attention with dropout saves its softmax and a float mask; the fused",
-        "kernels of a GPU do not.",
+        "without weights. Storages with the same value are stored once, so shares may sum to less than 100. Every case",
+        "is bitwise equal to ordinary training. On the CPU of these runs, attention with dropout saves its softmax and",
+        "a float mask; the fused kernels of a GPU do not.",
         "",
     ]
 
@@ -108,10 +106,10 @@ def shares_table(cases: list[dict[str, Any]]) -> list[str]:
     """Return the table of the page: every share of each family, in one precision."""
     shown = [case for case in cases if case["precision"] == SHOWN]
     return [
-        f"In {SHOWN}. Kept: {_kept(shown)}.",
+        f"In {SHOWN}. Kept: {_kept(shown)}. The rest is recomputed, by Minimal in part in checkpointed blocks.",
         "",
-        "| family | saved MiB | Auto: moved | recomputed | Minimal: moved | recomputed | checkpointed |",
-        "| --- |" + " ---: |" * 6,
+        "| family | saved MiB | Auto moves | Minimal moves | Minimal checkpoints |",
+        "| --- |" + " ---: |" * 4,
         *(row(case) for case in shown),
         "",
     ]
