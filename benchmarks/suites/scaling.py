@@ -154,7 +154,7 @@ def counts(moved: dict[str, dict[str, float]]) -> list[str]:
 
 def tables(moved: dict[str, dict[str, float]]) -> str:
     """Return the tables of the page; ``moved`` as for ``counts``."""
-    lines = [*counts(moved), "", "Host memory of one rank:", ""]
+    lines = ["Host memory of one rank:", ""]
     lines += ["| model | tokens a rank | " + " | ".join(f"`{p}`" for p in POLICIES) + " |", "| --- |" + " ---: |" * 4]
     for model in MODELS:
         for tokens in LENGTHS:
