@@ -51,8 +51,8 @@ def total(row: Row) -> int:
 def table(rows: list[Row]) -> list[str]:
     """Return a line for every model and aim; medians over all rounds."""
     lines = [
-        "| model | way | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise | "
-        "bound | above the bound | kept / offloaded / recomputed | status |",
+        "| model | method | peak: predicted | measured | off | step ÷ plain: predicted | measured | beyond the promise"
+        " | bound | above the bound | kept / offloaded / recomputed | status |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
@@ -117,14 +117,13 @@ def report(rows: list[Row]) -> str:
     """Return the README of a results folder."""
     return "\n".join(
         [
-            "# What plans say, what comes, and the bound",
+            "# Plans: predicted, measured, and the bound",
             "",
-            "Forward and backward of one step, no head and no optimizer. Peaks are those of the device, without one",
-            "the resident size of the process; they are predicted for budgets only. Steps are divided by the median of",
-            "plain training's in the same rounds, quartiles in brackets. The bound is the linear program's, at the",
-            "rates and times which the same process measured: no schedule that keeps as many bytes takes less.",
-            "Before each row its gradients were compared bitwise with those of plain training. Made by",
-            "`python -m benchmarks.suites.bound`; every step is in `run.json`.",
+            "Forward and backward of one step, no head and no optimizer. Peaks are of the device, without one of the",
+            "resident size, and predicted for budgets only. Steps are divided by the median of ordinary training's in",
+            "the same rounds (quartiles). The bound is the linear program's, at the measured rates and times: no",
+            "schedule that keeps as many bytes is faster. Gradients were first compared bitwise with those of",
+            "ordinary training. Made by `python -m benchmarks.suites.bound`; every step is in `run.json`.",
             "",
             *table(rows),
             "",

@@ -21,6 +21,7 @@ from benchmarks.results_folder import result_folder, write_result
 from benchmarks.suites.scaling import LAYERS, MACHINES, MODELS, SHRUNK, TOKENS
 
 PAGE = Path(__file__).parents[2] / "examples" / "README.md"
+COMPUTED = "../../../examples/README.md#before-and-after-planned"
 BEGIN, END = "<!-- table: written by benchmarks/suites/examples.py -->", "<!-- end of the table -->"
 MODEL, MACHINE = MODELS[0], MACHINES[0]
 VOCABULARY = 151936
@@ -91,35 +92,44 @@ def counted(*, adapters: bool) -> dict[str, dict[str, float]]:
 
 
 def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return the table of the page.
+    """Return the tables of the page: what stays under each mode, and what the modes that offload move.
 
     Args:
         found: ``"full"`` or ``"adapters"`` → what ``counted`` returned.
     """
-    head = [
-        "script",
-        "tokens a rank",
-        "mode",
-        "weights and states",
-        "activations that stay",
-        "moved",
-        "host, a node",
-        "hidden",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "| --- | ---: | --- |" + " ---: |" * 5]
+    stays = ["| script | tokens a rank | weights and states | " + " | ".join(MODES) + " |", "| --- |" + " ---: |" * 6]
+    moves = ["| script | mode | moved | host, a node | hidden |", "| --- | --- | ---: | ---: | ---: |"]
     for example in EXAMPLES:
-        for mode, of_one in found["adapters" if example.adapters else "full"].items():
-            stays, moved = (of_one[key] * example.tokens * MODEL.layers for key in ("stays", "moved"))
-            rate = min(MACHINE.out_bytes_per_second, MACHINE.host_bytes_per_second / example.ranks)
-            forward = MODEL.forward_seconds(example.tokens, MACHINE) * MODEL.layers
-            hidden = f"{100 * min(1.0, forward / (moved / rate)):.0f} %" if moved else "–"
-            cells = [
-                f"[{example.script}]({example.script})", f"{example.tokens // 1024}k", mode,
-                f"{example.state_bytes() / 2**30:.1f} GiB", f"{stays / 2**30:.1f} GiB", f"{moved / 2**30:.1f} GiB",
-                f"{moved * example.ranks / 2**30:.0f} GiB", hidden,
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        script, modes = f"[{example.script}]({example.script})", found["adapters" if example.adapters else "full"]
+        blocks = example.tokens * MODEL.layers
+        sizes = [example.state_bytes(), *(of_one["stays"] * blocks for of_one in modes.values())]
+        cells = [script, f"{example.tokens // 1024}k", *(f"{size / 2**30:.1f} GiB" for size in sizes)]
+        stays.append("| " + " | ".join(cells) + " |")
+        rate = min(MACHINE.out_bytes_per_second, MACHINE.host_bytes_per_second / example.ranks)
+        forward = MODEL.forward_seconds(example.tokens, MACHINE) * MODEL.layers
+        for mode, moved in ((mode, of_one["moved"] * blocks) for mode, of_one in modes.items() if of_one["moved"]):
+            hidden = f"{100 * min(1.0, forward / (moved / rate)):.0f} %"
+            node = f"{moved * example.ranks / 2**30:.0f} GiB"
+            moves.append(f"| {script} | {mode} | {moved / 2**30:.1f} GiB | {node} | {hidden} |")
+    return "\n".join([*stays, "", *moves])
+
+
+def counts(found: dict[str, dict[str, dict[str, float]]]) -> str:
+    """Return the README of a results folder: the counted bytes; ``found`` as for ``table``."""
+    lines = [
+        "# What the 8B scripts ask of a node, planned",
+        "",
+        f"Counted bytes per token and block; [Examples]({COMPUTED}) has the tables computed from them, at rates of "
+        f"{MACHINE.name}.",
+        "",
+        "| trained | mode | stay | are moved |",
+        "| --- | --- | ---: | ---: |",
+    ]
+    for trained, modes in found.items():
+        lines += [
+            f"| {trained} | {m} | {b['stays'] / 1e3:.1f} kB | {b['moved'] / 1e3:.1f} kB |" for m, b in modes.items()
+        ]
+    return "\n".join([*lines, ""])
 
 
 def page(text: str, rows: str) -> str:
@@ -138,10 +148,7 @@ def main() -> None:
     rows = table(found)
     print(rows)
     folder = given.out or result_folder("examples")
-    text = f"# What the 8B scripts ask of a node, planned\n\nBytes are counted; rates of {MACHINE.name}.\n\n{rows}\n"
-    write_result(
-        folder, {"suite": "examples", "bytes_per_token_and_block": found}, text.replace("](", "](../../../examples/")
-    )
+    write_result(folder, {"suite": "examples", "bytes_per_token_and_block": found}, counts(found))
     if given.page:
         PAGE.write_text(page(PAGE.read_text(), rows))
     print(f"\nwritten to {folder}")

@@ -25,14 +25,20 @@ from tests.helpers.models import FAMILIES, PRECISIONS, build
 from tests.helpers.sizes import WIDE
 
 PAGE = Path(__file__).parents[2] / "docs/reference/families.md"
-MUCH = 60
+MUCH = 70
 """Percent left under Auto above which the page says why."""
+
+LEAST = 0.5
+"""Percent below which an operator is not shown."""
 
 SHOWN = "bf16"
 """The precision of the reference page, and of the reasons of single families."""
 
+USUAL = "matrix product"
+"""The reason that is not repeated for single families."""
+
 WHY = {
-    "matrix product": "a matrix product or a convolution is between it and what else is saved: Minimal recomputes it",
+    USUAL: "a matrix product or a convolution is between it and what else is saved: Minimal recomputes it",
     "no rule": "no rule covers the node that made it",
     "operand missing": "a rule covers the node, but something that it was made from is not saved and has no rule",
     "no autograd node": "nothing tells how it was made: masks of dropout, workspaces, constants",
@@ -65,16 +71,18 @@ def left(case: dict[str, Any], policy: str = "auto") -> float:
 
 def row(case: dict[str, Any]) -> str:
     """Return a case's line of the table."""
-    auto = [f"{percent(case, 'auto', k):.0f}" for k in ("kept", "moved", "recomputed")]
-    minimal = [f"{percent(case, 'minimal', k):.0f}" for k in ("kept", "moved", "recomputed", "checkpointed")]
+    shares = [percent(case, "auto", "moved"), *(percent(case, "minimal", k) for k in ("moved", "checkpointed"))]
     size = f"{case['naive_bytes'] / 2**20:.1f}"
-    return "| " + " | ".join([case["family"], case["precision"], size, *auto, *minimal]) + " |"
+    return "| " + " | ".join([case["family"], size, *(f"{share:.0f}" for share in shares)]) + " |"
 
 
 def reasons(case: dict[str, Any], most: int = 3) -> str:
-    """Return the largest groups of what Auto does not recompute."""
+    """Return the largest groups of what Auto does not recompute; most are offloaded for a matrix product."""
     large = [g for g in case["moved"] if 100 * g["bytes"] >= case["naive_bytes"]][:most]
-    return ", ".join(f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f} ({g['why']})" for g in large)
+    return ", ".join(
+        f"{g['node']} {100 * g['bytes'] / case['naive_bytes']:.0f}" + ("" if g["why"] == USUAL else f" ({g['why']})")
+        for g in large
+    )
 
 
 def summary(cases: list[dict[str, Any]]) -> list[str]:
@@ -86,23 +94,32 @@ def summary(cases: list[dict[str, Any]]) -> list[str]:
         f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, moves "
         f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
         "",
-        "Percent of the distinct storages that autograd saves inside the blocks of ordinary training, without weights.",
-        "*Checkpointed* is part of *recomputed*. The three sum to less than 100 where two storages have the same",
-        "value, which is stored once. Every case is bitwise equal to ordinary training. Measured on a CPU, whose",
-        "attention with dropout saves its softmax and a float mask; the fused kernels of a GPU do not.",
+        "Figures are percent of the distinct storages that autograd saves inside the blocks of ordinary training,",
+        "without weights. Storages with the same value are stored once, so shares may sum to less than 100. Every case",
+        "is bitwise equal to ordinary training. On the CPU of these runs, attention with dropout saves its softmax and",
+        "a float mask; the fused kernels of a GPU do not.",
         "",
     ]
 
 
 def shares_table(cases: list[dict[str, Any]]) -> list[str]:
     """Return the table of the page: every share of each family, in one precision."""
+    shown = [case for case in cases if case["precision"] == SHOWN]
     return [
-        "| family | precision | naive MiB | Auto: kept | moved | recomputed"
-        " | Minimal: kept | moved | recomputed | checkpointed |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-        *(row(case) for case in cases if case["precision"] == SHOWN),
+        f"In {SHOWN}. Kept: {_kept(shown)}. The rest is recomputed, by Minimal in part in checkpointed blocks.",
+        "",
+        "| family | saved MiB | Auto moves | Minimal moves | Minimal checkpoints |",
+        "| --- |" + " ---: |" * 4,
+        *(row(case) for case in shown),
         "",
     ]
+
+
+def _kept(cases: list[dict[str, Any]]) -> str:
+    """Return the families of which a policy keeps a percent or more, which is rare."""
+    shares = [(c["family"], policy, percent(c, policy, "kept")) for c in cases for policy in ("auto", "minimal")]
+    found = [f"{policy.title()} {share:.0f} % of {family}" for family, policy, share in shares if share >= 0.5]
+    return ", ".join([*found, "otherwise nothing"] if found else ["nothing"])
 
 
 def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
@@ -111,7 +128,7 @@ def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         found.setdefault(case["family"], []).append(case)
     return [
-        "Percent that is kept or moved in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
+        "Kept or moved in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
         "",
         "| family | Auto | Minimal |",
         "| --- | ---: | ---: |",
@@ -143,15 +160,17 @@ def details(cases: list[dict[str, Any]]) -> list[str]:
     """Return the lines that only the results folder has: operators, and the families with most left."""
     large = [c for c in cases if c["precision"] == SHOWN and left(c) > MUCH]
     return [
-        "## Operators",
+        f"## Operators with at least {LEAST} %",
         "",
         "| operator | reason | % |",
         "| --- | --- | ---: |",
-        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= 0.1),
+        *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= LEAST),
         "",
         f"## Families of which Auto moves or keeps more than {MUCH} %, in {SHOWN}",
         "",
-        "| family | moved or kept % | reasons, largest first |",
+        f"The reason, if it is not named: {USUAL}.",
+        "",
+        "| family | moved or kept % | largest groups, in % |",
         "| --- | ---: | --- |",
         *(f"| {c['family']} | {left(c):.0f} | {reasons(c)} |" for c in large),
         "",
@@ -181,9 +200,8 @@ def page(folder: Path) -> str:
         [
             f"# Saved tensors of {names} model families",
             "",
-            "For anyone who wants to know how much ebbtide saves on a model: the bytes of each family by action.",
-            f"[The results](../../benchmarks/results/{folder.name}/README.md) of",
-            "`python -m benchmarks.suites.families` have every precision and operator.",
+            "For anyone who wants to know how much ebbtide saves on a model: the saved bytes of each family by action.",
+            f"[The results](../../benchmarks/results/{folder.name}/README.md) have every precision and operator.",
             "",
             *summary(cases),
             *shares_table(cases),
@@ -224,7 +242,7 @@ def main() -> None:
     try:
         for case in measure(tuple(given.only)):
             cases.append(case)
-            print(row(case), flush=True)
+            print(case["precision"], row(case), flush=True)
             write_result(folder, {"suite": "families", "cases": cases}, readme(cases))
     except Differs as error:
         raise SystemExit(f"{error}\nno figures on a red gate: the cases before it are in {folder}") from error

@@ -45,7 +45,7 @@ def ratios(rows: Sequence[Row]) -> dict[tuple[int, str], list[float]]:
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a line for every length and way; medians over all rounds."""
     lines = [
-        "| tokens | way | page faults a step | system time | step | step ÷ plain | peak | rounds | status |",
+        "| tokens | method | page faults a step | system time | step | step ÷ plain | peak | rounds | status |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
@@ -76,12 +76,11 @@ def report(rows: list[Row]) -> str:
         [
             "# Page faults, steps and peaks on a CPU",
             "",
-            "Forward and backward of one step, no head and no optimizer, each row in fresh processes. Faults are minor",
-            "ones (`ru_minflt`) and system time is `ru_stime`, of each timed step; medians over all. Peaks are of the",
-            "resident size, in a step that begins with a trimmed heap and is not timed. Steps are divided by plain",
-            "training's of the same round, quartiles in brackets. Before each row its gradients were compared",
-            "bitwise with those of plain training. Made by `python -m benchmarks.suites.faults`; every step is in",
-            "`run.json`.",
+            "Forward and backward of one step, no head and no optimizer, in fresh processes; medians. Faults are",
+            "minor ones (`ru_minflt`), system time is `ru_stime`. Peaks are of the resident size, in a step of its",
+            "own with a trimmed heap. Steps are divided by ordinary training's of the same round (quartiles).",
+            "Gradients were first compared bitwise with those of ordinary training. Made by",
+            "`python -m benchmarks.suites.faults`; every step is in `run.json`.",
             "",
             *table(rows),
             "",

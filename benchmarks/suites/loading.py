@@ -215,11 +215,11 @@ def report(result: dict[str, Any]) -> str:
         "",
         f"{result['date']}, {result['filesystem']}, a checkpoint of {result['checkpoint_bytes'] / MIB:.0f} MiB in "
         f"{result['files']} files that the page cache lacks, a process for each rank and load, in turn.",
-        "Cells are medians (quartiles). Memory is that of the worst rank above what it had before loading and its",
-        "shard, in MiB; *private* leaves out pages of mapped files. *Read* is what all ranks fetched from disk over",
-        "the checkpoint's size. *Of the fastest* is the time over that of the fastest way that is not ours. *Written*",
-        "is the time until every page of the shards was also written, *processor* that of all ranks' processors. Made",
-        "by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
+        "Cells are medians (quartiles), or the value of a method that was run once. *Memory*: of the worst rank, above",
+        "what it had before loading and its shard, in MiB; *private*: without pages of mapped files. *Of the fastest*:",
+        "time over that of the fastest method that is not ours. *Written*: time until every page of the shards was",
+        "also written. *Processor*: time of all ranks' processors. All ranks together read from disk",
+        f"{_reads(result['cases'])} Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
     ]
     for case, rows in result["cases"].items():
         rounds = max(len(row.get("runs", [])) for row in rows.values())
@@ -229,24 +229,35 @@ def report(result: dict[str, Any]) -> str:
             "",
             f"## {case}: {rounds} {'round' if rounds == 1 else 'rounds'}",
             "",
-            "| way | memory | private | read | seconds | of the fastest | written | processor | shards |",
-            "| --- " * 9 + "|",
+            "| method | memory | private | seconds | of the fastest | written | processor | shards |",
+            "| --- " * 8 + "|",
         ]
         for way, row in rows.items():
             error = row.get("error", "").replace("|", "/")
             if "runs" not in row:
-                lines.append(f"| {way} | | | | | | | | {error} |")
+                lines.append(f"| {way} | | | | | | | {error} |")
                 continue
-            cells = [_spread(row[k], MIB, 0) for k in ("above_shard_bytes", "private_above_shard_bytes")]
-            cells += [_spread(row["read_share"], 1, 2), _spread(row["seconds"], 1, 1)]
+            several = len(row["runs"]) > 1
+            cells = [_spread(row[k], MIB, 0, several) for k in ("above_shard_bytes", "private_above_shard_bytes")]
+            cells.append(_spread(row["seconds"], 1, 1, several))
             cells.append(f"{row['seconds']['median'] / fastest:.2f}" if fastest else "")
-            cells += [_spread(row[k], 1, 1) for k in ("written_seconds", "processor_seconds")]
-            once = "run once" if len(row["runs"]) < rounds and not error else ""
-            cells.append("; ".join(words for words in (_verdict(row), once, error) if words))
+            cells += [_spread(row[k], 1, 1, several) for k in ("written_seconds", "processor_seconds")]
+            cells.append("; ".join(words for words in (_verdict(row), error) if words))
             lines.append(f"| {way} | {' | '.join(cells)} |")
     if result["drawn"]:
         lines += ["", f"Memory of the first rank over time, {result['drawn']}:", "", "![Loading](loading.svg)"]
     return "\n".join(lines) + "\n"
+
+
+def _reads(cases: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """Return how much of the checkpoint's size was fetched from disk: by every method, and by those that fetch more."""
+    shares = [
+        (f"{way} with {case}", row["read_share"]["q3"])
+        for case, rows in cases.items() for way, row in rows.items() if "runs" in row
+    ]  # fmt: skip
+    more = [f"{what}: {share:.2f} times" for what, share in shares if share > 1.05]
+    most = max((share for _, share in shares if share <= 1.05), default=1.0)
+    return "; ".join([f"at most {most:.2f} times the checkpoint's size", *more]) + "."
 
 
 def _verdict(row: dict[str, Any]) -> str:
@@ -255,9 +266,9 @@ def _verdict(row: dict[str, Any]) -> str:
     return "equal" if row["buffers_equal"] else "equal, buffers not"
 
 
-def _spread(values: dict[str, float], unit: float, digits: int) -> str:
-    low, middle, high = (values[k] / unit for k in ("q1", "median", "q3"))
-    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+def _spread(values: dict[str, float], unit: float, digits: int, several: bool) -> str:
+    low, middle, high = (f"{values[k] / unit:.{digits}f}" for k in ("q1", "median", "q3"))
+    return f"{middle} ({low} to {high})" if several else middle
 
 
 def _prepare(work: Path, *, small: bool) -> None:

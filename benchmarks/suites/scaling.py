@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby, product
 from pathlib import Path
 
 import torch
@@ -153,14 +154,22 @@ def counts(moved: dict[str, dict[str, float]]) -> list[str]:
 
 def tables(moved: dict[str, dict[str, float]]) -> str:
     """Return the tables of the page; ``moved`` as for ``counts``."""
-    lines = counts(moved)
-    head = ["machine", "model", "tokens a rank", "policy", "host memory a rank", "a node", "of its RAM", "hidden"]
-    lines += ["", "| " + " | ".join(head) + " |", "| --- | --- | ---: | --- |" + " ---: |" * 4]
-    for machine in MACHINES:
-        for model in MODELS:
-            for tokens in LENGTHS:
-                for policy in POLICIES:
-                    lines.append(_row(machine, model, tokens, policy, moved[model.name][policy]))
+    lines = ["Host memory of one rank:", ""]
+    lines += ["| model | tokens a rank | " + " | ".join(f"`{p}`" for p in POLICIES) + " |", "| --- |" + " ---: |" * 4]
+    for model in MODELS:
+        for tokens in LENGTHS:
+            sizes = [f"{moved[model.name][p] * tokens * model.layers / 2**30:.0f} GiB" for p in POLICIES]
+            lines.append(f"| {model.name} | {tokens // 1024}k | " + " | ".join(sizes) + " |")
+    head = ["machine", "model", "tokens a rank", *(f"RAM, `{p}`" for p in POLICIES)]
+    head += [f"hidden, `{p}`" for p in POLICIES]
+    lines += [
+        "",
+        "Share of a node's RAM that all its ranks need, and share of the copy-outs that is hidden:",
+        "",
+        "| " + " | ".join(head) + " |",
+        "| --- | --- |" + " ---: |" * 7,
+    ]
+    lines += [_row(*each, moved[each[1].name]) for each in product(MACHINES, MODELS, LENGTHS)]
     return "\n".join([*lines, "", *_jobs(moved[MODELS[0].name]["auto"] * LENGTHS[1] * MODELS[0].layers)])
 
 
@@ -189,15 +198,13 @@ def _jobs(rank_bytes: float) -> list[str]:
     return lines
 
 
-def _row(machine: Machine, model: Model, tokens: int, policy: str, bytes_per_token: float) -> str:
-    block = bytes_per_token * tokens
-    rank = block * model.layers
-    node = rank * machine.ranks
-    hidden = min(1.0, model.forward_seconds(tokens, machine) / (block / machine.link_bytes_per_second))
-    cells = [
-        machine.name, model.name, f"{tokens // 1024}k", f"`{policy}`", f"{rank / 2**30:.0f} GiB",
-        f"{node / 2**30:.0f} GiB", f"{100 * node / machine.host_bytes:.0f} %", f"{100 * hidden:.0f} %",
-    ]  # fmt: skip
+def _row(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[str, float]) -> str:
+    """Return the shares of a node's memory that the policies need, and of their copies that forward hides."""
+    blocks = [bytes_per_token[policy] * tokens for policy in POLICIES]
+    seconds = model.forward_seconds(tokens, machine)
+    needed = [block * model.layers * machine.ranks / machine.host_bytes for block in blocks]
+    hidden = [min(1.0, seconds / (block / machine.link_bytes_per_second)) for block in blocks]
+    cells = [machine.name, model.name, f"{tokens // 1024}k", *(f"{100 * share:.0f} %" for share in needed + hidden)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -284,14 +291,21 @@ def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]
 
 
 def together(rows: list[dict[str, str | float]]) -> str:
-    """Return the table of simulated jobs."""
+    """Return the table of simulated jobs; a machine on which none takes longer is a sentence."""
     head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in DEVICES)]
     lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(DEVICES)]
-    for row in rows:
-        cells = [str(row["machine"]), str(row["link"]), f"`{row['policy']}`", str(row["disturbance"])]
-        cells += [f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    sentences: list[str] = []
+    for machine, group in groupby(rows, lambda row: str(row["machine"])):
+        its = list(group)
+        found = [[f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES] for row in its]
+        if {cell for cells in found for cell in cells} == {"0.0 %"}:
+            policies = " and ".join(f"`{name}`" for name in dict.fromkeys(row["policy"] for row in its))
+            sentences.append(f"On {machine}, {policies} took 0.0 % longer, disturbed or not.")
+            continue
+        for row, cells in zip(its, found, strict=True):
+            about = [machine, str(row["link"]), f"`{row['policy']}`", str(row["disturbance"])]
+            lines.append("| " + " | ".join([*about, *cells]) + " |")
+    return "\n".join([*lines, *(["", *sentences] if sentences else [])])
 
 
 def page(text: str, rows: str) -> str:

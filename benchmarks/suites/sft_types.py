@@ -113,7 +113,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[str]:
 def page(found: dict[str, dict[str, Any]]) -> str:
     """Return the text of ``README.md``."""
     text = [
-        "# `ebbtide sft` on SmolLM2-135M-Instruct: each way of training",
+        "# `ebbtide sft` on SmolLM2-135M-Instruct: each type of training",
         "",
         "float32 on the CPU, one thread a process, 2 epochs over the same rows. Every command ran twice in fresh "
         f"processes, without and with `{OURS}`; the figures on saved tensors are of one rank and one micro-batch, "
@@ -122,8 +122,12 @@ def page(found: dict[str, dict[str, Any]]) -> str:
         *rows(found),
         "",
         "```",
-        *(f"ebbtide sft {COMMON} {TYPES[name]}" for name in found),
+        f"ebbtide sft {COMMON}",
         "```",
+        "",
+        "and for each:",
+        "",
+        *(f"- {name}: `{TYPES[name]}`" for name in found),
         "",
     ]
     return "\n".join(text)

@@ -30,13 +30,17 @@ def commands() -> list[str]:
 
 def rows(text: str) -> list[list[str]]:
     """Return the cells of a page's tables, without their heads."""
-    lines = re.findall(r"^\| (?!command |flags |---)(.*) \|$", text, re.MULTILINE)
+    lines = re.findall(r"^\| (?!commands |flags |---)(.*) \|$", text, re.MULTILINE)
     return [line.split(" | ") for line in lines]
 
 
-RAN_AS = [(int(number), int(count), by, policy.strip("`")) for number, count, by, policy in rows(RUNNING)]
+RAN_AS = sorted(
+    (int(number), int(count), by, policy.strip("`"))
+    for numbers, count, by, policy in rows(RUNNING)
+    for number in numbers.split(", ")
+)
 REFUSALS = [
-    (re.findall("`(.*?)`", flags)[0], hint.strip("`")) for flags, _, hint in rows(REFUSED.split("## Differences")[0])
+    (re.findall("`(.*?)`", flags)[0], hint.strip("`")) for flags, hint in rows(REFUSED.split("## Differences")[0])
 ]
 
 

@@ -30,15 +30,18 @@ RATES = (4_000_000_000, 500_000_000)
 NARROW = tuple(f"ebbtide {policy}, window=1MiB" for policy in ("auto", "offload"))
 """A window that fits a model this small: the default's least is nearly all that it saves."""
 
+ABSENT = "not installed"
+"""The begin of the status of a method without its package."""
+
 BY_NAME = {
     "torchtune": "0.6.1 asks for CUDA by name: `torch.cuda.default_stream()`, `torch.cuda.Stream()`, `.to('cuda')`",
     "verl": "0.9.1 takes its streams from a platform of CUDA, ROCm or NPU (`verl/plugin/platform`)",
     "Unsloth": "unsloth_zoo 2026.10.9 raises on import where the accelerator is none of CUDA, ROCm, XPU and NPU "
     "(`unsloth_zoo/device_type.py`)",
-    "save_on_cpu": "torch's `save_on_cpu(pin_memory=True)` asks for CUDA unless it is given `device_type`: elsewhere "
-    "its copies go to pageable memory and halt the host, without a word; in the row `save_on_cpu` it is given",
+    "save_on_cpu": "torch's `save_on_cpu(pin_memory=True)` asks for CUDA unless `device_type` is passed: elsewhere "
+    "its copies silently go to pageable memory and stall the host; the row `save_on_cpu` passes it",
 }
-"""What was read in packages, beside what was run."""
+"""Facts read in the sources of packages."""
 
 
 def measure(case_: Case, rate: int) -> Row:
@@ -50,34 +53,40 @@ def measure(case_: Case, rate: int) -> Row:
 def report(rows: list[tuple[int, Row]], about: Case) -> str:
     """Return the README of a results folder."""
     lines = [
-        "# Ways to spare activations on the simulated device",
+        "# Methods to save activation memory on the simulated device",
         "",
-        f"{about.model}, {about.batch} x {about.tokens} tokens, forward and backward of one step after "
-        f"{case.WARMUP_STEPS} that warm up; each kernel takes {KERNEL_US} us. Gradients are compared with those of "
-        "plain training first. Peak: above weights, gradients and inputs, by the allocator's account. Waits: simulated "
-        "time of a step in which compute runs no kernel. `Auto` plans by what it measures in real time, on a machine "
-        "that does other work: these rows do not test its promise. Windows: the default of ebbtide is at least 16 MiB, "
-        "nearly all that this model saves. Made by `python -m tests.simdev.run tests.simdev.peers`.",
+        f"{about.model}, {about.batch} x {about.tokens} tokens: forward and backward of one step after "
+        f"{case.WARMUP_STEPS} of warm-up; each kernel takes {KERNEL_US} us. *Bits*: gradients, compared with those of "
+        "ordinary training before. *Peak*: above weights, gradients and inputs, as the allocator counts. *Waits*: "
+        "simulated time of a step in which compute runs no kernel. `Auto` measures real time, on a machine that does "
+        "other work: these rows do not test its promise. ebbtide's default window, at least 16 MiB, holds nearly all "
+        "that this model saves. Made by `python -m tests.simdev.run tests.simdev.peers`.",
         "",
-        "| way | link, GB/s | bits | out, MB | in, MB | peak, MB | ÷ plain | step, ms | ÷ plain | waits, ms | status |",
-        "| --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| method | link, GB/s | bits | out, MB | in, MB | peak, MB | ÷ plain | step, ms | ÷ plain | waits, ms |",
+        "| --- | ---: | --- |" + " ---: |" * 7,
     ]
     plain = {rate: row for rate, row in rows if row.case.way == "plain" and row.seconds}
+    absent = [row.case.way for _, row in rows if row.status.startswith(ABSENT)]
+    table: dict[tuple[str, ...], list[str]] = {}
     for rate, row in rows:
-        cells = [row.case.way, f"{rate / 1e9:g}"]
-        beside = plain.get(rate)
-        if row.seconds and beside is not None:
-            step, least = (r.notes["simulated_step_seconds"] for r in (row, beside))
-            cells += [
-                "equal", f"{row.out_bytes / 1e6:.2f}", f"{row.in_bytes / 1e6:.2f}", f"{row.peak_bytes / 1e6:.2f}",
-                f"{row.peak_bytes / beside.peak_bytes:.2f}", f"{1e3 * step:.2f}", f"{step / least:.3f}",
-                f"{1e3 * row.notes['simulated_wait_seconds']:.2f}",
-            ]  # fmt: skip
-        else:
-            cells += ["differ" if row.status.startswith("differs") else "", *[""] * 7]
-        lines.append("| " + " | ".join([*cells, row.status]) + " |")
+        if not row.status.startswith(ABSENT):
+            table.setdefault((row.case.way, *_cells(row, plain.get(rate))), []).append(f"{rate / 1e9:g}")
+    lines += [f"| {way} | {', '.join(rates)} | {' | '.join(cells)} |" for (way, *cells), rates in table.items()]
+    lines += ["", f"Not installed: {'; '.join(absent)}."] if absent else []
     lines += ["", "Read in their sources:", ""]
     return "\n".join([*lines, *(f"- {name}: {text}." for name, text in BY_NAME.items()), ""])
+
+
+def _cells(row: Row, beside: Row | None) -> list[str]:
+    """Return what is shown of a row; without figures, its status in place of the bits."""
+    if not row.seconds or beside is None:
+        return [row.status, *[""] * 7]
+    step, least = (r.notes["simulated_step_seconds"] for r in (row, beside))
+    return [
+        "equal", f"{row.out_bytes / 1e6:.2f}", f"{row.in_bytes / 1e6:.2f}", f"{row.peak_bytes / 1e6:.2f}",
+        f"{row.peak_bytes / beside.peak_bytes:.2f}", f"{1e3 * step:.2f}", f"{step / least:.3f}",
+        f"{1e3 * row.notes['simulated_wait_seconds']:.2f}",
+    ]  # fmt: skip
 
 
 def main() -> None:
