@@ -44,8 +44,7 @@ class Grpo(Recipe[GrpoConfig]):
         adapters.check(config)
         data.READER.check([*config.dataset, *(config.eval_dataset or ())])
         models.check(config.model)
-        processes = launch.world_size() if launch.is_rank() else launch.processes(config) or 1
-        config.completions(processes)
+        config.completions(launch.total(config))
 
     def prepare(self, config: GrpoConfig) -> GrpoTrainer:
         """Load model and prompts, and make the trainer. Checks come before slow steps.

@@ -246,6 +246,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "use_vllm": config.use_vllm,
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         "ddp_find_unused_parameters": False,
         "log_completions": False,
     }

@@ -1,4 +1,7 @@
-"""verl's keys: their names here, and hints for those without a counterpart. No torch here."""
+"""verl's keys: their names here, and hints for those without a counterpart. No torch here.
+
+Keys whose values set several flags are in ``translate.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,13 @@ ALIASES: Mapping[str, str] = {
     "data.max_response_length": "max_completion_length",
     "data.filter_overlong_prompts": "filter_overlong_prompts",
     "data.seed": "seed",
+    "data.dataloader_num_workers": "dataloader_num_workers",
     "actor_rollout_ref.model.use_remove_padding": "padding_free",
     "actor_rollout_ref.model.lora_alpha": "lora_alpha",
     "actor_rollout_ref.model.target_modules": "target_modules",
     f"{_ACTOR}.strategy": "strategy",
     f"{_ACTOR}.ppo_epochs": "num_iterations",
     f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    f"{_ACTOR}.clip_ratio": "epsilon",
-    f"{_ACTOR}.clip_ratio_low": "epsilon",
-    f"{_ACTOR}.clip_ratio_high": "epsilon_high",
-    f"{_ACTOR}.use_kl_loss": "use_kl_loss",
-    f"{_ACTOR}.kl_loss_coef": "beta",
     f"{_ACTOR}.grad_clip": "max_grad_norm",
     f"{_ACTOR}.optim.lr": "learning_rate",
     f"{_ACTOR}.optim.lr_warmup_steps_ratio": "warmup_ratio",
@@ -31,78 +30,78 @@ ALIASES: Mapping[str, str] = {
     f"{_ROLLOUT}.n": "num_generations",
     f"{_ROLLOUT}.val_kwargs.n": "num_generations_eval",
     f"{_ROLLOUT}.temperature": "temperature",
+    f"{_ROLLOUT}.tensor_model_parallel_size": "vllm_tensor_parallel_size",
     f"{_ROLLOUT}.top_p": "top_p",
-    f"{_ROLLOUT}.top_k": "top_k",
     f"{_ROLLOUT}.gpu_memory_utilization": "vllm_gpu_memory_utilization",
     "trainer.total_epochs": "num_train_epochs",
-    "trainer.total_training_steps": "max_steps",
-    "trainer.save_freq": "save_steps",
-    "trainer.test_freq": "eval_steps",
     "trainer.max_actor_ckpt_to_keep": "save_total_limit",
     "trainer.n_gpus_per_node": "nproc_per_node",
-    "trainer.experiment_name": "run_name",
+    "trainer.nnodes": "nnodes",
     "trainer.default_local_dir": "output_dir",
 }
 """verl's keys whose meaning is that of a flag here."""
 
-_ROLLOUT_SIZE = (
-    "one rollout is per_device_train_batch_size x processes x steps_per_generation completions, "
-    "num_generations of them a prompt"
-)
 _LOG_PROBS = "log-probabilities are computed in batches of --per_device_train_batch_size: leave it out"
+_VALIDATION = "completions of an evaluation are sampled as in training: leave it out"
 _OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
+_KL_IN_REWARD = (
+    "the KL divergence is no part of the reward: leave it out; actor_rollout_ref.actor.use_kl_loss and kl_loss_coef "
+    "put it into the loss"
+)
 _NO_CRITIC = "GRPO has no critic: leave it out"
 _AS_ACTOR = "leave it out: the reference is sharded like the trained model"
 
 UNSUPPORTED: Mapping[str, str] = {
-    "data.train_batch_size": _ROLLOUT_SIZE,
     "data.val_batch_size": "--per_device_eval_batch_size",
     "data.truncation": "no prompt is ever cut: --filter_overlong_prompts drops the long ones, or refuses them",
     "data.prompt_key": "the column is `prompt`, `messages` or `question`",
     "data.reward_fn_key": _REWARD,
     "data.return_raw_chat": "leave it out: reward functions get the prompts as the rows have them",
+    "data.filter_overlong_prompts_workers": "prompts are measured in one process: leave it out",
+    "data.train_max_samples": "NAME#1000 in data.train_files takes the first thousand rows",
+    "data.val_max_samples": "NAME#1000 in data.val_files takes the first thousand rows",
     "data.shuffle": "rows are shuffled, by --seed",
     "data.image_key": "language models alone are trained here: leave it out",
-    f"{_ACTOR}.ppo_mini_batch_size": "--gradient_accumulation_steps: micro-batches in an update; " + _ROLLOUT_SIZE,
-    f"{_ACTOR}.ppo_micro_batch_size": "--per_device_train_batch_size counts sequences on one device",
     f"{_ACTOR}.use_dynamic_bsz": "--per_device_train_batch_size counts sequences: leave it out",
     f"{_ACTOR}.ppo_max_token_len_per_gpu": "--per_device_train_batch_size counts sequences: leave it out",
+    f"{_ACTOR}.shuffle": "the completions of a rollout are dealt to its updates at random: leave it out",
+    f"{_ACTOR}.clip_ratio_c": "the ratio of a negative advantage has no bound from above: leave it out",
     f"{_ACTOR}.kl_loss_type": "the loss has the low-variance estimate of the KL divergence (low_var_kl): leave it out",
     f"{_ACTOR}.entropy_coeff": "there is no entropy bonus: leave it out",
-    f"{_ACTOR}.loss_agg_mode": "--loss_type: dapo is token-mean, grpo is seq-mean-token-mean",
     f"{_ACTOR}.ulysses_sequence_parallel_size": "sequences are not cut over processes: leave it out",
-    f"{_ACTOR}.optim.lr_warmup_steps": "--warmup_ratio: the share of the steps",
     f"{_ACTOR}.fsdp_config.param_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.optimizer_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.grad_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.fsdp_size": "--fsdp_strategy hybrid_shard shards within a node and copies across nodes",
     f"{_ACTOR}.fsdp_config.model_dtype": "--torch_dtype",
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": "--fsdp_strategy shard_grad_op is false",
     f"{_ACTOR}.use_torch_compile": "nothing is compiled: leave it out",
     f"{_REF}.strategy": _AS_ACTOR,
     f"{_REF}.fsdp_config.param_offload": "the reference stays on the device; with adapters it is the model itself",
     f"{_REF}.log_prob_micro_batch_size": _LOG_PROBS,
-    f"{_REF}.log_prob_micro_batch_size_per_gpu": _LOG_PROBS,
     f"{_REF}.ulysses_sequence_parallel_size": _AS_ACTOR,
     f"{_REF}.model.path": "the reference is the initial model",
-    f"{_ROLLOUT}.name": "--use_vllm true; without it transformers generates",
     f"{_ROLLOUT}.mode": "generation and training take turns: leave it out",
     f"{_ROLLOUT}.do_sample": "completions are always sampled: --temperature",
     f"{_ROLLOUT}.log_prob_micro_batch_size": _LOG_PROBS,
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": _LOG_PROBS,
-    f"{_ROLLOUT}.tensor_model_parallel_size": "vLLM runs on one device a process: leave it out",
     f"{_ROLLOUT}.enforce_eager": "leave it out",
     f"{_ROLLOUT}.free_cache_engine": "leave it out",
     f"{_ROLLOUT}.load_format": "the weights that are trained are the weights that generate: leave it out",
     f"{_ROLLOUT}.dtype": "completions are generated in the type of the weights: --torch_dtype",
-    "actor_rollout_ref.model.lora_rank": "--train_type lora --lora_rank N",
+    f"{_ROLLOUT}.max_num_batched_tokens": "TRL sets it: leave it out",
+    f"{_ROLLOUT}.enable_chunked_prefill": "vLLM decides it: leave it out",
+    f"{_ROLLOUT}.val_kwargs.do_sample": _VALIDATION,
+    f"{_ROLLOUT}.val_kwargs.temperature": _VALIDATION,
+    f"{_ROLLOUT}.val_kwargs.top_p": _VALIDATION,
+    f"{_ROLLOUT}.val_kwargs.top_k": _VALIDATION,
     "actor_rollout_ref.model.external_lib": "--model names a folder or a hub name",
     "actor_rollout_ref.model.trust_remote_code": "models that transformers knows are trained here: leave it out",
     "actor_rollout_ref.hybrid_engine": "one set of processes generates and trains: leave it out",
     "algorithm.adv_estimator": "GRPO's advantages are what this verb is about",
-    "algorithm.use_kl_in_reward": "--beta puts the KL divergence into the loss",
-    "algorithm.kl_ctrl.kl_coef": "--beta puts the KL divergence into the loss",
-    "algorithm.norm_adv_by_std_in_grpo": "--scale_rewards group, batch or none",
+    "algorithm.use_kl_in_reward": _KL_IN_REWARD,
+    "algorithm.kl_ctrl.type": _KL_IN_REWARD,
+    "algorithm.kl_ctrl.kl_coef": _KL_IN_REWARD,
     "critic.strategy": _NO_CRITIC,
     "critic.model.path": _NO_CRITIC,
     "critic.model.enable_activation_offload": _NO_CRITIC,
@@ -112,12 +111,9 @@ UNSUPPORTED: Mapping[str, str] = {
     "reward_model.enable": _REWARD,
     "reward_model.model.path": _REWARD,
     "reward_model.reward_manager": _REWARD,
-    "custom_reward_function.path": _REWARD,
-    "custom_reward_function.name": _REWARD,
-    "trainer.logger": "--report_to wandb, tensorboard, ...",
-    "trainer.project_name": "--run_name names the run for trackers",
-    "trainer.nnodes": "NNODES, NODE_RANK and MASTER_ADDR in the environment, or torchrun",
     "trainer.critic_warmup": _NO_CRITIC,
+    "trainer.max_critic_ckpt_to_keep": _NO_CRITIC,
+    "trainer.default_hdfs_dir": "checkpoints stay in --output_dir: copy them afterwards",
     "trainer.val_before_train": "evaluations come every --eval_steps steps and at the end",
     "trainer.resume_mode": "--resume_from_checkpoint latest",
     "trainer.resume_from_path": "--resume_from_checkpoint FOLDER",
@@ -128,21 +124,28 @@ UNSUPPORTED: Mapping[str, str] = {
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("grpo",),
+    "algorithm.kl_ctrl.kl_coef": ("0", "0.0"),
     "data.truncation": ("error",),
     "data.shuffle": ("true",),
     "data.prompt_key": ("prompt",),
+    "data.reward_fn_key": ("data_source",),
+    "data.train_max_samples": ("-1",),
+    "data.val_max_samples": ("-1",),
     f"{_ACTOR}.kl_loss_type": ("low_var_kl", "k3"),
     f"{_ACTOR}.entropy_coeff": ("0", "0.0"),
+    f"{_ACTOR}.shuffle": ("true",),
     f"{_ACTOR}.ulysses_sequence_parallel_size": ("1",),
+    f"{_ACTOR}.fsdp_config.fsdp_size": ("-1",),
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": ("true",),
     f"{_REF}.ulysses_sequence_parallel_size": ("1",),
-    f"{_ROLLOUT}.name": ("hf",),
     f"{_ROLLOUT}.do_sample": ("true",),
     f"{_ROLLOUT}.mode": ("sync",),
-    f"{_ROLLOUT}.tensor_model_parallel_size": ("1",),
-    "actor_rollout_ref.model.lora_rank": ("0",),
+    f"{_ROLLOUT}.val_kwargs.do_sample": ("true",),
+    f"{_ROLLOUT}.val_kwargs.temperature": (),
+    f"{_ROLLOUT}.val_kwargs.top_p": (),
+    f"{_ROLLOUT}.val_kwargs.top_k": (),
     "actor_rollout_ref.hybrid_engine": ("true",),
-    "trainer.nnodes": ("1",),
     "trainer.critic_warmup": ("0",),
-    "trainer.logger": ("console",),
+    "trainer.resume_mode": ("disable",),
 }
-"""Values of these that ask for what is done here in any case."""
+"""Values of these that ask for what is done here in any case; those of the others are refused unless they are off."""
