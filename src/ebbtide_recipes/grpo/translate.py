@@ -51,14 +51,14 @@ TRANSLATED: Mapping[str, str] = {
     f"{_ACTOR}.loss_agg_mode": "`--loss_type`: token-mean is dapo, seq-mean-token-mean is grpo",
     f"{_ACTOR}.optim.lr_warmup_steps": "-1 leaves it to `lr_warmup_steps_ratio`, 0 is `--warmup_ratio 0`",
     f"{_ACTOR}.optim.warmup_style": "`--lr_scheduler_type`: constant is constant_with_warmup, or cosine",
-    f"{_ACTOR}.optim.lr_scheduler_type": "the same",
+    f"{_ACTOR}.optim.lr_scheduler_type": "the same as `warmup_style`",
     f"{_ROLLOUT}.name": "`--use_vllm`: vllm is true, hf is false",
     f"{_ROLLOUT}.top_k": "`--top_k`; -1 is 0: all tokens",
     **dict.fromkeys(_LOG_PROBS, "has to equal `--per_device_train_batch_size`"),
     "actor_rollout_ref.model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
     "algorithm.norm_adv_by_std_in_grpo": "`--scale_rewards`: true is group, false is none",
     "custom_reward_function.path": "`--reward_funcs PATH:NAME`",
-    "custom_reward_function.name": "the same; default: compute_score",
+    "custom_reward_function.name": "the name in `--reward_funcs PATH:NAME`; default: compute_score",
 }
 """Keys and what they set, in words for the page of flags."""
 

@@ -75,7 +75,7 @@ UNSUPPORTED: Mapping[str, str] = {
     f"{_ACTOR}.fsdp_config.grad_offload": _OFFLOAD,
     f"{_ACTOR}.fsdp_config.fsdp_size": "--fsdp_strategy hybrid_shard shards within a node and copies across nodes",
     f"{_ACTOR}.fsdp_config.model_dtype": "--torch_dtype",
-    f"{_ACTOR}.fsdp_config.reshard_after_forward": "--fsdp_strategy shard_grad_op is false",
+    f"{_ACTOR}.fsdp_config.reshard_after_forward": "--fsdp_strategy shard_grad_op is verl's false",
     f"{_ACTOR}.use_torch_compile": "nothing is compiled: leave it out",
     f"{_REF}.strategy": _AS_ACTOR,
     f"{_REF}.fsdp_config.param_offload": "the reference stays on the device; with adapters it is the model itself",

@@ -102,7 +102,7 @@ TRANSLATED: Mapping[str, str] = {
     "data.response_key": "`--response_key`",
     "data.response_dict_keys": "`--response_key COLUMN.KEY`, with the key before",
     "model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
-    "actor_rollout_ref.model.lora_rank": "the same",
+    "actor_rollout_ref.model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
     "optim.lr_scheduler": "`--lr_scheduler_type`: cosine, or constant, which is constant_with_warmup",
     **common.TRANSLATED,
 }
