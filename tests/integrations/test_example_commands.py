@@ -74,7 +74,8 @@ SMALL = {
     1: {"--dataset": "builtin:pydoc#60", "--max_length": "256", "--gradient_accumulation_steps": "2"},
     2: {
         "max_prompt_length": "64", "max_response_length": "16", "n_gpus_per_node": "1", "name": "hf",
-        "logger": "console", "tensor_model_parallel_size": "1", "train_batch_size": "4", "ppo_mini_batch_size": "2", "save_freq": "1",
+        "logger": "console", "tensor_model_parallel_size": "1",
+        "train_batch_size": "4", "ppo_mini_batch_size": "2", "save_freq": "1",
         "log_prob_micro_batch_size_per_gpu": "5",
     },
     3: {

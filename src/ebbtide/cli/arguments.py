@@ -24,8 +24,8 @@ from ebbtide.cli.yamlfile import load_settings
 
 ConfigT = TypeVar("ConfigT")
 
-_OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.IGNORECASE | re.DOTALL)
-"""hydra's ``section.key=value``, as verl's users write it."""
+_OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)*)=(.*)", re.IGNORECASE | re.DOTALL)
+"""hydra's ``section.key=value``, as verl's users write it; without a section for names that are no flags here."""
 
 
 def read_arguments(
@@ -182,7 +182,8 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if override := _OVERRIDE.fullmatch(token):
+        override = _OVERRIDE.fullmatch(token)
+        if override and ("." in override[1] or override[1] in names.others_keys):
             _override(override[1], override[2], found, names)
             continue
         if not token.startswith("--"):

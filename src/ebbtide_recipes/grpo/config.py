@@ -50,6 +50,7 @@ class GrpoConfig(LanguageConfig):
         reward_weights: Weights of the reward functions; one number for all.
         num_generations: Completions of a prompt, compared with one another.
         num_generations_eval: Completions of a prompt in an evaluation.
+        dataset_shuffle: Shuffle the prompts, by --seed; false: in the order of the data sets.
         max_prompt_length: Tokens in a prompt. No prompt is cut: see --filter_overlong_prompts.
         max_completion_length: Tokens in a completion; longer ones end there.
         filter_overlong_prompts: Drop longer prompts and log their number; false: raise an error.
@@ -89,6 +90,7 @@ class GrpoConfig(LanguageConfig):
     reward_weights: tuple[float, ...] = (1.0,)
     num_generations: int = 8
     num_generations_eval: int = 1
+    dataset_shuffle: bool = True
     max_prompt_length: int = 512
     max_completion_length: int = 256
     filter_overlong_prompts: bool = True

@@ -228,6 +228,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         config: As ``sharding.resolved`` returned it.
     """
     own = {
+        "shuffle_dataset": config.dataset_shuffle,
         "num_generations": config.num_generations,
         "num_generations_eval": config.num_generations_eval,
         "max_completion_length": config.max_completion_length,

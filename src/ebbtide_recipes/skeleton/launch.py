@@ -110,10 +110,14 @@ def _same(name: str, wanted: int | None, found: int) -> None:
     if wanted is None or wanted == found:
         return
     if name == "nnodes":
-        what, hint = "nodes take part", f"torchrun --nnodes {wanted}, or NNODES, NODE_RANK and MASTER_ADDR on each node"
+        what, hint = "nodes", f"torchrun --nnodes {wanted}, or NNODES, NODE_RANK and MASTER_ADDR on each node"
     else:
-        what, hint = "processes run on this node", f"torchrun --nproc_per_node {wanted}"
-    raise ConfigError(f"{name} is {wanted}, and {found} {what}", expected="the same number", hint=hint)
+        what, hint = "processes on this node", f"torchrun --nproc_per_node {wanted}"
+    raise ConfigError(
+        f"{name} is {wanted}, and the number of {what} is {found}",
+        expected="the same number",
+        hint=f"{hint}; or leave {name} out",
+    )
 
 
 def check_device(config: RecipeConfig) -> None:

@@ -175,6 +175,7 @@ def test_without_tests_there_is_no_evaluation() -> None:
         ([f"{ACTOR}.optim.lr_warmup_steps=-1", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], {"warmup_ratio": 0.1}),
         ([f"{ACTOR}.optim.lr_warmup_steps=0"], {"warmup_ratio": 0.0}),
         ([f"{ROLLOUT}.name=hf"], {"use_vllm": False}),
+        (["data.shuffle=False"], {"dataset_shuffle": False}),
         ([f"{ROLLOUT}.top_k=50"], {"top_k": 50}),
         ([f"{ACTOR}.ppo_micro_batch_size=16", "trainer.n_gpus_per_node=4"], {"per_device_train_batch_size": 4}),
         (["custom_reward_function.path=r.py"], {"reward_funcs": ("r.py:compute_score",)}),
@@ -264,7 +265,6 @@ def test_numbers_that_do_not_fit_are_refused(words: list[str], said: str, hint: 
         (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16", ": 8, or leave it out"),
         ("custom_reward_function.name=f", "custom_reward_function.path"),
         # False asks for something else than what is done.
-        ("data.shuffle=False", "rows are shuffled"),
         (f"{ROLLOUT}.do_sample=False", "always sampled"),
         (f"{ROLLOUT}.val_kwargs.temperature=0", "as in training"),
         ("actor_rollout_ref.hybrid_engine=False", "one set of processes"),
@@ -331,6 +331,9 @@ def test_keys_of_verls_fine_tuning(words: list[str], values: dict[str, Any]) -> 
         ),
         (["data.prompt_key=q"], "prompt_key is 'q' without response_key", "--response_key"),
         (["data.prompt_dict_keys=[q]"], "data.prompt_dict_keys q is not supported", "data.prompt_key"),
+        (["use_remove_padding=true"], "use_remove_padding true is not supported", "--packing"),
+        (["ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size 2 is not supported", "leave it out"),
+        (["--seed", "1", "max_steps=2"], "'max_steps=2' is an unexpected argument", "--max_steps=2"),
         (["data.truncation=error"], "data.truncation error is not supported", "--max_length"),
     ],
 )
@@ -364,10 +367,10 @@ def test_columns_that_are_not_there_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "environment", "said"),
     [
-        ({"nproc_per_node": 8}, RANKS, "nproc_per_node is 8, and 4 processes run on this node"),
-        ({"nnodes": 2}, RANKS, "nnodes is 2, and 1 nodes take part"),
-        ({"nnodes": 2}, {}, "nnodes is 2, and 1 nodes take part"),
-        ({"nnodes": 1}, {**RANKS, "WORLD_SIZE": "8"}, "nnodes is 1, and 2 nodes take part"),
+        ({"nproc_per_node": 8}, RANKS, "nproc_per_node is 8, and the number of processes on this node is 4"),
+        ({"nnodes": 2}, RANKS, "nnodes is 2, and the number of nodes is 1"),
+        ({"nnodes": 2}, {}, "nnodes is 2, and the number of nodes is 1"),
+        ({"nnodes": 1}, {**RANKS, "WORLD_SIZE": "8"}, "nnodes is 1, and the number of nodes is 2"),
     ],
 )
 def test_ranks_that_run_are_those_of_the_keys(changes: dict, environment: dict, said: str) -> None:
@@ -383,7 +386,7 @@ def test_the_processes_of_all_nodes_share_a_batch(monkeypatch: pytest.MonkeyPatc
     assert (config.gradient_accumulation_steps, config.steps_per_generation) == (2, 4)
     assert launch.total(GrpoConfig(nproc_per_node=1), {"NNODES": "2"}) == 2
     assert launch.total(GrpoConfig(), RANKS) == 4
-    with pytest.raises(ConfigError, match="nnodes is 1, and 2 nodes take part"):
+    with pytest.raises(ConfigError, match="nnodes is 1, and the number of nodes is 2"):
         grpo(*batch(16, 8, 4, 4, 2, "trainer.nnodes=1"))
 
 
