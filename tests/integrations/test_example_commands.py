@@ -143,3 +143,32 @@ def _override(word: str, values: dict[str, str]) -> str:
     key, equals, _ = word.partition("=")
     name = key.rpartition(".")[2]
     return f"{key}={values[name]}" if equals and "." in key and name in values else word
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_verls_example_for_fine_tuning_trains(tmp_path: Path) -> None:
+    """``examples/sft/gsm8k/run_qwen_05_peft.sh``: columns inside a column, batches of all processes, adapters."""
+    from datasets import Dataset
+
+    rows = [{"data_source": "gsm8k", "extra_info": {"question": f"{n} + 1 =", "answer": f"{n + 1}"}} for n in range(16)]
+    for name in ("train", "test"):
+        Dataset.from_list(rows).to_parquet(tmp_path / f"{name}.parquet")
+    words = shlex.split(
+        f"data.train_files={tmp_path}/train.parquet data.val_files={tmp_path}/test.parquet data.prompt_key=extra_info "
+        "data.response_key=extra_info optim.lr=1e-4 data.prompt_dict_keys=[question] +data.response_dict_keys=[answer] "
+        "data.micro_batch_size_per_gpu=2 data.train_batch_size=8 data.max_length=256 "
+        f"model.partial_pretrain={make_tiny_model(tmp_path, positions=256)} model.enable_activation_offload=True "
+        f"trainer.default_local_dir={tmp_path}/out trainer.project_name=gsm8k-sft trainer.experiment_name=qwen "
+        "trainer.logger=[console] trainer.total_epochs=1 trainer.default_hdfs_dir=null trainer.n_gpus_per_node=1 "
+        "trainer.save_freq=-1 model.lora_rank=4 model.lora_alpha=16 model.target_modules=all-linear"
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "ebbtide", "sft", *words],
+        cwd=ROOT, env=surroundings(), capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["mode"], summary["status"], summary["steps"]) == ("ebbtide", "ok", 2)  # 16 rows, 8 a step
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
