@@ -49,7 +49,7 @@ def rows_of(verb: str) -> list[str]:
 
 
 def _parts(verb: str) -> list[list[str]]:
-    """Return the rows of a recipe's flags, of other trainers' names, and of refused flags."""
+    """Return the rows of a recipe's flags, of other trainers' names, of translated keys, and of refused flags."""
     config = CONFIGS[verb]
     hints = typing.get_type_hints(config)
     docs = [docstring_parser.parse(kind.__doc__ or "") for kind in reversed(config.__mro__)]
@@ -61,11 +61,12 @@ def _parts(verb: str) -> list[list[str]]:
         rows.append(f"| `--{field.name}` | {takes} | {_shown(field.default)} | {does} |")
     known = [f"| `{other}` | `{name}` |" for other, name in config.aliases.items()]
     refused = [f"| `--{name}` | {hint} |" for name, hint in config.unsupported.items()]
-    return [rows, known, refused]
+    translated = [f"| `{key}` | {sets} |" for key, sets in config.translated.items()]
+    return [rows, known, translated, refused]
 
 
 def _text(verb: str, parts: list[list[str]]) -> str:
-    rows, known, refused = parts
+    rows, known, translated, refused = parts
     head = _HEAD.replace("VERB", verb)
     absent = sorted(
         {f.name for f in dataclasses.fields(SftConfig)} - {f.name for f in dataclasses.fields(CONFIGS[verb])}
@@ -77,6 +78,8 @@ def _text(verb: str, parts: list[list[str]]) -> str:
         head + "\n".join(rows),
         "## Names of other trainers\n\nAccepted for the flag next to them, in YAML files and in commands; a dotted "
         "name is a key inside a section of a file.\n\n| name | flag |\n| --- | --- |\n" + "\n".join(known),
+        "## Keys of verl\n\nTheir values set one or more flags, or are read together. Numbers that do not fit one "
+        "another are refused.\n\n| key | sets |\n| --- | --- |\n" + "\n".join(translated),
         "## Refused\n\nFlags of other trainers that ebbtide does not support.\n\n"
         "| flag | instead |\n| --- | --- |\n" + "\n".join(refused),
     ]

@@ -221,3 +221,14 @@ def test_a_reward_far_from_random_is_learned(model: Path, tmp_path: Path) -> Non
     steps = train(model, tmp_path, reward_funcs=(rewards.NAME,), max_steps=24, max_completion_length=8)["steps"]
     values = [reward for _, reward, _ in steps.values()]
     assert sum(values[-6:]) > sum(values[:6])
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_prompts_come_in_the_order_of_the_data_unless_they_are_shuffled(
+    model: Path, tmp_path: Path, shuffled: bool
+) -> None:
+    values = {**grpo_values(str(model), str(tmp_path)), "dataset_shuffle": shuffled}
+    trainer = RECIPE.prepare(GrpoConfig(**values))
+    order = list(dict.fromkeys(trainer._get_train_sampler()))
+    assert len(order) > 2
+    assert (order == sorted(order)) is not shuffled

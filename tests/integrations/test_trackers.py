@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import struct
 import sys
 from importlib.machinery import ModuleSpec
@@ -95,6 +96,14 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     made.define_metric = lambda *args, **kwargs: None
     made.log = lambda values, **kwargs: made.calls.append(("log", values))
     return made
+
+
+def test_wandb_is_given_the_project(model: Path, tmp_path: Path, wandb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    train(model, tmp_path, report_to=("wandb",), project_name="gsm8k", **OURS)
+    [(_, settings)] = [call for call in wandb.calls if call[0] == "init"]
+    assert settings["project"] == "gsm8k"
+    assert "WANDB_PROJECT" not in os.environ
 
 
 def test_wandb_is_told_every_step_field(model: Path, tmp_path: Path, wandb: Any) -> None:

@@ -10,50 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
-import io
 import json
 import re
-import textwrap
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ebbtide.base.checks import in_words, known_names
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.base.extras import require
+from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several
+from ebbtide.cli.translation import FALSE, NOTHING, TRUE, Translation
 from ebbtide.cli.yamlfile import load_settings
 
 ConfigT = TypeVar("ConfigT")
 
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
-_OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.IGNORECASE | re.DOTALL)
-"""hydra's ``section.key=value``, as verl's users write it."""
-
-_ASKS_FOR_NOTHING = ("none", "null", "", *_FALSE)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FlagValue:
-    """The values of one name.
-
-    Args:
-        shown: How the user wrote it: ``--max-steps``, or ``max_steps in run.yaml``.
-        texts: The values.
-    """
-
-    shown: str
-    texts: list[str]
-
-    @property
-    def text(self) -> str:
-        """The values as one text."""
-        return " ".join(self.texts)
-
-
-Values = dict[str, FlagValue]
+_OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)*)=(.*)", re.IGNORECASE | re.DOTALL)
+"""hydra's ``section.key=value``, as verl's users write it; without a section for names that are no flags here."""
 
 
 def read_arguments(
@@ -63,9 +35,10 @@ def read_arguments(
 
     Args:
         kind: A dataclass. Optional class attributes: ``unsupported`` maps known but unsupported flags to a hint; they
-            are rejected unless their value turns them off (``none``, ``false``) or ``granted`` lists it for the name.
-            ``aliases`` maps other names to fields; a dotted one is a key inside a section of the file, or
-            ``section.key=value``. Fields in ``mappings`` also take a mapping in the file, as JSON.
+            are rejected unless their value turns them off (``none``, ``false``), or is one of ``granted`` for a name
+            that has values there. ``aliases`` maps other names to fields; a dotted one is a key inside a section of
+            the file, or ``section.key=value``. ``translated`` has the keys, with a description, that the function
+            ``translate`` turns into fields. Fields in ``mappings`` also take a mapping in the file, as JSON.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere, used only as suggestions for unknown flags.
@@ -80,12 +53,14 @@ def read_arguments(
     names = _Names(kind, prog, others)
     if any(argument in ("-h", "--help") for argument in argv):
         with contextlib.suppress(SystemExit):
-            _tyro(kind, ["--help"], prog=prog)
+            call_tyro(kind, ["--help"], prog=prog)
         return None
     path, flags = _read_flags(argv, names)
+    keys, names.keys = names.keys, {}
     values = _read_file(path, names) if path is not None else {}
+    values = names.translate({**names.keys, **keys}, {**values, **flags})
     names.refuse()
-    return _build(kind, {**values, **flags}, prog=prog)
+    return build(kind, values, prog=prog)
 
 
 class _Names:
@@ -96,19 +71,23 @@ class _Names:
         hints = typing.get_type_hints(kind)
         self.fields = tuple(field.name for field in dataclasses.fields(kind))
         self.booleans = {name for name in self.fields if hints[name] is bool}
-        self.repeatable = {name for name in self.fields if _takes_several(hints[name])}
+        self.repeatable = {name for name in self.fields if takes_several(hints[name])}
         self.optional = {name for name in self.fields if type(None) in typing.get_args(hints[name])}
         self.unsupported: Mapping[str, str] = getattr(kind, "unsupported", {})
         self.granted: Mapping[str, Sequence[str]] = getattr(kind, "granted", {})
         self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
         self.mappings: Sequence[str] = getattr(kind, "mappings", ())
+        self.translated: Mapping[str, str] = getattr(kind, "translated", {})
+        self.others_keys: tuple[str, ...] = (*self.unsupported, *self.translated)
+        self._translate: Callable[[Translation], None] | None = getattr(kind, "translate", None)
+        self.keys: Values = {}  # the translated ones, as read
         self.refused: dict[str, str] = {}  # as the user wrote it, with its value: the hint
 
     def known(self, written: str) -> str | None:
         """Return the field of a written name, where hyphen equals underscore; ``None`` if there is none."""
         name = written.replace("-", "_")
         name = self.aliases.get(name, name)
-        return name if name in self.fields or name in self.unsupported else None
+        return name if name in self.fields or name in self.others_keys else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
         """Return the field of a written name.
@@ -119,7 +98,7 @@ class _Names:
         name = self.known(written)
         if name is None:
             # Suggest dotted names for a dotted key, else fields; aliases without a dot are never suggested.
-            known = (*self.fields, *self.others, *self.unsupported, *(key for key in self.aliases if "." in key))
+            known = (*self.fields, *self.others, *self.others_keys, *(key for key in self.aliases if "." in key))
             names = [key for key in known if ("." in key) is ("." in written)]
             close = nearest(written.replace("-", "_").lower(), names)
             raise ConfigError(
@@ -130,24 +109,34 @@ class _Names:
         return name
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
-        """Return the values for a field, ready to be parsed; ``None`` for a flag that this release cannot serve.
+        """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
 
-        Unless its value asks for nothing, such a flag is left to ``refuse``.
+        A translated key is left to ``translate``, and a flag that this release cannot serve to ``refuse``, unless its
+        value asks for nothing.
 
         Raises:
-            ConfigError: A boolean field has another value; a value is empty.
+            ConfigError: A boolean field has another value; a value is empty; a translated key has two.
         """
+        if name in self.translated:
+            before = self.keys.setdefault(name, flag)
+            if before.texts != flag.texts:
+                raise ConfigError(
+                    f"{flag.shown} is set twice: {before.text}, {flag.text}",
+                    expected="one value",
+                    hint="leave one out",
+                )
+            return None
         if name in self.unsupported:
-            harmless = (*_ASKS_FOR_NOTHING, *self.granted.get(name, ()))
+            harmless = (*NOTHING, *self.granted.get(name, FALSE))
             if any(value.lower() not in harmless for value in flag.texts):
                 self.refused[f"{flag.shown} {flag.text}"] = self.unsupported[name]
             return None
         if name in self.booleans:
             word = flag.texts[0].lower() if len(flag.texts) == 1 else ""
-            if word not in _TRUE + _FALSE:
+            if word not in TRUE + FALSE:
                 hint = nearest(word, ("true", "false")) or "yes and no, on and off, 1 and 0 work too"
                 raise ConfigError(f"{flag.shown} is {flag.text!r}", expected="true or false", hint=hint)
-            return FlagValue(shown=flag.shown, texts=["True" if word in _TRUE else "False"])
+            return FlagValue(shown=flag.shown, texts=["True" if word in TRUE else "False"])
         if len(flag.texts) != 1 and name not in self.repeatable:
             raise ConfigError(
                 f"{flag.shown} has {len(flag.texts)} values: {flag.text}",
@@ -159,6 +148,16 @@ class _Names:
                 f"{flag.shown} is {flag.text!r}", expected="a value", hint=f"leave {name} out for its default"
             )
         return flag
+
+    def translate(self, keys: Values, values: Values) -> Values:
+        """Return the values of fields with those that translated keys set."""
+        if self._translate is None or not keys:
+            return values
+        translation = Translation(keys, values)
+        self._translate(translation)
+        for key, hint in translation.refused.items():
+            self.refused[f"{keys[key].shown} {keys[key].text}"] = hint
+        return translation.values
 
     def refuse(self) -> None:
         """Raise one error for all flags that this release cannot serve: a command of another trainer has several.
@@ -183,7 +182,8 @@ def _read_flags(argv: Sequence[str], names: _Names) -> tuple[Path | None, Values
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        if override := _OVERRIDE.fullmatch(token):
+        override = _OVERRIDE.fullmatch(token)
+        if override and ("." in override[1] or override[1] in names.others_keys):
             _override(override[1], override[2], found, names)
             continue
         if not token.startswith("--"):
@@ -246,7 +246,7 @@ def _stray(token: str, names: _Names) -> ConfigError:
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
     """Remove a flag's values from the front of ``rest`` and return them."""
-    if name in names.booleans or name in names.unsupported:
+    if name in names.booleans or name in names.others_keys:
         return [rest.pop(0)] if rest and not rest[0].startswith("--") else ["true"]
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (name in names.repeatable or not values):
@@ -273,7 +273,7 @@ def _read_file(path: Path, names: _Names) -> Values:
         if name in names.mappings and isinstance(value, dict):
             value = json.dumps(value)
         items = typing.cast("list[Any]", value) if isinstance(value, list) else [value]
-        if name in names.unsupported:
+        if name in names.others_keys:
             items = [str(item) for item in items]
         if not items or any(isinstance(item, (dict, list)) or item is None for item in items):
             several = name in names.repeatable
@@ -291,7 +291,7 @@ def _read_file(path: Path, names: _Names) -> Values:
 def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
     """Return keys and values; a section with known dotted names is flattened."""
     found: list[tuple[str, Any]] = []
-    dotted = (*names.aliases, *names.unsupported)
+    dotted = (*names.aliases, *names.others_keys)
     for key, value in content.items():
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in dotted):
             inner = {f"{key}.{name}": item for name, item in typing.cast("dict[str, Any]", value).items()}
@@ -308,80 +308,3 @@ def _no_file(path: Path, names: _Names) -> DataError:
     hint = f"flags begin with two hyphens: --{name}" if names.known(name) else nearest(path.name, others)
     usage = f"{names.prog} [file.yaml] [--flag value ...]"
     return DataError(f"there is no file {str(path)!r}", expected=usage, hint=hint or "give a YAML file, or only flags")
-
-
-def _build(kind: type[ConfigT], values: Values, *, prog: str) -> ConfigT:
-    """Make the config; an error names the flag whose value cannot be parsed.
-
-    Tyro parses into a copy of the dataclass without its checks, so errors of the checks reach the user unchanged.
-    """
-    bare = _bare(kind, [field.name for field in dataclasses.fields(typing.cast(Any, kind))])
-    read = _try_tyro(bare, values, prog=prog)
-    if read is not None:
-        return kind(**{field.name: getattr(read, field.name) for field in dataclasses.fields(bare)})
-    fields: list[Any] = list(dataclasses.fields(typing.cast(Any, kind)))
-    help_ = f"`{prog} --help` shows its values"
-    for name in sorted({field.name for field in fields if _required(field)} - set(values)):
-        raise ConfigError(f"--{name} is missing", expected="a value", hint=help_)
-    for name, flag in values.items():
-        if _try_tyro(_bare(kind, [name]), {name: flag}, prog=prog) is None:
-            wanted = typing.get_type_hints(kind)[name]
-            hint = nearest(flag.text, known_names(wanted)) or help_
-            raise ConfigError(f"{flag.shown} is {flag.text!r}", expected=in_words(wanted), hint=hint)
-    shown = {flag.shown: flag.text for flag in values.values()}
-    raise ConfigError(f"the values {shown} do not make a {kind.__name__}", hint=help_)
-
-
-def _bare(kind: type[Any], names: Sequence[str]) -> type[Any]:
-    """Return a dataclass with some of the fields of ``kind`` and without its checks."""
-    hints = typing.get_type_hints(kind)
-    fields = [
-        (field.name, hints[field.name], dataclasses.field(default=field.default, default_factory=field.default_factory))
-        for field in dataclasses.fields(kind)
-        if field.name in names
-    ]
-    return dataclasses.make_dataclass(kind.__name__, fields, frozen=True, kw_only=True)
-
-
-def _try_tyro(kind: type[Any], values: Values, *, prog: str) -> Any:
-    """Parse values with tyro; ``None`` if that fails. Its message is dropped: ours names the flag."""
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return _tyro(kind, _as_flags(kind, values), prog=prog)
-    except SystemExit:
-        return None
-
-
-def _takes_several(hint: Any) -> bool:
-    """Whether a field takes a list of values, possibly empty."""
-    return any(typing.get_origin(kind) is tuple for kind in (hint, *typing.get_args(hint)))
-
-
-def _required(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _as_flags(kind: type[Any], values: Values) -> list[str]:
-    """Format values as arguments for tyro; ``=`` protects values that begin with a hyphen."""
-    hints = typing.get_type_hints(kind)
-    flags: list[str] = []
-    for name, flag in values.items():
-        several = _takes_several(hints[name])
-        flags += [f"--{name}", *flag.texts] if several else [f"--{name}={text}" for text in flag.texts]
-    return flags
-
-
-def _tyro(kind: type[Any], flags: list[str], *, prog: str) -> Any:
-    """Call tyro the one way this command line does."""
-    tyro = require("tyro", extra="recipes", use=f"`{prog}`")
-    config = (tyro.conf.FlagConversionOff,)
-    return tyro.cli(kind, args=flags, prog=prog, description=_description(kind), config=config, use_underscores=True)
-
-
-def _description(kind: type[Any]) -> str:
-    """Return the docstring above its fields, in lines of 80; indented, because tyro joins other lines."""
-    paragraphs = (inspect.getdoc(kind) or "").partition("\nAttributes:")[0].strip().split("\n\n")
-    indent = "  "
-    wrap = textwrap.TextWrapper(width=80, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return "\n".join(wrap.fill(" ".join(paragraph.split())) for paragraph in paragraphs)

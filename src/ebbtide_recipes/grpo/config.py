@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.grpo import verl
+from ebbtide_recipes.grpo.translate import TRANSLATED, translate
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
@@ -49,6 +50,7 @@ class GrpoConfig(LanguageConfig):
         reward_weights: Weights of the reward functions; one number for all.
         num_generations: Completions of a prompt, compared with one another.
         num_generations_eval: Completions of a prompt in an evaluation.
+        dataset_shuffle: Shuffle the prompts, by --seed; false: in the order of the data sets.
         max_prompt_length: Tokens in a prompt. No prompt is cut: see --filter_overlong_prompts.
         max_completion_length: Tokens in a completion; longer ones end there.
         filter_overlong_prompts: Drop longer prompts and log their number; false: raise an error.
@@ -68,6 +70,7 @@ class GrpoConfig(LanguageConfig):
         use_vllm: Generate with vLLM, if it is installed.
         vllm_mode: Generate in the training processes (colocate) or by a server.
         vllm_gpu_memory_utilization: Share of the device's memory for vLLM.
+        vllm_tensor_parallel_size: Devices that vLLM splits the model over; the processes are a multiple of it.
         strategy: verl's flag: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
         learning_rate: Peak learning rate; default: 1e-6 for full training, 1e-5 for adapters.
         per_device_train_batch_size: Completions in a micro-batch.
@@ -77,6 +80,8 @@ class GrpoConfig(LanguageConfig):
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
     granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
+    translated: ClassVar[Mapping[str, str]] = TRANSLATED
+    translate = staticmethod(translate)
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_completion_length")
 
@@ -85,6 +90,7 @@ class GrpoConfig(LanguageConfig):
     reward_weights: tuple[float, ...] = (1.0,)
     num_generations: int = 8
     num_generations_eval: int = 1
+    dataset_shuffle: bool = True
     max_prompt_length: int = 512
     max_completion_length: int = 256
     filter_overlong_prompts: bool = True
@@ -103,6 +109,7 @@ class GrpoConfig(LanguageConfig):
     use_vllm: bool = False
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_gpu_memory_utilization: float = 0.3
+    vllm_tensor_parallel_size: int = 1
     strategy: Literal["fsdp", "fsdp2"] | None = None
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
@@ -163,8 +170,8 @@ class GrpoConfig(LanguageConfig):
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""
-        vllm = () if self.use_vllm else ("vllm_mode", "vllm_gpu_memory_utilization")
-        idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
+        vllm = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+        idle = (*(() if self.use_vllm else vllm), *(() if self.evaluates else ("num_generations_eval",)))
         return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
 
     def _apply_strategy(self) -> None:
@@ -193,6 +200,7 @@ def _check_numbers(config: GrpoConfig) -> None:
     at_least("num_generations", config.num_generations, 2, "completions of a prompt are compared with one another")
     for name in ("num_generations_eval", "max_prompt_length", "max_completion_length", "num_iterations"):
         at_least(name, getattr(config, name), 1, f"leave {name} out for its default")
+    at_least("vllm_tensor_parallel_size", config.vllm_tensor_parallel_size, 1, "1 is one device a process")
     at_least("steps_per_generation", config.steps_per_generation, 1, "leave it out for gradient_accumulation_steps")
     at_least("top_k", config.top_k, 0, "0 samples among all tokens")
     for name, low, high in (

@@ -44,8 +44,7 @@ class Grpo(Recipe[GrpoConfig]):
         adapters.check(config)
         data.READER.check([*config.dataset, *(config.eval_dataset or ())])
         models.check(config.model)
-        processes = launch.world_size() if launch.is_rank() else launch.processes(config) or 1
-        config.completions(processes)
+        config.completions(launch.total(config))
 
     def prepare(self, config: GrpoConfig) -> GrpoTrainer:
         """Load model and prompts, and make the trainer. Checks come before slow steps.
@@ -78,6 +77,12 @@ class Grpo(Recipe[GrpoConfig]):
             dataset, evaluation = tables.split(dataset, config.split_dataset_ratio, seed=config.seed)
         data.check_count(dataset, config, processes)
         LOGGER.info("%s: %d prompts from %s", config.model, len(dataset), ", ".join(config.dataset))
+        LOGGER.info(
+            "a rollout: %d prompts x %d completions, learned in updates of %d micro-batches",
+            config.completions(processes) // config.num_generations,
+            config.num_generations,
+            config.gradient_accumulation_steps,
+        )
         weights: Found | None = None
         if config.memory_efficient_init:
             model, weights = models.load_empty(config, source)

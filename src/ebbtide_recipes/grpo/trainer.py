@@ -228,6 +228,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         config: As ``sharding.resolved`` returned it.
     """
     own = {
+        "shuffle_dataset": config.dataset_shuffle,
         "num_generations": config.num_generations,
         "num_generations_eval": config.num_generations_eval,
         "max_completion_length": config.max_completion_length,
@@ -246,6 +247,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "use_vllm": config.use_vllm,
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
+        "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
         "ddp_find_unused_parameters": False,
         "log_completions": False,
     }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
@@ -31,6 +32,8 @@ class SftConfig(LanguageConfig):
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
         completion_only_loss: Learn only answers: completions, or a chat's last answer. Default: completions if rows
             have them, else all of a chat or text.
+        prompt_key: Column of the question, with --response_key: COLUMN or COLUMN.KEY; default: by the columns' names.
+        response_key: Column of its answer.
         dataset_num_proc: Processes that tokenize rows.
         output_dir: Folder for the run file, training.log, checkpoints and the trained model.
     """
@@ -38,15 +41,26 @@ class SftConfig(LanguageConfig):
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
     granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    translated: ClassVar[Mapping[str, str]] = verl.TRANSLATED
+    translate = staticmethod(verl.translate)
 
     dataset: tuple[str, ...] = ("builtin:pydoc",)
     max_length: int = 1024
     packing: bool = False
     completion_only_loss: bool | None = None
+    prompt_key: str | None = None
+    response_key: str | None = None
     dataset_num_proc: int | None = None
     output_dir: str = "runs/sft"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("max_length", self.max_length, 2, "1024 is the default; a token is learned from the one before it")
+        if (self.prompt_key is None) is not (self.response_key is None):
+            name, other = ("prompt_key", "response_key")[:: 1 if self.response_key is None else -1]
+            raise ConfigError(
+                f"{name} is {getattr(self, name)!r} without {other}",
+                expected="the column of the question and that of its answer",
+                hint=f"--{other} COLUMN",
+            )
         at_least("dataset_num_proc", self.dataset_num_proc, 1, "leave it out for one process")

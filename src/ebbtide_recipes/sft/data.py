@@ -15,6 +15,7 @@ from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
     one_kind,
+    pair_of,
     shape_of,
     shaped_row,
     with_own_system,
@@ -50,6 +51,7 @@ class Reading:
         answers_alone: Whether only the last answer of a chat is learned.
         takes: Kinds of files that the model's processor takes: of ``image``, ``video`` and ``audio``.
         use_hf: Whether names on a hub are Hugging Face's; else ModelScope's.
+        pair: Columns of the question and its answer, each ``COLUMN`` or ``COLUMN.KEY``; ``None``: by their names.
     """
 
     chat: bool
@@ -58,6 +60,7 @@ class Reading:
     answers_alone: bool = False
     takes: tuple[str, ...] = ()
     use_hf: bool = True
+    pair: tuple[str, str] | None = None
 
 
 def load(names: Sequence[str], reading: Reading) -> Dataset:
@@ -118,7 +121,10 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
 
 def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading) -> list[Row]:
     """Put the rows of one data set into the shape that the first of them has."""
-    shape, read = shape_of(rows[0], name, chat=reading.chat)
+    if reading.pair is None:
+        shape, read = shape_of(rows[0], name, chat=reading.chat)
+    else:
+        shape, read = pair_of(reading.pair, rows[0], name, chat=reading.chat)
     media.check_taken(media.kinds_in(rows), reading.takes, name)
     unread = sorted({str(column) for row in rows for column in row} - {*read, "system", *media.COLUMNS})
     if unread:

@@ -118,4 +118,7 @@ def _reading(config: SftConfig, source: ModelSource) -> Any:
         answers_alone=bool(config.completion_only_loss),
         takes=taken_by(source.processor),
         use_hf=config.use_hf,
+        pair=None
+        if config.prompt_key is None or config.response_key is None
+        else (config.prompt_key, config.response_key),
     )

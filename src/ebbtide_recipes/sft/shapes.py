@@ -9,7 +9,7 @@ not learned. ``system`` is the system message of its row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ebbtide.base.errors import DataError, nearest
@@ -71,6 +71,51 @@ def shape_of(row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]
         expected=ACCEPTED,
         hint=close or f"rename them; such as {EXAMPLE}",
     )
+
+
+def pair_of(pair: tuple[str, str], row: Row, name: str, *, chat: bool) -> tuple[Shape, frozenset[str]]:
+    """Return how rows are normalized whose question and answer the user named.
+
+    Args:
+        pair: Where they are: ``COLUMN``, or ``COLUMN.KEY`` for a value inside a column of mappings.
+        row: The first row.
+        name: The data set, for errors.
+        chat: Whether the tokenizer has a chat template.
+
+    Returns:
+        The function that does it, and the columns it reads.
+
+    Raises:
+        DataError: The first row has no such value.
+    """
+
+    def shape(row: Row) -> Row:
+        question, answer = (_value_at(path, row) for path in pair)
+        return _pair({"question": question, "answer": answer}, question="question", answer="answer", chat=chat)
+
+    for path in pair:
+        try:
+            _value_at(path, row)
+        except KeyError as error:
+            raise DataError(
+                f"data set {name!r} has no {path!r}; its columns are {', '.join(sorted(map(str, row))) or '(none)'}",
+                expected="the column of --prompt_key and that of --response_key",
+                hint=nearest(path.partition(".")[0], [str(column) for column in row], count=1)
+                or "COLUMN.KEY is a value inside a column",
+            ) from error
+    return shape, frozenset(path if path in row else path.partition(".")[0] for path in pair)
+
+
+def _value_at(path: str, row: Row) -> object:
+    """Return a column's value, or the one inside it; raise ``KeyError`` with the path if there is none."""
+    if path in row:
+        return row[path]
+    value: object = row
+    for key in path.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            raise KeyError(path)
+        value = value[key]
+    return value
 
 
 def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ebbtide.base.errors import ConfigError
+from ebbtide.cli.translation import Translation
+from ebbtide_recipes.language import verl as common
+
 _ACTOR = "actor_rollout_ref.actor"
 
 ALIASES: Mapping[str, str] = {
@@ -30,10 +34,10 @@ ALIASES: Mapping[str, str] = {
     "optim.clip_grad": "max_grad_norm",
     "trainer.total_epochs": "num_train_epochs",
     "trainer.total_training_steps": "max_steps",
-    "trainer.save_freq": "save_steps",
-    "trainer.test_freq": "eval_steps",
     "trainer.n_gpus_per_node": "nproc_per_node",
-    "trainer.experiment_name": "run_name",
+    "trainer.nnodes": "nnodes",
+    "trainer.seed": "seed",
+    "trainer.max_ckpt_to_keep": "save_total_limit",
     "trainer.default_local_dir": "output_dir",
 }
 """verl's keys whose meaning is that of a flag here: of its trainer for fine-tuning, and of the model in its others."""
@@ -50,16 +54,14 @@ UNSUPPORTED: Mapping[str, str] = {
     "critic.model.enable_gradient_checkpointing": _NO_CRITIC,
     "critic.optim.lr": _NO_CRITIC,
     "critic.ppo_micro_batch_size_per_gpu": _NO_CRITIC,
-    "data.train_batch_size": _BATCH,
-    "data.micro_batch_size": _BATCH,
     "data.truncation": "longer rows are cut at --max_length: leave it out",
-    "data.prompt_key": "the columns are `question` and `answer`, `prompt` and `completion`, ...: rename them",
-    "data.response_key": "the columns are `question` and `answer`, `prompt` and `completion`, ...: rename them",
+    "data.multiturn.enable": "rows with `messages` are chats: leave it out",
+    "data.multiturn.messages_key": "the column is `messages`",
+    "data.balance_dp_token": "leave it out",
+    "data.chat_template": "the tokenizer's own is used: leave it out",
     "data.max_prompt_length": f"--max_length counts all tokens of a row; {_REINFORCE}",
     "data.max_response_length": f"--max_length counts all tokens of a row; {_REINFORCE}",
     "actor_rollout_ref.model.use_remove_padding": "--packing true",
-    "actor_rollout_ref.model.lora_rank": "--train_type lora --lora_rank N",
-    "model.lora_rank": "--train_type lora --lora_rank N",
     "model.use_liger": "leave it out",
     "model.trust_remote_code": "models that transformers knows are trained here: leave it out",
     "actor_rollout_ref.model.trust_remote_code": "models that transformers knows are trained here: leave it out",
@@ -73,19 +75,83 @@ UNSUPPORTED: Mapping[str, str] = {
     "actor_rollout_ref.rollout.n": _REINFORCE,
     "algorithm.adv_estimator": _REINFORCE,
     "use_remove_padding": "--packing true",
+    "optim.betas": "AdamW's are 0.9 and 0.999: leave it out",
     "ulysses_sequence_parallel_size": "sequences are not cut over processes: leave it out",
-    "trainer.logger": "--report_to wandb, tensorboard, ...",
-    "trainer.project_name": "--run_name names the run for trackers",
-    "trainer.nnodes": "NNODES, NODE_RANK and MASTER_ADDR in the environment, or torchrun",
+    "trainer.default_hdfs_dir": "checkpoints stay in --output_dir: copy them afterwards",
+    "trainer.resume_path": "--resume_from_checkpoint FOLDER",
+    "trainer.resume_mode": "--resume_from_checkpoint latest",
 }
 """verl's keys with no twin, and what to do instead."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "data.truncation": ("right",),
-    "actor_rollout_ref.model.lora_rank": ("0",),
-    "model.lora_rank": ("0",),
+    "data.multiturn.messages_key": ("messages",),
     "ulysses_sequence_parallel_size": ("1",),
-    "trainer.nnodes": ("1",),
-    "trainer.logger": ("console",),
+    "trainer.resume_mode": ("disable",),
 }
-"""Values of these that ask for what is done here in any case."""
+"""Values of these that ask for what is done here in any case; those of the others are refused unless they are off."""
+
+_TRAIN, _MICRO = "data.train_batch_size", "data.micro_batch_size"
+
+TRANSLATED: Mapping[str, str] = {
+    _TRAIN: "sequences in a step: `--gradient_accumulation_steps` is this / (processes x "
+    "`--per_device_train_batch_size`)",
+    _MICRO: "`--per_device_train_batch_size` x processes",
+    "data.prompt_key": "`--prompt_key`",
+    "data.prompt_dict_keys": "`--prompt_key COLUMN.KEY`, with the key before",
+    "data.response_key": "`--response_key`",
+    "data.response_dict_keys": "`--response_key COLUMN.KEY`, with the key before",
+    "model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
+    "actor_rollout_ref.model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
+    "optim.lr_scheduler": "`--lr_scheduler_type`: cosine, or constant, which is constant_with_warmup",
+    **common.TRANSLATED,
+}
+"""Keys whose values set one or more flags, in words for the page of flags."""
+
+
+def translate(translation: Translation) -> None:
+    """Set the fields that the keys of verl's trainer for fine-tuning mean. One of its steps is one here.
+
+    Raises:
+        ConfigError: Numbers do not fit one another, or a field is set twice.
+    """
+    common.share_names(translation)
+    for key in ("model.lora_rank", "actor_rollout_ref.model.lora_rank"):
+        common.set_adapters(translation, key)
+    common.set_schedule(translation, "optim.lr_scheduler")
+    common.every(translation, "trainer.save_freq", "save_steps")
+    common.every(translation, "trainer.test_freq", "eval_steps")
+    for side in ("prompt", "response"):
+        _column(translation, side)
+    _batches(translation)
+
+
+def _column(translation: Translation, side: str) -> None:
+    """Set where the question or the answer of a row is."""
+    key, inner = f"data.{side}_key", f"data.{side}_dict_keys"
+    column = translation.text(key)
+    if column is not None:
+        translation.set(f"{side}_key", ".".join([column, *translation.texts(inner)]), of=key)
+    elif inner in translation.keys:
+        translation.refuse(inner, f"{key} names the column that it looks into")
+
+
+def _batches(translation: Translation) -> None:
+    """Set the micro-batch and how many of them make a step."""
+    if _MICRO in translation.keys:
+        common.micro_batch(translation, _MICRO, common.processes(translation, _MICRO))
+    batch = translation.number(_TRAIN, least=1)
+    if batch is None:
+        return
+    ranks, micro = common.processes(translation, _TRAIN), translation.field("per_device_train_batch_size", 1)
+    if batch % (ranks * micro):
+        if batch % ranks:
+            hint = f"{_TRAIN}={common.next_divisible(batch, 1, ranks)}"
+        else:
+            hint = f"{_MICRO}_per_gpu={common.largest_divisor(batch // ranks, micro)}"
+        raise ConfigError(
+            f"{translation.shown(_TRAIN)}, and {ranks} processes with {micro} each take {ranks * micro} at a time",
+            expected="a step of whole micro-batches",
+            hint=hint,
+        )
+    translation.set("gradient_accumulation_steps", str(batch // (ranks * micro)), of=_TRAIN)

@@ -76,6 +76,7 @@ class RecipeConfig:
         memory_efficient_init: Build the model empty and read each process's part of the weights straight into place,
             without a full copy in any process.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
+        nnodes: Nodes that the run is meant for; an error if NNODES or torchrun names another number.
         deepspeed: Accepted with FSDP, without effect (a warning is logged); an error otherwise.
         per_device_train_batch_size: Sequences in a micro-batch.
         per_device_eval_batch_size: Sequences in a batch of the evaluation.
@@ -106,6 +107,7 @@ class RecipeConfig:
         log_level: debug shows the engine's lines, and tracebacks.
         report_to: Trackers, named as in transformers; none: no tracker.
         run_name: Name of the run for trackers.
+        project_name: Project of the run for trackers; default: from the tracker's variable, such as WANDB_PROJECT.
         dataloader_num_workers: Processes that prepare batches; 0: the training process.
         seed: Seed of data order and of new weights.
     """
@@ -141,6 +143,7 @@ class RecipeConfig:
     fsdp: str | None = None
     memory_efficient_init: bool = False
     nproc_per_node: int | None = None
+    nnodes: int | None = None
     deepspeed: str | None = None
     per_device_train_batch_size: int = 1
     per_device_eval_batch_size: int = 1
@@ -171,6 +174,7 @@ class RecipeConfig:
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     report_to: tuple[str, ...] = ("none",)
     run_name: str | None = None
+    project_name: str | None = None
     dataloader_num_workers: int = 0
     seed: int = 42
 

@@ -51,6 +51,7 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
     import torch
 
     if is_rank(environment):
+        _check_ranks({"nproc_per_node": config.nproc_per_node, "nnodes": config.nnodes}, environment)
         return None
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else None
     wanted = config.nproc_per_node or _number("NPROC_PER_NODE", environment) or devices or 1
@@ -61,8 +62,62 @@ def processes(config: RecipeConfig, environment: Mapping[str, str] = os.environ)
             hint=f"--nproc_per_node {devices}, or make more devices visible (CUDA_VISIBLE_DEVICES)",
         )
     nodes = _number("NNODES", environment) or 1
+    _same("nnodes", config.nnodes, nodes)
     alone = wanted == 1 and nodes == 1 and config.fsdp_strategy == "none"
     return None if alone else wanted
+
+
+def expected(flags: Mapping[str, int], environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the processes of the whole run, before devices are counted; ``None``: only their number decides.
+
+    Args:
+        flags: ``nproc_per_node`` and ``nnodes``, as far as they are set.
+        environment: The process's environment.
+
+    Raises:
+        ConfigError: A number of processes in the environment is invalid, or another one than a flag's.
+    """
+    if is_rank(environment):
+        _check_ranks(flags, environment)
+        return world_size(environment)
+    nodes = _number("NNODES", environment) or 1
+    _same("nnodes", flags.get("nnodes"), nodes)
+    here = flags.get("nproc_per_node") or _number("NPROC_PER_NODE", environment)
+    return here * nodes if here else None
+
+
+def total(config: RecipeConfig, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the processes of the whole run, on all nodes.
+
+    Raises:
+        ConfigError: As ``processes``.
+    """
+    here = processes(config, environment)
+    return world_size(environment) if is_rank(environment) else (here or 1) * (_number("NNODES", environment) or 1)
+
+
+def _check_ranks(flags: Mapping[str, int | None], environment: Mapping[str, str]) -> None:
+    """Reject flags that name another number of processes than the launcher started."""
+    here = _number("LOCAL_WORLD_SIZE", environment)
+    if here is None:
+        return
+    _same("nproc_per_node", flags.get("nproc_per_node"), here)
+    _same("nnodes", flags.get("nnodes"), world_size(environment) // here)
+
+
+def _same(name: str, wanted: int | None, found: int) -> None:
+    """Reject a number that is not that of the running processes."""
+    if wanted is None or wanted == found:
+        return
+    if name == "nnodes":
+        what, hint = "nodes", f"torchrun --nnodes {wanted}, or NNODES, NODE_RANK and MASTER_ADDR on each node"
+    else:
+        what, hint = "processes on this node", f"torchrun --nproc_per_node {wanted}"
+    raise ConfigError(
+        f"{name} is {wanted}, and the number of {what} is {found}",
+        expected="the same number",
+        hint=f"{hint}; or leave {name} out",
+    )
 
 
 def check_device(config: RecipeConfig) -> None:

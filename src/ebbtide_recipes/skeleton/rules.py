@@ -16,6 +16,7 @@ COUNTS: Mapping[str, str] = {
     "per_device_eval_batch_size": "1 takes the least memory",
     "gradient_accumulation_steps": "1 makes each micro-batch a step",
     "nproc_per_node": "leave it out for one process a visible device",
+    "nnodes": "leave it out for NNODES, or one",
     "lora_rank": "8 is the default",
     "lora_alpha": "32 is the default",
     "save_steps": "leave it out to write no checkpoints",

@@ -17,6 +17,7 @@ from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
 from ebbtide_recipes.skeleton import checkpoints, hubs, launch, sharding
 from ebbtide_recipes.skeleton.functions import load_function
 from ebbtide_recipes.skeleton.logging import LOG_FILE, logging_to, quiet_hosts
+from ebbtide_recipes.skeleton.trackers import project_named
 
 if TYPE_CHECKING:
     from ebbtide.integrations.transformers import OffloadCallback
@@ -224,7 +225,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     found = checkpoints.find(config, world_size=trainer.args.world_size)
     offload = _offloading(config)
     try:
-        with StepBar(shown=launch.is_main()) as bar:
+        with StepBar(shown=launch.is_main()) as bar, project_named(config.project_name):
             if offload is not None:
                 offload.follow(trainer)
             trainer.record_with(

@@ -18,6 +18,7 @@ from ebbtide.base.events import BUS
 from ebbtide.track.heap import trim_heap
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
 from ebbtide_recipes.skeleton.steps import StepRecorder
+from ebbtide_recipes.skeleton.trackers import project_argument
 
 if TYPE_CHECKING:
     from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -229,6 +230,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         "eval_steps": config.eval_steps,
         "report_to": list(config.report_to),
         "run_name": config.run_name,
+        **project_argument(TrainingArguments, config.project_name),
         "disable_tqdm": True,
         "seed": config.seed,
     }

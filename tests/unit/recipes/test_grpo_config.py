@@ -83,9 +83,10 @@ def test_a_file_of_verls_is_one_run(tmp_path: Path) -> None:
         num_generations=4,
         temperature=0.9,
         num_train_epochs=15,
-        save_steps=20,
-        eval_steps=5,
+        save_steps=40,  # 20 rollouts of two updates
+        eval_steps=10,
         nproc_per_node=8,
+        nnodes=1,
     )
     assert (config.fsdp_strategy, config.fsdp_version) == ("full_shard", 2)
 

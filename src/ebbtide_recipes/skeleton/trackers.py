@@ -1,0 +1,34 @@
+"""The project of a run, for the trackers that transformers reports to."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+VARIABLES = ("WANDB_PROJECT", "SWANLAB_PROJECT", "CLEARML_PROJECT", "MLFLOW_EXPERIMENT_NAME", "COMET_PROJECT_NAME")
+"""Where trackers look for a project's name; trackio takes it from the trainer's arguments."""
+
+
+@contextmanager
+def project_named(name: str | None) -> Generator[None, None, None]:
+    """Give trackers a project while they are set up and used; the environment is restored afterwards."""
+    before = {variable: os.environ.get(variable) for variable in VARIABLES}
+    if name is not None:
+        os.environ.update(dict.fromkeys(VARIABLES, name))
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
+
+
+def project_argument(kind: Any, name: str | None) -> dict[str, str]:
+    """Return the trainer's argument for a project, if this transformers has one."""
+    known = any(field.name == "project" for field in dataclasses.fields(kind))
+    return {"project": name} if known and name is not None else {}
