@@ -109,15 +109,15 @@ MUTANTS = (
     Mutant(
         "memo: an input is taken for what the block made",
         "ebbtide/engine/admit.py",
-        "if came_in is not candidate.block_input or not",
-        "if not",
+        "if came_in is not candidate.block_input or (",
+        "if (",
         MEMO,
     ),
     Mutant(
         "memo: a storage that an earlier block keeps is counted again",
         "ebbtide/engine/run.py",
-        " or key in self.pass_.kept else None",
-        " else None",
+        "self._find_kept(storage) if id(storage) in self.pass_.kept else None",
+        "None",
         MEMO,
     ),
     Mutant(

@@ -81,7 +81,8 @@ class Plan(Protocol):
 
     Building a recipe is the largest host cost per saved tensor. A plan that can tell in advance that it will not
     recompute a storage, such as a table, may define ``needs_recipe(candidate) -> bool``: where it returns False, no
-    recipe is built and ``choose`` must not return RECOMPUTE.
+    recipe is built and ``choose`` must not return RECOMPUTE. One that never reads ``Candidate.kept_bytes`` may set
+    ``reads_kept_bytes = False``: then they are not counted for it.
     """
 
     @property

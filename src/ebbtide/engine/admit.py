@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
@@ -20,7 +20,7 @@ from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.services import Services
 from ebbtide.engine.sites import OUTSIDE, Known, Sites
-from ebbtide.engine.tickets import Entry, Expr, KeptTicket, Place, Ticket, Version, version_probe
+from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
@@ -43,7 +43,6 @@ class Admission(RunRecord):
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.replays = False  # uses memos: see [Note: memo]
         self._memo: Memo | None = None  # of the tensor that is saved now
-        self._kept: dict[int, tuple[torch.UntypedStorage, Memo, Site]] = {}  # those that stay without an entry
         self._seen: set[int] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
@@ -51,6 +50,7 @@ class Admission(RunRecord):
         self.place: Place = OUTSIDE, block.name  # as errors name it
         self.weights = Weights(engine.weights, block.weights)
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
+        self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
@@ -125,9 +125,9 @@ class Admission(RunRecord):
         weight = None
         if may_recompute and (node is None or made_by == CAST):
             weight = self.weights.copied(base, self._innermost)
-        kept_bytes = engine.kept.total
+        kept_bytes = engine.kept.total if self._reads_kept else 0
         candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
-        described, follows = candidate, covered and node is not None and made_by != CAST
+        described, follows = candidate, covered and made_by != CAST and not (node is None and self._casts)
         recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
@@ -140,7 +140,6 @@ class Admission(RunRecord):
                 site, nbytes, block_input=is_input, kept_bytes=kept_bytes, flops=recipe.flops
             )
         moved = (0, nbytes)
-        follows = follows and (layout.first, layout.last) == moved
         if recipe is None and not settled and (layout.first, layout.last) != moved:
             moved = region(layout, nbytes, engine.index.bytes_apart(storage, at))
         empty, live = engine.empty(tensor), engine.live_entries
@@ -259,14 +258,16 @@ class Admission(RunRecord):
     ) -> Ticket | KeptTicket | None:
         """Carry out the action for a new storage that a memo describes; None if it is at another site now."""
         engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
-        came_in = id(storage) in self._inputs.storages
-        if came_in is not candidate.block_input or not self._sites.take(site):
+        came_in, base = id(storage) in self._inputs.storages, tensor if base is None else base
+        node = base.grad_fn
+        if came_in is not candidate.block_input or (node is None and self._casts) or not self._sites.take(site):
             return None
-        base = tensor if base is None else base
-        kept_bytes = engine.kept.total
-        candidate = candidate.with_kept(kept_bytes)
+        kept_bytes = 0
+        if self._reads_kept:
+            kept_bytes = engine.kept.total
+            candidate = candidate.with_kept(kept_bytes)
         recipe, settled = None, False
-        if self.recipes and not came_in and self.builder is not None and (node := base.grad_fn) is not None:
+        if self.recipes and not came_in and self.builder is not None and node is not None:
             settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
             recipe = None if settled else self.builder.recipe(node, base.output_nr)
         if recipe is not None:
@@ -275,12 +276,15 @@ class Admission(RunRecord):
             )
         action = engine.plan.choose(candidate)
         if action is KEEP and not memo.shared:
-            self._kept[id(storage)] = storage, memo, site
-            engine.kept.grow(self, nbytes)
-            ticket = KeptTicket(tensor, self, site)
+            kept = KeptStorage(storage, memo, site)
+            self.pass_.kept[id(storage)] = weakref.ref(kept)
+            engine.kept.add(kept)
+            ticket = KeptTicket(tensor, self, kept)
         else:
-            live, base_layout = engine.live_entries, memo.base_layout
-            entry = Entry(memo.empty, site=site, region=(0, nbytes), base_layout=base_layout, at=0, live=live)
+            live, layout, moved = engine.live_entries, memo.layout, (0, nbytes)
+            if recipe is None and not settled and (layout.first, layout.last) != moved:
+                moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
+            entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
             entry.memo = memo
             if action is KEEP:
                 engine.keep(entry, storage)
@@ -292,6 +296,7 @@ class Admission(RunRecord):
             action = entry.action
             engine.index.remember(storage, entry)
             ticket = self._ticket_of(tensor, entry, memo.layout, storage)
+            nbytes = entry.nbytes
         self.pass_.add_site(site, nbytes, action)
         self.tally.add(action, nbytes, must_keep=not (recipe or settled or came_in))
         return ticket
@@ -332,6 +337,11 @@ class Admission(RunRecord):
         if entry is None or entry.recipe is not None:
             return None
         return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)
+
+    @property
+    def _casts(self) -> bool:
+        """Whether autocast is on in the innermost module: a tensor that nothing made may be a copy of its weight."""
+        return bool(self.running) and self.running[-1].casts_to is not None
 
     @property
     def _innermost(self) -> Running | None:

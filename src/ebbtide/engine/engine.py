@@ -246,7 +246,7 @@ class Engine:
                 if ticket.run.task != task:
                     self.restorer.begin_block(ticket.run, task)
         except BaseException as error:
-            note_place(error, f"while restoring {ticket.site} of block {ticket.run.block.name!r} (keep)")
+            note_place(error, f"while restoring {ticket.kept.site} of block {ticket.run.block.name!r} (keep)")
             raise
 
     # Counting

@@ -30,7 +30,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError, note_place
 from ebbtide.engine.marks import marked
 from ebbtide.engine.passes import Pass, RunRecord
-from ebbtide.engine.tickets import Entry
+from ebbtide.engine.tickets import Entry, KeptStorage
 from ebbtide.engine.window import Window
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.protocol import Slot, Tier
@@ -50,22 +50,14 @@ class LiveBytes:
     """The bytes of those of many entries that are alive, without a look at each: it is asked at every saved tensor."""
 
     def __init__(self) -> None:
-        self._bytes: dict[weakref.ref[Any], int] = {}
-        self._dead: deque[weakref.ref[Any]] = deque()
+        self._bytes: dict[weakref.ref[Entry | KeptStorage], int] = {}
+        self._dead: deque[weakref.ref[Entry | KeptStorage]] = deque()
         self._total = 0
 
-    def add(self, entry: Entry) -> None:
-        """Count an entry as long as it lives."""
+    def add(self, entry: Entry | KeptStorage) -> None:
+        """Count an entry, or a storage without one, as long as it lives."""
         self._bytes[weakref.ref(entry, self._dead.append)] = entry.nbytes  # nothing interrupts a deque's ``append``
         self._total += entry.nbytes
-
-    def grow(self, run: RunRecord, nbytes: int) -> None:
-        """Count ``nbytes`` more as long as a block's run lives."""
-        if run.alive is None:
-            run.alive = weakref.ref(run, self._dead.append)
-            self._bytes[run.alive] = 0
-        self._bytes[run.alive] += nbytes
-        self._total += nbytes
 
     def remove(self, entry: Entry) -> None:
         """Count an entry no longer."""

@@ -12,7 +12,6 @@ import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.units import format_size
-from ebbtide.engine.memo import Memo
 from ebbtide.engine.stats import Tally
 
 
@@ -49,7 +48,7 @@ class Pass:
         self.checkpointed = 0
         self.offered_bytes = 0  # given to the store, or held back from it, so far
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}
-        self.kept: dict[int, tuple[weakref.ref[torch.UntypedStorage], Memo, Site]] = {}  # by earlier blocks, no entries
+        self.kept: dict[int, weakref.ref[Any]] = {}  # storages that stay without an entry: ``KeptStorage``, by id
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
 
     def add_site(self, site: Site, nbytes: int, action: Action, count: int = 1) -> None:
@@ -75,14 +74,6 @@ class Pass:
             return False
         self._staying[id(storage)] = weakref.ref(storage)
         return True
-
-    def kept_at(self, storage: torch.UntypedStorage) -> Site | None:
-        """Return where an earlier block keeps a storage without an entry; from the next pass on it gets one."""
-        known = self.kept.get(id(storage))
-        if known is None or known[0]() is not storage:
-            return None
-        known[1].shared = True
-        return known[2]
 
     def explain(self, min_bytes: int) -> list[str]:
         """Return a line for each action at each site, the largest site first, and one for all small storages.
@@ -135,7 +126,6 @@ class RunRecord:
         self.where: torch.device | None = None  # of its inputs; None: of none that is offloaded
         self.is_open = False  # its forward runs, and has what ``close`` lets go
         self.entries: list[weakref.ref[Any]] = []  # of what it did not keep, in the order of the forward
-        self.alive: weakref.ref[RunRecord] | None = None  # dies with it: see ``LiveBytes``
         self.task = -1  # the backward in which this block showed last
         self.unordered = False  # its backward runs, and no run of this kind has shown the order of its reads yet
         self.reads: list[weakref.ref[Any]] = []  # in the order in which a backward asked for them

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
 from ebbtide.base.actions import Action, Site
@@ -13,7 +11,7 @@ from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.memo import Memo
 from ebbtide.engine.modules import Running
 from ebbtide.engine.sites import OUTSIDE
-from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
+from ebbtide.engine.tickets import KeptStorage, KeptTicket, LightTicket, Ticket
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 
@@ -35,8 +33,10 @@ class BlockRun(Admission):
         if type(tensor) is torch.nn.Parameter:
             return LightTicket(tensor, weight=True, checked=self.engine.weights.checked, place=self.place)
         number, position.next = position.next, position.next + 1
-        memo = position.memos[number] if number < len(position.memos) else None
         self._memo = None
+        if tensor.is_nested or tensor._has_symbolic_sizes_strides:
+            return self._pack(tensor, outer)
+        memo = position.memos[number].get(tensor.size()) if number < len(position.memos) else None
         if memo is not None and not self.weights.include(tensor) and (storage := memo.matching(tensor)) is not None:
             ticket = self._replay(tensor, storage, memo)
             if ticket is not None:
@@ -44,7 +44,7 @@ class BlockRun(Admission):
             self._memo = memo
         ticket = self._pack(tensor, outer)
         if self._memo is not memo:
-            position.remember(self._memo)
+            position.remember(tensor.size(), self._memo)
         return ticket
 
     def _replay(self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo) -> Ticket | LightTicket | None:
@@ -52,10 +52,9 @@ class BlockRun(Admission):
         engine, layout, tally, ticket = self.engine, memo.layout, self.tally, None
         try:
             with engine.lock:
-                key = id(storage)
-                site = self._kept_at(storage) if key in self._kept or key in self.pass_.kept else None
-                if site is not None:
-                    ticket = KeptTicket(tensor, self, site)
+                kept = self._find_kept(storage) if id(storage) in self.pass_.kept else None
+                if kept is not None:
+                    ticket = KeptTicket(tensor, self, kept)
                 elif (entry := engine.index.find(storage, 0, layout.first, layout.last)) is not None:
                     if entry.recipe is None or not engine.weights.move:
                         ticket = self._ticket_of(tensor, entry, layout, storage)
@@ -72,10 +71,15 @@ class BlockRun(Admission):
                 self._note(tensor, ticket)
         return ticket
 
-    def _kept_at(self, storage: torch.UntypedStorage) -> Site | None:
-        """Return where a storage was first saved, if it is kept and has no entry."""
-        known = self._kept.get(id(storage))
-        return self.pass_.kept_at(storage) if known is None else known[2]
+    def _find_kept(self, storage: torch.UntypedStorage) -> KeptStorage | None:
+        """Return a storage that is kept without an entry; if another block does, it gets one from the next pass on."""
+        reference = self.pass_.kept.get(id(storage))
+        kept: KeptStorage | None = None if reference is None else reference()
+        if kept is None or kept.storage() is not storage:
+            return None
+        if kept.memo.block_name != self.block.name:
+            kept.memo.shared = True
+        return kept
 
     def _note_place(self, error: BaseException, tensor: torch.Tensor) -> None:
         module, block = self.place
@@ -93,9 +97,9 @@ class BlockRun(Admission):
         try:
             with engine.lock:
                 at = tensor._version if outer is None else (outer.version, tensor._version)
-                site = self._kept_at(storage) if at == 0 else None
-                if site is not None:
-                    ticket = KeptTicket(tensor, self, site)
+                kept = self._find_kept(storage) if at == 0 else None
+                if kept is not None:
+                    ticket = KeptTicket(tensor, self, kept)
                 else:
                     entry = self._entry(tensor, layout, storage, at, outer)
                     ticket = self._ticket_of(tensor, entry, layout, storage, outer)
@@ -135,9 +139,6 @@ class BlockRun(Admission):
         self._inputs.forget()
         self.running.clear()
         self._seen.clear()
-        kept, self._kept = self._kept, {}
-        for key, (storage, memo, site) in kept.items():
-            self.pass_.kept[key] = weakref.ref(storage), memo, site
         self._narrow.clear()
         self.weights.forget()
 

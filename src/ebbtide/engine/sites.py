@@ -11,12 +11,20 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import torch
+
 from ebbtide.base.actions import Candidate, Site
 from ebbtide.engine.memo import Memo
 from ebbtide.engine.passes import Block
 
 FUSED_ATTENTION = "ScaledDotProduct"
 """Begins the node's name whichever kernel was taken: a site has the same name on every device."""
+
+Memos = dict[torch.Size, Memo]
+"""What is known of a tensor, by its size: lengths and routing change from step to step. See [Note: memo]."""
+
+MOST_SIZES = 16
+"""Sizes remembered for a tensor: lengths that are padded to a multiple recur, others would fill the memory."""
 
 OUTSIDE = "(block)"
 """Where no module of the block is known to run."""
@@ -27,14 +35,14 @@ class Known:
 
     Attributes:
         candidates: The latest description of each site, without and with a recipe.
-        memos: For each module, what is known of the tensors that it saves, in order. See [Note: memo].
+        memos: For each module, what is known of the tensors that it saves, in order.
     """
 
     __slots__ = ("candidates", "memos")
 
     def __init__(self) -> None:
         self.candidates: dict[tuple[Site, bool], Candidate] = {}
-        self.memos: dict[str, list[Memo | None]] = {}
+        self.memos: dict[str, list[Memos]] = {}
 
 
 class Position:
@@ -46,15 +54,20 @@ class Position:
 
     __slots__ = ("memos", "next")
 
-    def __init__(self, memos: list[Memo | None]) -> None:
+    def __init__(self, memos: list[Memos]) -> None:
         self.memos, self.next = memos, 0
 
-    def remember(self, memo: Memo | None) -> None:
+    def remember(self, size: torch.Size, memo: Memo | None) -> None:
         """Replace what was known of the tensor saved last."""
-        if self.next > len(self.memos):
-            self.memos.append(memo)
+        while self.next > len(self.memos):
+            self.memos.append({})
+        known = self.memos[self.next - 1]
+        if memo is None:
+            known.pop(size, None)
         else:
-            self.memos[self.next - 1] = memo
+            if len(known) >= MOST_SIZES:
+                known.clear()
+            known[size] = memo
 
 
 class Sites:

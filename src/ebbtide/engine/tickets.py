@@ -83,32 +83,47 @@ class LightTicket:
         return self.tensor
 
 
+class KeptStorage:
+    """A storage that the plan keeps and that has no entry; lives as long as its tickets. See [Note: memo].
+
+    Args:
+        storage: The storage.
+        memo: Of the tensor that was saved first.
+        site: Where that was.
+    """
+
+    __slots__ = ("__weakref__", "memo", "nbytes", "site", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, memo: Memo, site: Site) -> None:
+        self.storage, self.memo, self.site, self.nbytes = weakref.ref(storage), memo, site, memo.nbytes
+
+
 class KeptTicket(LightTicket):
-    """A saved tensor whose storage the plan keeps and that has no entry. See [Note: memo] in ``ebbtide.engine.memo``.
+    """A saved tensor of a kept storage.
 
     Args:
         tensor: The saved tensor.
         run: The block that saved it.
-        site: Where the storage was first saved.
+        kept: Its storage.
     """
 
-    __slots__ = ("run", "site")
+    __slots__ = ("kept", "run")
 
-    def __init__(self, tensor: torch.Tensor, run: RunRecord, site: Site) -> None:
+    def __init__(self, tensor: torch.Tensor, run: RunRecord, kept: KeptStorage) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
-        self.run, self.site, self.place, self.weight = run, site, None, False
+        self.run, self.kept, self.place, self.weight = run, kept, None, False
 
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since it was saved."""
         found = self.tensor._version
         if found != self.version:
             size, hint = tuple(self.tensor.shape), AGAIN_HINT if self.run.checkpointed else PLAIN_HINT
-            raise modified_error(self.tensor.dtype, size, found, self.version, str(self.site), hint)
+            raise modified_error(self.tensor.dtype, size, found, self.version, str(self.kept.site), hint)
         return self.tensor
 
     def over(self, layout: Layout) -> KeptTicket:
         """Return the ticket of another view of the storage."""
-        other = KeptTicket(self.tensor, self.run, self.site)
+        other = KeptTicket(self.tensor, self.run, self.kept)
         other.tensor.data = layout.over(storage_bytes(self.tensor), 0)
         other.version = self.version
         return other

@@ -27,6 +27,10 @@ class _PolicyPlan:
     def recomputes(self) -> bool:
         return isinstance(self.policy, (Auto, Minimal))
 
+    @property
+    def reads_kept_bytes(self) -> bool:
+        return False
+
     def explain(self) -> str:
         return self.text
 

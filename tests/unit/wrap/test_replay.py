@@ -1,0 +1,183 @@
+"""How often saved tensors are replayed in training as it is: lengths that change, several live passes, routing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.api import Handle
+from tests.helpers.engines import REMAKE
+from tests.helpers.oracle import same_bits
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """Attention and a gated MLP, or experts that are chosen for each token."""
+
+    def __init__(self, experts: int = 0) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.gate = nn.Linear(WIDTH, max(experts, 1))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU()) for _ in range(experts))
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        if not self.experts:
+            return x + self.down(F.silu(self.up(x)) * x)
+        choice, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            chosen = choice == number
+            if chosen.any():
+                out = out.masked_scatter(chosen[..., None], expert(x[chosen]))
+        return x + out
+
+
+def stack(experts: int = 0) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(experts) for _ in range(3)))
+
+
+@contextmanager
+def pair(policy: str, experts: int = 0) -> Generator[tuple[nn.Module, nn.Module, Handle]]:
+    """A model under a policy, its twin without, and the handle."""
+    model, chosen = stack(experts), REMAKE if policy == "recompute" else policy
+    twin = copy.deepcopy(model)
+    with ebbtide.enable_activation_offloading(model, policy=chosen, min_bytes=0, target="disk") as handle:
+        yield model, twin, handle
+
+
+def check(model: nn.Module, twin: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        assert one.grad is None or (other.grad is not None and same_bits(one.grad, other.grad)), name
+        one.grad = other.grad = None
+
+
+def batch(tokens: int, seed: int) -> Tensor:
+    return torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def one_step(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
+    for m in (model, twin):
+        m(x).square().mean().backward()
+    check(model, twin)
+
+
+def share(handle: Handle) -> float:
+    """Which part of the saved tensors of the latest pass was replayed."""
+    stats = handle.stats()
+    return stats.replayed / stats.packs
+
+
+POLICIES = ["keep", "offload", "recompute"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_of_one_length(policy: str) -> None:
+    with pair(policy) as (model, twin, handle):
+        found: list[float] = []
+        for seed in range(3):
+            one_step(model, twin, batch(8, seed))
+            found.append(share(handle))
+    assert found[0] == 0 and found[1] == found[2] == 1, found
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lengths_that_recur(policy: str) -> None:
+    with pair(policy) as (model, twin, handle):
+        for seed, tokens in enumerate([8, 12, 4, 8, 4, 12, 6, 8]):
+            one_step(model, twin, batch(tokens, seed))
+            assert (share(handle) == 1) is (seed in (3, 4, 5, 7)), (seed, tokens, share(handle))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_more_lengths_than_are_remembered(policy: str) -> None:
+    with pair(policy) as (model, twin, handle):
+        for tokens in range(1, 20):
+            one_step(model, twin, batch(tokens, tokens))
+        known = handle._engine.known_sites
+        sizes = [len(memos) for each in known.values() for module in each.memos.values() for memos in module]
+        assert 0 < max(sizes) <= 16
+
+
+def accumulate(model: nn.Module) -> None:
+    for seed in range(2):
+        model(batch(8, seed)).square().mean().backward()
+
+
+def several_live(model: nn.Module) -> None:
+    losses = [model(batch(8, seed)).square().mean() for seed in range(3)]
+    for loss in losses:
+        loss.backward()
+
+
+def retain(model: nn.Module) -> None:
+    loss = model(batch(8, 1)).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def interleaved(model: nn.Module) -> None:
+    """One forward, one backward, as the stages of a pipeline take turns."""
+    first = model(batch(8, 0)).square().mean()
+    for seed in (1, 2):
+        second = model(batch(8, seed)).square().mean()
+        first.backward()
+        first = second
+    first.backward()
+
+
+def frozen(model: nn.Module) -> None:
+    for parameter in model[1].parameters():  # type: ignore[index]
+        parameter.requires_grad_(not parameter.requires_grad)
+    model(batch(8, 0)).square().mean().backward()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", [accumulate, several_live, retain, interleaved])
+def test_graphs_in_any_order(way: Callable[[nn.Module], None], policy: str) -> None:
+    with pair(policy) as (model, twin, handle):
+        for step in range(3):
+            for m in (model, twin):
+                way(m)
+            check(model, twin)
+            assert step == 0 or share(handle) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_weights_that_are_frozen_and_thawed(policy: str) -> None:
+    with pair(policy) as (model, twin, handle):
+        for _ in range(4):
+            for m in (model, twin):
+                frozen(m)
+            check(model, twin)
+        assert handle.stats().replayed > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_routing(policy: str) -> None:
+    """What experts save depends on the data; the rest of their block is replayed."""
+    with pair(policy, experts=4) as (model, twin, handle):
+        found: list[float] = []
+        for seed in range(4):
+            one_step(model, twin, batch(8, seed))
+            found.append(share(handle))
+    assert found[0] == 0 and all(0.2 < one < 1 for one in found[1:]), found
+
+
+def test_verify_analyses_every_tensor() -> None:
+    model = stack()
+    with ebbtide.enable_activation_offloading(model, policy="keep", min_bytes=0, target="disk", verify=True) as handle:
+        for seed in range(2):
+            model(batch(8, seed)).sum().backward()
+        assert handle.stats().packs > 0 and handle.stats().replayed == 0
