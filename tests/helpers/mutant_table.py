@@ -116,7 +116,7 @@ MUTANTS = (
     Mutant(
         "memo: a storage that an earlier block keeps is counted again",
         "ebbtide/engine/run.py",
-        "self._find_kept(storage) if id(storage) in self.pass_.kept else None",
+        "self._find_kept(storage) if id(storage) in engine.kept_storages else None",
         "None",
         MEMO,
     ),

@@ -277,7 +277,7 @@ class Admission(RunRecord):
         action = engine.plan.choose(candidate)
         if action is KEEP and not memo.shared:
             kept = KeptStorage(storage, memo, site)
-            self.pass_.kept[id(storage)] = weakref.ref(kept)
+            engine.kept_storages[id(storage)] = weakref.ref(kept)
             engine.kept.add(kept)
             ticket = KeptTicket(tensor, self, kept)
         else:

@@ -29,7 +29,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptTicket, LightTicket, Ticket
+from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -87,6 +87,7 @@ class Engine:
         self.last_pass = Pass()
         self.coverage: Coverage | None = None
         self.kept = LiveBytes()  # what graphs that are alive keep on the device because the plan said so
+        self.kept_storages: dict[int, weakref.ref[KeptStorage]] = {}  # those of them without an entry, by id
         self.known_sites: dict[str, Known] = {}
         self.tensor_filter, self.keep_filter = tensor_filter, keep_filter
         self.replays = not options.verify and keep_filter is None  # see [Note: memo]
@@ -115,6 +116,7 @@ class Engine:
             if self._pass.latest is not None:  # blocks ran without the model's own forward
                 self.end_pass()
             self._pass = Pass()
+            self.kept_storages = {key: kept for key, kept in self.kept_storages.items() if kept() is not None}
             self._stalls.begin_pass(measured=self.timer is not None and self.timer.wanted)
             self.weights.begin_pass(lasting, weights)
 

@@ -5,8 +5,8 @@ A training step saves the same tensors as the one before. What follows from a te
 layout, memory, and the node that made it) is found out once for each position: the how-many-th tensor that a module of
 a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
 is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
-trace in the description is asked each time: whether the memory is a weight's, whether the storage was saved
-before, and the plan's action.
+trace in the description is asked each time: whether the memory is a weight's, whether the storage was saved before, at
+which site it is, and the plan's action.
 """
 
 from __future__ import annotations

@@ -48,7 +48,6 @@ class Pass:
         self.checkpointed = 0
         self.offered_bytes = 0  # given to the store, or held back from it, so far
         self.sites: dict[tuple[Site, Action], tuple[int, int]] = {}
-        self.kept: dict[int, weakref.ref[Any]] = {}  # storages that stay without an entry: ``KeptStorage``, by id
         self._staying: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # kept by light tickets, and counted
 
     def add_site(self, site: Site, nbytes: int, action: Action, count: int = 1) -> None:

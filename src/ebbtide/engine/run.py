@@ -52,7 +52,7 @@ class BlockRun(Admission):
         engine, layout, tally, ticket = self.engine, memo.layout, self.tally, None
         try:
             with engine.lock:
-                kept = self._find_kept(storage) if id(storage) in self.pass_.kept else None
+                kept = self._find_kept(storage) if id(storage) in engine.kept_storages else None
                 if kept is not None:
                     ticket = KeptTicket(tensor, self, kept)
                 elif (entry := engine.index.find(storage, 0, layout.first, layout.last)) is not None:
@@ -73,8 +73,8 @@ class BlockRun(Admission):
 
     def _find_kept(self, storage: torch.UntypedStorage) -> KeptStorage | None:
         """Return a storage that is kept without an entry; if another block does, it gets one from the next pass on."""
-        reference = self.pass_.kept.get(id(storage))
-        kept: KeptStorage | None = None if reference is None else reference()
+        reference = self.engine.kept_storages.get(id(storage))
+        kept = None if reference is None else reference()
         if kept is None or kept.storage() is not storage:
             return None
         if kept.memo.block_name != self.block.name:

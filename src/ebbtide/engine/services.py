@@ -19,7 +19,7 @@ from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.sites import Known
-from ebbtide.engine.tickets import Entry, Expr
+from ebbtide.engine.tickets import Entry, Expr, KeptStorage
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.store.protocol import Tier
@@ -46,6 +46,7 @@ class Services(Protocol):
     orders: dict[tuple[str, int], tuple[int, ...]]
     known_sites: dict[str, Known]
     kept: LiveBytes
+    kept_storages: dict[int, weakref.ref[KeptStorage]]
 
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""

@@ -154,6 +154,23 @@ def test_graphs_in_any_order(way: Callable[[nn.Module], None], policy: str) -> N
             assert step == 0 or share(handle) == 1
 
 
+@pytest.mark.parametrize("replays", [False, True])
+def test_an_input_of_two_live_passes_is_counted_once(replays: bool) -> None:
+    with pair("keep") as (model, _, handle):
+        handle._engine.replays = replays
+        for _ in range(3):
+            x = batch(8, 0).requires_grad_()
+            losses: list[Tensor] = []
+            kept: list[int] = []
+            for _ in range(2):
+                losses.append(model(x).sum())
+                kept.append(handle.stats().kept_bytes)
+            assert kept[0] - kept[1] == x.nbytes and handle._engine.kept.total == sum(kept)
+            torch.autograd.backward(losses)
+            losses.clear()
+            assert handle._engine.kept.total == 0
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_weights_that_are_frozen_and_thawed(policy: str) -> None:
     with pair(policy) as (model, twin, handle):
