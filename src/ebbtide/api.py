@@ -314,8 +314,10 @@ class offload_saved_tensors(ContextDecorator):
 
     def __enter__(self) -> offload_saved_tensors:
         check_version("torch")
-        idle = self._idle()
-        engine = idle.pop() if idle else _open_engine(self._policy, self._options)
+        try:
+            engine = self._idle().pop()  # at once: another thread may take the last one
+        except IndexError:
+            engine = _open_engine(self._policy, self._options)
         hooks = offloading(engine, Block(name="context", kind="context", index=0, count=1, weights=tuple), [])
         engine.begin_pass()
         self._entered[get_ident()].append((engine, hooks))
