@@ -30,7 +30,7 @@ MUTANTS = (
         MEMO,
     ),
     Mutant(
-        "memo: the strides is not compared",
+        "memo: the strides are not compared",
         "ebbtide/engine/memo.py",
         "            or tensor.stride() != self._stride\n",
         "",
