@@ -324,7 +324,7 @@ class Admission(RunRecord):
         return ticket
 
     def _saved_input(self, tensor: torch.Tensor) -> Ticket | None:
-        """Return a ticket of what came into the block, if it or a view of it was saved and its bytes are stored.
+        """Return a ticket of an input of the block, if it or a view of it was saved and its bytes are stored.
 
         One that an earlier block recomputes is left out: its weights may be gone by now, and chains would grow from
         block to block.

@@ -136,7 +136,7 @@ class Restorer:
     def _with_room(self, name: str, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run ``work``, marked by name; where the device has no room, once more without what was brought in ahead."""
         try:
-            return marked(name, work) if torch.autograd._profiler_enabled() else work()  # pyright: ignore
+            return marked(name, work)
         except torch.OutOfMemoryError:
             if flow is None or not flow.ahead_bytes:
                 raise

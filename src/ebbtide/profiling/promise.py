@@ -49,8 +49,6 @@ LOWER = 0.8
 LEAST_NOISE = 0.01
 """Steps that differ by at most this share are equal on any machine."""
 
-CLEARING = "for a budget freed memory is returned to the system and cleared again, in the plain step too"
-
 ALONE = 0.03
 """Assumed relative error of a single block without hooks."""
 
@@ -243,7 +241,9 @@ class Check:
             count = "1 step" if measured.steps == 1 else f"{measured.steps} steps"
             parts.append(f"measured {slower(measured.seconds)}, {between} in {count}{peak}")
             if measured.system_seconds is not None and self.budget_bytes is not None:
-                parts.append(f"{measured.system_seconds:.2g} core seconds of a step are the kernel's: {CLEARING}")
+                parts.append(
+                    f"{measured.system_seconds:.2g} core seconds of a step are the kernel's (files, fresh pages)"
+                )
         parts.append(f"bound {100 * solution.bound_seconds / plain:+.1f} %")
         return "; ".join(parts)
 

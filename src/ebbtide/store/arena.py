@@ -189,7 +189,7 @@ class Arena:
         """
         self._audit()
         self._cooling.prune(self._device)
-        nbytes, rounded = sum(sizes), [-(-n // PLACE_ALIGN_BYTES) * PLACE_ALIGN_BYTES for n in sizes]
+        nbytes, rounded = sum(sizes), [round_up(n, PLACE_ALIGN_BYTES) for n in sizes]
         need = sum(rounded)
         if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
             raise self._full(nbytes)

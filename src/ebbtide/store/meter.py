@@ -80,7 +80,7 @@ class HostMeter:
         return int(found.split()[1]) * 1024
 
     def system_seconds(self) -> float:
-        """Return the kernel's time for this process so far: most of it is spent on clearing fresh pages."""
+        """Return the kernel's time for this process so far: for reads, writes and fresh pages."""
         return os.times().system
 
 

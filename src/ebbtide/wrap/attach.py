@@ -240,7 +240,7 @@ class Attachment:
                     context = ForwardContext(scope.module, run, state)
                     output = run_checkpointed(forward, args, kwargs, context, run, seen.unique)
                 else:
-                    scope.run = run
+                    scope.set_run(run)
                     try:
                         output = forward(*args, **kwargs)
                         scope.others.check(block.name, run)
@@ -248,7 +248,7 @@ class Attachment:
                             name_checkpoints(self._logged, block.name)
                         run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
                     finally:
-                        scope.run = None
+                        scope.set_run(None)
                         scope.others.forget()
                         self._seen[block.kind] = run.tally
                     self._plain.saw(run, inputs)

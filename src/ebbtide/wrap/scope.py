@@ -61,20 +61,15 @@ class Scope:
             for handle in self._hooks.pop(name):
                 handle.remove()
 
-    @property
-    def run(self) -> BlockRun | None:
-        """The open run of the block, if this thread opened it."""
-        return self._run if self._thread == threading.get_ident() else None
-
-    @run.setter
-    def run(self, run: BlockRun | None) -> None:
+    def set_run(self, run: BlockRun | None) -> None:
+        """Follow a run of the block, in the calling thread only; None: it is over."""
         self._thread, self._run = threading.get_ident(), run
 
     def entered(self, name: str, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             self._traced(name)
             return
-        run = self._run  # as the property: this is called for each module
+        run = self._run
         if run is not None and self._thread == threading.get_ident():
             self.others.look(run)
             run.enter(name, module)
