@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from ebbtide.base.actions import Action
 from ebbtide.planner.profile import Profile
-from ebbtide.planner.simulate import LEAST_WINDOW_BYTES, Assignment
+from ebbtide.planner.simulate import Assignment
+from ebbtide.schedule.window import LEAST_WINDOW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,8 +250,8 @@ def _program(cluster: _Cluster, rank: int, assignment: Assignment) -> Generator[
         sum(u.moved_bytes for u, a in zip(b.units, acts, strict=True) if a is Action.OFFLOAD) for b, acts in blocks
     ]
     fixed = profile.window_bytes
-    window_out = fixed or max(2 * max(moved), LEAST_WINDOW_BYTES)
-    window_in = fixed or max(*moved, LEAST_WINDOW_BYTES)
+    window_out = fixed or max(2 * max(moved), LEAST_WINDOW)
+    window_in = fixed or max(*moved, LEAST_WINDOW)
     parked: dict[tuple[int, int], _Parked] = {}
     flying: deque[_Parked] = deque()
     yield "compute", profile.lead_seconds

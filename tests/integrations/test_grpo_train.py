@@ -73,7 +73,8 @@ def test_losses_and_rewards_are_those_of_plain_training(
     ours = train(model, tmp_path, **WAYS[way], **MODES[mode])
     assert ours["steps"] == plain[way]["steps"]
     assert ours["evaluations"] == plain[way]["evaluations"]
-    assert len({loss for loss, _, _ in ours["steps"].values()}) == len(ours["steps"])
+    # Whole steps: the loss alone is near 0 wherever the advantages of a batch cancel.
+    assert len(set(ours["steps"].values())) == len(ours["steps"])
     if mode != "checkpointing":
         # Of the passes: in one that is measured, a block of each kind runs without hooks.
         assert any(s["memory_saved_bytes"] >= 0.75 * s["unique_bytes"] > 0 for s in ours["stats"])

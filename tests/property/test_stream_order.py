@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ebbtide.engine.flow import CopyOut
+from ebbtide.schedule import CopyOut
 from ebbtide.store.arena import Arena
 from ebbtide.store.extents import Extents
 from ebbtide.store.guards import Guard

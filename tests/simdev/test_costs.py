@@ -11,7 +11,7 @@ import torch
 import ebbtide
 from ebbtide.base.events import BUS
 from ebbtide.engine.recompute import recompute
-from ebbtide.engine.window import BACKWARDS_WITH_ROOM, Window
+from ebbtide.schedule.window import BACKWARDS_WITH_ROOM, Window
 from tests.gpu.test_first_light import _batch, _model, _same, _step
 from tests.simdev.device import configured, counters
 

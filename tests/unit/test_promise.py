@@ -18,7 +18,6 @@ from torch import nn
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.events import BUS
-from ebbtide.engine.flow import CopyIn
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
@@ -27,6 +26,7 @@ from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, drain
 from tests.helpers.fakedevice import FakeDevice

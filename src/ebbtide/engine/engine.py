@@ -16,11 +16,11 @@ from ebbtide.base.errors import note_place
 from ebbtide.base.events import Bus
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import CopyOut, LiveBytes
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.layout import byte_view, checksum
 from ebbtide.engine.model import ModelWeights
+from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.numerics import Numerics, current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.recompute import evaluate_now, repeatable
@@ -33,8 +33,8 @@ from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTick
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
-from ebbtide.engine.window import Window
 from ebbtide.engine.wrappers import WrapperTicket
+from ebbtide.schedule import CopyOut, LiveBytes, Window
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
@@ -93,11 +93,12 @@ class Engine:
         self.replays = not options.verify and keep_filter is None  # see [Note: memo]
         self._pass = Pass()
         self._window = Window(options.window_bytes)
-        self._copy_out = CopyOut(tier, self._window)
+        mover = SlotMover(tier)
+        self._copy_out: CopyOut[Entry] = CopyOut(mover, self._window)
         self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
         self._stalls = StallBook(tier, bus)
-        self.restorer = Restorer(self, self._window, self._copy_out, self._stalls, bus)
+        self.restorer = Restorer(self, mover, self._copy_out, self._stalls, bus)
 
     # Passes and blocks
 
@@ -127,7 +128,7 @@ class Engine:
             done.latest.close()  # an interrupt struck between its beginning and its hooks: nobody else has it
         done.latest = None
         self.weights.end_pass()
-        self._copy_out.end_pass(done)
+        self._copy_out.end_forward(done)
         self.last_tally, self.last_pass = done.tally, done
         if self.timer is not None:
             self.timer.pass_ends(done.tally.unique)
@@ -167,6 +168,12 @@ class Engine:
             "block", index=block.index, name=block.name, kind=block.kind, edge="forward_end", action=action,
             **run.tally.fields(),
         )  # fmt: skip
+
+    def finish_copies(self) -> None:
+        """Make compute wait for all copies to the store, for nobody's sake."""
+        with self.lock:
+            self._stalls.clear_reader()
+            self._copy_out.finish()
 
     # What a block asks while it packs
 

@@ -142,6 +142,18 @@ class RunRecord:
         order = self._orders.get(self.order_key)
         return reversed(self.entries) if order is None else (self.entries[i] for i in order)
 
+    def upcoming(self) -> Iterator[tuple[weakref.ref[Any], int]]:
+        """Yield what a backward that begins here will read, with the number of its run: this block's, and those before.
+
+        References: a suspended generator would keep an entry, and with it a slot, alive.
+        """
+        run: RunRecord | None = self
+        while run is not None:
+            number = run.number
+            for reference in run.backward_order():
+                yield reference, number
+            run = run.previous
+
     @property
     def order_key(self) -> tuple[str, int]:
         """Runs of one kind of block that saved as many tensors are expected to be read in one order."""

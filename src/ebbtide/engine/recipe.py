@@ -18,7 +18,7 @@ import torch
 
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import with_layout
-from ebbtide.engine.tickets import Entry, Expr, Operand, Ticket, operand_error
+from ebbtide.engine.tickets import Entry, Expr, Operand, Residence, Ticket, operand_error
 
 MAX_DEPTH = 48
 """Longer chains of values nobody saved are not recomputed."""
@@ -71,8 +71,7 @@ def _is_plain(recipe: Expr) -> bool:
         return False
     for operand in recipe.operands:
         if isinstance(operand, Ticket):
-            entry = operand.entry
-            if entry.recipe is not None and entry.restored is None and entry.source is None:
+            if _must_recompute(operand.entry):
                 return False
         elif isinstance(operand, Expr) and operand.operands and not _is_plain(operand):
             return False
@@ -111,7 +110,7 @@ def _in_order(
             stack.pop()
             continue
         if isinstance(node, Entry):
-            content = read(node)
+            content = None if node is target else read(node)  # who evaluates an entry has read it in vain
             if content is None:
                 recipe = _recipe_of(node)
                 if id(recipe) not in values:
@@ -160,7 +159,7 @@ def _value(
 
 
 def _must_recompute(entry: Entry) -> bool:
-    return entry.recipe is not None and entry.restored is None and entry.source is None
+    return entry.recipe is not None and entry.residence not in (Residence.RESIDENT, Residence.RESTORED)
 
 
 def _recipe_of(entry: Entry) -> Expr:

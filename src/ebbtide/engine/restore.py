@@ -1,9 +1,8 @@
 """Serving a backward: where a saved tensor's bytes are, and how it gets them back.
 
 [Note: where the bytes are]
-An entry is asked in this order: its source, which is still on the device (kept, or not yet copied out); what this
-backward has restored already; the storage itself, if somebody else keeps it as it was; its place in the store; its
-recipe. Whatever was changed in place since it was saved is passed over, or is an error.
+``Residence`` has the order in which an entry is asked. Whatever was changed in place since it was saved is passed over,
+or is an error.
 """
 
 from __future__ import annotations
@@ -18,17 +17,35 @@ import torch
 
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
-from ebbtide.engine.flow import Backward, CopyIn, CopyOut, flow_of
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.marks import marked
+from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.recompute import recompute
 from ebbtide.engine.services import Services
 from ebbtide.engine.stats import StallBook
-from ebbtide.engine.tickets import Entry, operand_error
-from ebbtide.engine.window import Window
+from ebbtide.engine.tickets import Entry, Residence, operand_error
+from ebbtide.schedule import CopyIn, CopyOut
+from ebbtide.store.protocol import Slot
 
 logger = logging.getLogger("ebbtide.engine")
+
+
+class Backward:
+    """What is remembered during one backward, and dropped at its end."""
+
+    def __init__(self) -> None:
+        self.flows: dict[int, CopyIn[Entry]] = {}  # by pass
+        self.restored: list[weakref.ref[Entry]] = []
+        self.run: RunRecord | None = None
+
+    def flow(self, run: RunRecord) -> CopyIn[Entry] | None:
+        """Return the copies in of a block's pass, if they have begun."""
+        return self.flows.get(id(run.pass_))
+
+
+def _flow_of(backward: Backward | None, run: RunRecord | None) -> CopyIn[Entry] | None:
+    return backward.flow(run) if backward is not None and run is not None else None
 
 
 class Restorer:
@@ -36,8 +53,8 @@ class Restorer:
 
     Args:
         engine: Whose entries are read.
-        window: Bounds what is brought in ahead.
-        copy_out: Has copies that a backward cancels.
+        mover: Carries out copies in.
+        copy_out: Has copies that a backward cancels, and the window.
         stalls: Told for whom is read.
         bus: Told of blocks that show in a backward.
 
@@ -47,8 +64,11 @@ class Restorer:
         recompute_seconds: The host's time for that.
     """
 
-    def __init__(self, engine: Services, window: Window, copy_out: CopyOut, stalls: StallBook, bus: Bus) -> None:
-        self._engine, self._window, self._copy_out, self._stalls, self._bus = engine, window, copy_out, stalls, bus
+    def __init__(
+        self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
+    ) -> None:
+        self._engine, self._mover, self._copy_out, self._stalls, self._bus = engine, mover, copy_out, stalls, bus
+        self._window = copy_out.window
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
 
@@ -67,7 +87,7 @@ class Restorer:
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
             keep = functools.partial(self._keep, backward)
             work = functools.partial(recompute, self._engine.trust, entry, run.block.name, read, keep)
-            content = self._with_room("recompute", flow_of(backward, run), work)
+            content = self._with_room("recompute", _flow_of(backward, run), work)
             self.recomputes += 1
             self.recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -96,32 +116,44 @@ class Restorer:
         """
         if run is not None and run.unordered and backward is not None:
             run.reads.append(weakref.ref(entry))  # from wherever it is served: in the next run it may be elsewhere
-        if entry.kept is not None and entry.source is None:
-            entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
-        if entry.source is not None:
-            if entry.probe is None or entry.probe._version == entry.version:
+        match entry.residence:
+            case Residence.RESIDENT:
+                if entry.source is None and entry.kept is not None:
+                    entry.source = byte_view(entry.kept, 0, entry.last, entry.empty)
                 return entry.source
-            entry.tainted = True
-        if entry.restored is not None:
-            if entry.probe is None or entry.probe._version == entry.version:
-                self._engine.tier.follow(entry.restored, entry.restored_on)
+            case Residence.RESTORED:
+                if entry.restored is not None:
+                    self._engine.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
-            entry.restored = None  # a backward changed in place what it was given
-        if entry.storage_ref is not None and entry.storage_ref() is not None:
-            storage = entry.live_storage
-            if storage is not None:
+            case Residence.ELSEWHERE:
+                storage = entry.live_storage
+                if storage is None:  # it died meanwhile
+                    return self.content(entry, backward, run, target=target)
                 return byte_view(storage, entry.first, entry.last, entry.empty)
-        if entry.tainted:
-            raise operand_error(str(entry.site))
-        if entry.slot is None:
-            if entry.recipe is None:
+            case Residence.STORED if entry.slot is not None:
+                return self._copied_in(entry, entry.slot, backward, run, target)
+            case Residence.RECOMPUTABLE:
+                return None
+            case _:
                 raise operand_error(str(entry.site))
-            return None
-        flow = flow_of(backward, run)
+
+    def _copied_in(
+        self, entry: Entry, slot: Slot, backward: Backward | None, run: RunRecord | None, target: Entry | None
+    ) -> torch.Tensor:
+        """Return the bytes of an entry from the store; the backward that needs them keeps them.
+
+        Args:
+            entry: The entry.
+            slot: Where its bytes are.
+            backward: See ``content``.
+            run: See ``content``.
+            target: See ``content``.
+        """
+        flow = _flow_of(backward, run)
         if run is not None:
             self._stalls.set_reader("backward", run.block.name, entry.nbytes)
         try:
-            content = self._with_room("copy_in", flow, entry.slot.take)
+            content = self._with_room("copy_in", flow, slot.take)
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -133,7 +165,7 @@ class Restorer:
             flow.has_read(entry)
         return content
 
-    def _with_room(self, name: str, flow: CopyIn | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _with_room(self, name: str, flow: CopyIn[Entry] | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run ``work``, marked by name; where the device has no room, once more without what was brought in ahead."""
         try:
             return marked(name, work)
@@ -141,7 +173,7 @@ class Restorer:
             if flow is None or not flow.ahead_bytes:
                 raise
             self._window.shrink(flow.ahead_bytes)
-            flow.put_back()
+            flow.discard()
             return marked(name, work)
 
     def begin_block(self, run: RunRecord, task: int) -> None:
@@ -154,20 +186,20 @@ class Restorer:
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
-        flow = backward.flows.get(id(run.pass_))
+        flow = backward.flow(run)
         if flow is None:
             latest = run.pass_.latest
             if latest is None or not latest.is_open:  # else a gradient inside a forward, which goes on
                 self._copy_out.cancel(run.pass_)
             self._window.recover()
-            flow = backward.flows[id(run.pass_)] = CopyIn(run, self._window, self._engine.tier)
+            flow = backward.flows[id(run.pass_)] = CopyIn(run.upcoming(), self._window, self._mover)
         self._stalls.flush()
         self._stalls.set_reader("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
         if self._engine.timer is not None:
             self._engine.timer.backward_begins(run)
-        flow.reach(run)
+        flow.reach(run.number)
         flow.advance()
 
     def end_all(self) -> None:
@@ -186,7 +218,7 @@ class Restorer:
                 if entry is not None:
                     entry.restored = None
             for flow in backward.flows.values():
-                flow.put_back()
+                flow.discard()
             self._engine.tier.trim()
             self._stalls.flush()
             if self._engine.timer is not None:

@@ -12,7 +12,6 @@ import torch
 from ebbtide.base.actions import Plan
 from ebbtide.config import Options
 from ebbtide.engine.build import Rule
-from ebbtide.engine.flow import LiveBytes
 from ebbtide.engine.guard import WeightGuard
 from ebbtide.engine.index import StorageIndex
 from ebbtide.engine.model import ModelWeights
@@ -22,6 +21,7 @@ from ebbtide.engine.sites import Known
 from ebbtide.engine.tickets import Entry, Expr, KeptStorage
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
+from ebbtide.schedule import LiveBytes
 from ebbtide.store.protocol import Tier
 
 

@@ -20,6 +20,7 @@ interrupt in it would be lost, with the count wrong for ever. Nothing interrupts
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -129,6 +130,23 @@ class KeptTicket(LightTicket):
         return other
 
 
+class Residence(enum.Enum):
+    """Where the bytes of an entry are; a reader asks in this order."""
+
+    RESIDENT = enum.auto()
+    """On the device: kept, or not copied out, or their copy runs."""
+    RESTORED = enum.auto()
+    """On the device: copied in or recomputed for a backward that still runs."""
+    ELSEWHERE = enum.auto()
+    """On the device, in the storage that was saved, which somebody else keeps."""
+    STORED = enum.auto()
+    """In the store; a prefetch may run."""
+    RECOMPUTABLE = enum.auto()
+    """Nowhere; a recipe makes them."""
+    LOST = enum.auto()
+    """Nowhere: the storage was changed in place before they were copied, or nothing was kept of them."""
+
+
 class Entry:
     """One storage at one version: where its bytes are now and how to have them again."""
 
@@ -172,10 +190,29 @@ class Entry:
         self.part_only = False  # read in the backward of a part of its block only: in no recipe
 
     @property
+    def residence(self) -> Residence:
+        """Where the bytes are now."""
+        changed = self.probe is not None and self.probe._version != self.version
+        on_device = self.source is not None or self.kept is not None
+        if not changed:
+            if on_device:
+                return Residence.RESIDENT
+            if self.restored is not None:
+                return Residence.RESTORED
+            storage = None if self.storage_ref is None else self.storage_ref()
+            if storage is not None and storage.nbytes() >= self.last:
+                return Residence.ELSEWHERE
+        elif on_device or self.tainted:
+            return Residence.LOST
+        if self.slot is not None:
+            return Residence.STORED
+        return Residence.LOST if self.recipe is None else Residence.RECOMPUTABLE
+
+    @property
     def live_storage(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, if somebody else keeps it as it was: then nothing need be brought in."""
+        """The storage that was saved, if somebody else keeps it and it has its bytes."""
         storage = self.storage_ref() if self.storage_ref is not None else None
-        return storage if storage is not None and not self.changed and storage.nbytes() >= self.last else None
+        return storage if storage is not None and storage.nbytes() >= self.last else None
 
     @property
     def changed(self) -> bool:

@@ -34,6 +34,7 @@ class Machine:
         host_memory_bytes: Of the node.
         host_bytes_per_second: Rate of the node's memory, all channels.
         launch_seconds: The least time of an operator.
+        can_cancel: The store cancels copies that have not begun: a disk, the store of a CPU.
     """
 
     name: str
@@ -48,9 +49,10 @@ class Machine:
     host_memory_bytes: int
     host_bytes_per_second: float
     launch_seconds: float = 4e-6
+    can_cancel: bool = False
 
     def __post_init__(self) -> None:
-        for field in fields(self)[1:]:
+        for field in fields(self)[1:-1]:
             value = getattr(self, field.name)
             kinds = int if field.type == "int" else (int, float)
             number = isinstance(value, kinds) and not isinstance(value, bool) and math.isfinite(value)
@@ -60,6 +62,8 @@ class Machine:
                     expected="a whole number above 0" if kinds is int else "a number above 0",
                     hint="`ebbtide doctor --out machine.json` writes the machine that it runs on",
                 )
+        if not isinstance(self.can_cancel, bool):
+            raise ConfigError(f"can_cancel of machine {self.name!r} is {self.can_cancel!r}", expected="true or false")
 
     def rates(self, ranks: int = 1) -> Rates:
         """Return the copy rates of each of ``ranks`` devices that copy at once: its link, or its share of the host."""
@@ -67,6 +71,7 @@ class Machine:
         return Rates(
             out_bytes_per_second=min(self.out_bytes_per_second, share),
             in_bytes_per_second=min(self.in_bytes_per_second, share),
+            can_cancel=self.can_cancel,
         )
 
     def save(self, path: str | Path) -> None:

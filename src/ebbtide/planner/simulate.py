@@ -1,24 +1,22 @@
 """Simulate one step, event by event: compute, copy-outs, copy-ins, device memory.
 
 [Note: the simulated schedule]
-The schedule is the engine's (``ebbtide.engine.flow``). Offloaded storages are copied out in saved order, one at a time;
-when more than the window is in flight, compute waits for the oldest. At the start of backward, copies that have not
-begun are cancelled, because their bytes are still on the device. From a block's backward on, the next bytes are
-prefetched in reading order, at most one window ahead of their reader; a reader whose bytes have not arrived waits.
-Recipes are evaluated just before their result is read.
+The schedule is the engine's own, ``ebbtide.schedule``, carried out with seconds in place of slots: copies of one
+direction run one after the other, at the rate of the link; a reader whose bytes have not arrived waits. The step is one
+of many alike: the schedule knows the largest block, and how many bytes a forward offers. Recipes are evaluated just
+before their result is read.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import math
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ebbtide.base.actions import Action
+from ebbtide.base.actions import Action, Site
 from ebbtide.planner.profile import BlockProfile, Profile
-
-LEAST_WINDOW_BYTES = 16 * 1024**2
-"""As the engine's: a window that follows the model is never smaller."""
+from ebbtide.schedule import CopyIn, CopyOut, Outcome, Window
 
 Assignment = Sequence[Sequence[Action]]
 """For each executed block, the action of each of its units."""
@@ -65,20 +63,30 @@ class Simulated:
         return sum(self.stalls)
 
 
-@dataclass(slots=True)
-class _Parked:
-    """An offloaded unit and the state of its copy."""
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class _Offloaded:
+    """An offloaded unit, and when its copies are done."""
 
+    site: Site
     nbytes: int
-    place: int
-    number: int
-    begins: float
-    done: float
-    resident: bool = True  # its source is on the device
+    begins: float = math.inf
+    done: float = math.inf
+    arrives: float | None = None  # None: its copy-in has not begun
+    on_device: bool = True
+
+
+class _Forward:
+    """The forward of the step, as the schedule knows it."""
+
+    def __init__(self) -> None:
+        self.offered_bytes = 0
+
+    def stayed(self, site: Site, nbytes: int) -> None:
+        """Nothing: what is held back is read on the device, and counted there."""
 
 
 class _Step:
-    """The state of one simulated step."""
+    """The state of one simulated step; carries out the schedule's copies with seconds."""
 
     def __init__(self, profile: Profile, assignment: Assignment) -> None:
         self.profile, self.assignment = profile, assignment
@@ -87,18 +95,19 @@ class _Step:
         self.levels: list[int] = []
         self.peak, self.peak_at = 0, ("forward", "")
         self.held = 0  # bytes kept, and offloaded bytes whose source is still there
-        self.in_flight: deque[_Parked] = deque()
-        self.flight_bytes = 0
-        self.parked: dict[tuple[int, int], _Parked] = {}
+        self.offloaded: dict[tuple[int, int], _Offloaded] = {}
+        self.served_bytes, self.handling_seconds = 0, 0.0
+        self._place = 0  # whose forward or backward runs: it has the stalls
+        self._out_free = self._in_free = 0.0
         moved = [
             sum(u.moved_bytes for u, a in zip(block.units, actions, strict=True) if a is Action.OFFLOAD)
             for block, actions in zip(profile.blocks, assignment, strict=True)
         ]
-        largest, fixed = max(moved, default=0), profile.window_bytes
-        self.window_out = fixed or max(2 * largest, LEAST_WINDOW_BYTES)
-        self.window_in = fixed or max(largest, LEAST_WINDOW_BYTES)
-        self._out_free = 0.0
-        self.served_bytes, self.handling_seconds = 0, 0.0
+        self._window = Window(profile.window_bytes)
+        self._window.saw_block(max(moved, default=0))
+        self._forward = _Forward()
+        self._copy_out: CopyOut[_Offloaded] = CopyOut(self, self._window)
+        self._copy_out.expect(sum(moved))
 
     def see(self, level_bytes: int, base_bytes: int, where: str, name: str) -> None:
         """Record the memory of one part of the step.
@@ -120,9 +129,59 @@ class _Step:
         self.now += seconds
         self.handling_seconds += seconds
 
+    def _wait_until(self, time: float) -> None:
+        if time > self.now:
+            self.stalls[self._place] += time - self.now
+            self.now = time
+
+    # What the schedule asks
+
+    @property
+    def can_cancel(self) -> bool:
+        return self.profile.rates.can_cancel
+
+    def stream_of(self, saved: _Offloaded) -> None:
+        return None
+
+    def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
+        begins = self.now
+        for each in group:
+            each.begins = begins = max(begins, self._out_free)
+            begins = self._out_free = begins + each.nbytes / self.profile.rates.out_bytes_per_second
+        for each in group:
+            each.done = begins  # a group is done as a whole
+        return [Outcome.BEGUN] * len(group)
+
+    def release_source(self, saved: _Offloaded, *, wait: bool) -> bool:
+        if wait:
+            self._wait_until(saved.done)
+        if saved.done > self.now:
+            return False
+        if saved.on_device:
+            saved.on_device = False
+            self.held -= saved.nbytes
+        return True
+
+    def cancel_copy_out(self, saved: _Offloaded) -> bool:
+        return saved.begins > self.now
+
+    def is_stored(self, saved: _Offloaded) -> bool:
+        return not saved.on_device
+
+    def copy_in(self, group: Sequence[_Offloaded]) -> int:
+        begins = max(self.now, self._in_free, *(each.done for each in group))
+        self._in_free = begins + sum(each.nbytes for each in group) / self.profile.rates.in_bytes_per_second
+        for each in group:
+            each.arrives = self._in_free
+        return 0
+
+    def discard(self, saved: _Offloaded) -> None:
+        saved.arrives = None
+
     # Forward
 
     def forward(self, place: int) -> None:
+        self._place = place
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.forward_seconds / max(len(block.units), 1)
         level = self.held
@@ -133,60 +192,44 @@ class _Step:
             elif action is Action.OFFLOAD:
                 self.handle(unit.moved_bytes)
                 self.held += unit.moved_bytes
-                self._park(place, number, unit.moved_bytes)
-                self._retire(place)
+                saved = self.offloaded[place, number] = _Offloaded(unit.site, unit.moved_bytes)
+                self._copy_out.add(saved, self._forward)
             level = max(level, self.held)
         self.held += _more_inputs(block, actions)
         level = max(level, self.held)
         if not block.units:
             self.now += block.forward_seconds
-        self._retire(place)
+        self._copy_out.begin()
+        self._copy_out.retire()
         self.see(level, block.forward_base_bytes, "forward", block.name)
-
-    def _park(self, place: int, number: int, nbytes: int) -> None:
-        begins = max(self.now, self._out_free)
-        self._out_free = begins + nbytes / self.profile.rates.out_bytes_per_second
-        parked = _Parked(nbytes, place, number, begins, self._out_free)
-        self.parked[place, number] = parked
-        self.in_flight.append(parked)
-        self.flight_bytes += nbytes
-
-    def _retire(self, place: int) -> None:
-        while self.in_flight:
-            oldest = self.in_flight[0]
-            if oldest.done > self.now:
-                if self.flight_bytes <= self.window_out:
-                    return
-                self.stalls[place] += oldest.done - self.now
-                self.now = oldest.done
-            oldest.resident = False
-            self.in_flight.popleft()
-            self.flight_bytes -= oldest.nbytes
-            self.held -= oldest.nbytes
 
     # Backward
 
     def head(self) -> None:
+        self._copy_out.end_forward(self._forward)
         self.see(self.held, self.profile.head_base_bytes, "head", "")
         self.now += self.profile.head_seconds
-        # Copies that have begun finish, others are cancelled. Either way the source still has the bytes.
-        self.served_bytes = sum(self.profile.blocks[p.place].units[p.number].nbytes for p in self.in_flight)
-        self.in_flight.clear()
+        self._copy_out.cancel(self._forward)
+        blocks = self.profile.blocks
+        self.served_bytes = sum(
+            blocks[place].units[number].nbytes for (place, number), s in self.offloaded.items() if s.on_device
+        )
 
     def backward(self) -> None:
-        order = [
-            (place, number)
-            for place in reversed(range(len(self.profile.blocks)))
-            for number in reversed(range(len(self.profile.blocks[place].units)))
-        ]
-        coming = _CopyIn(self, [key for key in order if (p := self.parked.get(key)) is not None and not p.resident])
+        coming: CopyIn[_Offloaded] = CopyIn(self._upcoming(), self._window, self)
         for place in reversed(range(len(self.profile.blocks))):
             self._block_backward(place, coming)
 
-    def _block_backward(self, place: int, coming: _CopyIn) -> None:
+    def _upcoming(self) -> Iterator[tuple[weakref.ref[_Offloaded], int]]:
+        for (place, _), saved in reversed(self.offloaded.items()):
+            yield weakref.ref(saved), place
+
+    def _block_backward(self, place: int, coming: CopyIn[_Offloaded]) -> None:
+        self._place = place
         block, actions = self.profile.blocks[place], self.assignment[place]
         slice_seconds = block.backward_seconds / max(len(block.units), 1)
         back = 0  # recomputed or prefetched, and not yet released
+        coming.reach(place)
         coming.advance()
         if Action.CHECKPOINT in actions:
             self.now += block.forward_seconds
@@ -197,13 +240,8 @@ class _Step:
             if action is Action.RECOMPUTE:
                 self.now += unit.recompute_seconds or 0.0
                 back += unit.nbytes
-            elif (parked := self.parked.get((place, number))) is not None and not parked.resident:
-                self.handle(unit.moved_bytes)
-                ready = coming.arrival(place, number)
-                if ready > self.now:
-                    self.stalls[place] += ready - self.now
-                    self.now = ready
-                coming.read(place, number)
+            elif action is Action.OFFLOAD and not (saved := self.offloaded[place, number]).on_device:
+                self._read(saved, coming)
                 back += unit.moved_bytes
             if action is Action.OFFLOAD and unit.narrow_bytes is not None:
                 back += unit.nbytes  # cast up again
@@ -217,8 +255,16 @@ class _Step:
         for number, (unit, action) in enumerate(zip(block.units, actions, strict=True)):
             if action is Action.KEEP:
                 self.held -= unit.nbytes
-            elif action is Action.OFFLOAD and self.parked[place, number].resident:
+            elif action is Action.OFFLOAD and self.offloaded[place, number].on_device:
                 self.held -= unit.moved_bytes
+
+    def _read(self, saved: _Offloaded, coming: CopyIn[_Offloaded]) -> None:
+        """Wait for the bytes of a unit; if its copy-in has not begun, begin it."""
+        self.handle(saved.nbytes)
+        if saved.arrives is None:
+            self.copy_in([saved])
+        self._wait_until(saved.arrives or 0.0)
+        coming.has_read(saved)
 
 
 def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
@@ -226,42 +272,6 @@ def _more_inputs(block: BlockProfile, actions: Sequence[Action]) -> int:
     if Action.CHECKPOINT not in actions:
         return 0
     return max(block.input_bytes - sum(unit.nbytes for unit in block.units if unit.block_input), 0)
-
-
-class _CopyIn:
-    """Copy-ins, in the order in which backward reads."""
-
-    def __init__(self, step: _Step, order: list[tuple[int, int]]) -> None:
-        self._step, self._order = step, deque(order)
-        self._free = 0.0
-        self._arrivals: dict[tuple[int, int], float] = {}
-        self.ahead_bytes = 0
-
-    def advance(self) -> None:
-        """Begin as many copies as the window allows."""
-        while self._order:
-            nbytes = self._step.parked[self._order[0]].nbytes
-            if self.ahead_bytes and self.ahead_bytes + nbytes > self._step.window_in:
-                return
-            self._begin(self._order.popleft())
-
-    def arrival(self, place: int, number: int) -> float:
-        """Return when the bytes of a unit arrive; if its copy has not begun, begin it: it is the next in order."""
-        if (place, number) not in self._arrivals:
-            self._begin(self._order.popleft())
-        return self._arrivals[place, number]
-
-    def read(self, place: int, number: int) -> None:
-        """Note that a unit was read: its bytes no longer count as ahead."""
-        self.ahead_bytes -= self._step.parked[place, number].nbytes
-        self.advance()
-
-    def _begin(self, key: tuple[int, int]) -> None:
-        parked = self._step.parked[key]
-        begins = max(self._step.now, self._free, parked.done)
-        self._free = begins + parked.nbytes / self._step.profile.rates.in_bytes_per_second
-        self._arrivals[key] = self._free
-        self.ahead_bytes += parked.nbytes
 
 
 def simulate(profile: Profile, assignment: Assignment) -> Simulated:

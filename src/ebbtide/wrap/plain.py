@@ -88,7 +88,8 @@ class PlainBlocks:
         if timer is not None:
             timer.block_begins(run)
             if timer.times_blocks and (where is None or where.type == "cpu"):
-                timer.leave_out(run, self._settle)
+                # On a CPU copies take cores and memory bandwidth from the timed block.
+                timer.leave_out(run, self._engine.finish_copies)
         try:
             output = forward(*args, **kwargs)
         finally:
@@ -134,12 +135,6 @@ class PlainBlocks:
                     self._engine.restorer.begin_block(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
-
-    def _settle(self) -> None:
-        """Wait for copies in flight: on a CPU they take cores and memory bandwidth from the timed block."""
-        with self._engine.lock:
-            self._engine._stalls.clear_reader()
-            self._engine._copy_out.retire(settle=True)
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:

@@ -63,6 +63,26 @@ def test_what_is_recomputed_costs_its_time_in_backward_and_no_memory_before() ->
     assert (found.recomputed_bytes, found.peak_bytes, found.peak_at[0]) == (20, 10, "backward")
 
 
+def test_a_store_that_cannot_cancel_holds_back_what_backward_reads_first() -> None:
+    rates = Rates(out_bytes_per_second=1e12, in_bytes_per_second=1e12, can_cancel=False)
+    found = run(alike(5, (unit("a", 10),), rates, window_bytes=20), OFF)
+    # Of 50 bytes the last 20, one window, are never copied; the others are gone when the next are saved.
+    assert found.served_bytes == 20
+    assert found.levels_bytes[:6] == (10, 10, 10, 10, 20, 20)
+    assert run(alike(5, (unit("a", 10),), FAST, window_bytes=20), OFF).served_bytes == 10
+
+
+def test_copies_begin_and_end_in_groups_where_they_cannot_be_cancelled() -> None:
+    rates = Rates(out_bytes_per_second=1.0, in_bytes_per_second=1e12, can_cancel=False)
+    profile = alike(8, (unit("a", 2), unit("b", 2)), rates, forward=3.0, window_bytes=20)
+    # A quarter of the window is more than a block saves, so its copies begin at its end. Those of the first run from
+    # 3 s to 7 s, and at 6 s, when the second block ends, none of them is done.
+    assert run(profile, OFF, OFF).levels_bytes[:3] == (4, 8, 12)
+    alone = alike(8, (unit("a", 2), unit("b", 2)), ONE_A_SECOND, forward=3.0, window_bytes=20)
+    # Begun when they are saved: those of the first block run from 1.5 s to 5.5 s.
+    assert run(alone, OFF, OFF).levels_bytes[:3] == (4, 4, 6)
+
+
 def test_recomputes_hide_copies_in() -> None:
     """A block that computes longer leaves more time to whatever comes in."""
     units = (unit("a", 6), unit("b", 1, 2.0))

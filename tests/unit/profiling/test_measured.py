@@ -51,7 +51,7 @@ def step(
 
 def tier(out_bytes: int = 100 * MB) -> Any:
     counters = TierCounters(timed_out_bytes=out_bytes, out_seconds=1.0, timed_in_bytes=out_bytes, in_seconds=1.0)
-    return SimpleNamespace(name="disk", counters=counters)
+    return SimpleNamespace(name="disk", counters=counters, can_cancel=True)
 
 
 def ask(plan: MeasuredPlan, module: str, *, flops: float | None = 0.0) -> Action:

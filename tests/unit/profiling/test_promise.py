@@ -59,7 +59,7 @@ def with_plain(found: TimedStep, *, forward: float, backward: float) -> TimedSte
 
 def tier() -> Any:
     counters = TierCounters(timed_out_bytes=1000 * MB, out_seconds=1.0, timed_in_bytes=1000 * MB, in_seconds=1.0)
-    return SimpleNamespace(name="disk", counters=counters)
+    return SimpleNamespace(name="disk", counters=counters, can_cancel=True)
 
 
 def planned(policy: Auto, *, peak: int | None = None) -> MeasuredPlan:

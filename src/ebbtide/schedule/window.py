@@ -1,4 +1,4 @@
-"""The bytes allowed in flight between a device and its store. See [Note: window] in ``ebbtide.engine.flow``."""
+"""The bytes allowed in flight between a device and its store. See [Note: window] in ``ebbtide.schedule``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from ebbtide.base.units import format_size
 
-logger = logging.getLogger("ebbtide.engine")
+logger = logging.getLogger("ebbtide.schedule")
 
 MOST_GATHERED_BYTES = 64 * 1024**2
 """Gathered before their copies begin: a link moves them in about a millisecond."""

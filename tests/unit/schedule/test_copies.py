@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import CapError
-from ebbtide.engine.flow import CopyIn, CopyOut, LiveBytes
-from ebbtide.engine.passes import Pass
-from ebbtide.engine.window import LEAST_WINDOW, Window
+from ebbtide.engine.mover import SlotMover
+from ebbtide.engine.passes import Pass, RunRecord
+from ebbtide.engine.tickets import Residence
+from ebbtide.schedule import CopyIn, CopyOut, LiveBytes, Window
+from ebbtide.schedule.window import LEAST_WINDOW
 from tests.helpers.engines import assert_nothing_left, block, leaf, open_engine
 
 
@@ -57,6 +59,12 @@ class Entry:
         self.live_storage: torch.UntypedStorage | None = None
         self.changed = self.tainted = False
         self.action, self.site = Action.OFFLOAD, "site"
+
+    @property
+    def residence(self) -> Residence:
+        if self.source is not None:
+            return Residence.RESIDENT
+        return Residence.STORED if self.restored is None and self.live_storage is None else Residence.ELSEWHERE
 
 
 class Tier:
@@ -110,7 +118,11 @@ class Tier:
 
 
 def copy_out(window_bytes: int, tier: Tier | None = None) -> Any:
-    return CopyOut(tier or Tier(), Window(window_bytes))  # type: ignore[arg-type]
+    return CopyOut(SlotMover(tier or Tier()), Window(window_bytes))  # type: ignore[arg-type]
+
+
+def copy_in(run: Run, window: Window, tier: Tier) -> Any:
+    return CopyIn(run.upcoming(), window, SlotMover(tier))  # type: ignore[arg-type]
 
 
 def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
@@ -186,7 +198,7 @@ def test_turn_around_of_one_pass_leaves_the_copies_of_another() -> None:
 def one_pass(out: Any, count: int) -> list[Any]:
     entries = [Entry() for _ in range(count)]
     pass_ = offer(out, *entries)
-    out.end_pass(pass_)
+    out.end_forward(pass_)
     found = begun(entries)
     for entry in entries:
         if entry.slot is not None:
@@ -211,7 +223,7 @@ def test_what_is_held_back_is_counted_as_kept() -> None:
     entries = [Entry() for _ in range(6)]
     pass_ = offer(out, *entries)
     pass_.tally.offloaded = 60
-    out.end_pass(pass_)
+    out.end_forward(pass_)
     assert (pass_.tally.kept, pass_.tally.offloaded) == (20, 40)
 
 
@@ -249,7 +261,7 @@ def test_what_is_held_back_by_a_pass_begins_in_the_next_one() -> None:
     out = copy_out(20)
     one_pass(out, 4)
     first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
-    out.end_pass(offer(out, *first))
+    out.end_forward(offer(out, *first))
     assert begun(first) == [True, True, False, False]
     pass_ = offer(out, *second)
     assert begun(first) == [True] * 4 and begun(second) == [True, True, False, False] and out.held_bytes == 20
@@ -353,7 +365,7 @@ def test_what_was_held_back_is_copied_after_the_stream_that_made_it() -> None:
     one_pass(out, 4)
     tier.asked.clear()
     first, second = [Entry() for _ in range(4)], [Entry() for _ in range(4)]
-    out.end_pass(gather(out, *first))
+    out.end_forward(gather(out, *first))
     assert begun(first) == [True, True, False, False]
     tier.now = "b"
     gather(out, *second)
@@ -407,7 +419,7 @@ def test_an_error_of_the_store_leaves_all_of_a_group_where_it_is() -> None:
 def test_copy_in_waits_until_a_quarter_of_the_window_is_free_where_copies_are_grouped() -> None:
     for can_cancel, brought in ((False, [False, True]), (True, [True, True])):
         entries = [away(10) for _ in range(12)]
-        flow = CopyIn(Run(entries), Window(100), Tier(can_cancel=can_cancel))  # type: ignore[arg-type]
+        flow = copy_in(Run(entries), Window(100), Tier(can_cancel=can_cancel))
         flow.advance()
         assert flow.ahead_bytes == 100
         for read, expected in zip((entries[-1], entries[-2]), brought, strict=True):
@@ -420,7 +432,7 @@ def test_copy_in_waits_until_a_quarter_of_the_window_is_free_where_copies_are_gr
 def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_reads_can_be_cancelled() -> None:
     for can_cancel, brought in ((False, [3, 3, 3, 1]), (True, [1] * 10)):
         tier, entries = Tier(can_cancel=can_cancel), [away(10) for _ in range(12)]
-        flow = CopyIn(Run(entries), Window(100), tier)  # type: ignore[arg-type]
+        flow = copy_in(Run(entries), Window(100), tier)
         flow.advance()
         assert tier.brought == brought and flow.ahead_bytes == 100
 
@@ -428,7 +440,7 @@ def test_a_window_is_filled_by_a_quarter_at_a_time_and_an_entry_at_a_time_where_
 def test_what_two_blocks_saved_is_brought_in_once() -> None:
     for can_cancel, brought in ((False, [2]), (True, [1, 1])):
         tier, both, first = Tier(can_cancel=can_cancel), away(10), away(10)
-        flow = CopyIn(Run([both], Run([first, both])), Window(100), tier)  # type: ignore[arg-type]
+        flow = copy_in(Run([both], Run([first, both])), Window(100), tier)
         flow.advance()
         assert tier.brought == brought and flow.ahead_bytes == 20
         assert both.slot.asked == first.slot.asked == ["prefetch"]
@@ -457,6 +469,8 @@ class Run:
     def backward_order(self) -> Any:
         return reversed(self.references)
 
+    upcoming = RunRecord.upcoming
+
 
 def away(nbytes: int = 10) -> Entry:
     return Entry(Slot(parked=True), nbytes, source=False)
@@ -464,7 +478,7 @@ def away(nbytes: int = 10) -> Entry:
 
 def test_copy_in_runs_ahead_as_far_as_the_window_and_into_the_block_before() -> None:
     first, last = [away() for _ in range(2)], [away() for _ in range(2)]
-    flow = CopyIn(Run(last, Run(first)), Window(30), Tier())  # type: ignore[arg-type]
+    flow = copy_in(Run(last, Run(first)), Window(30), Tier())
     flow.advance()
     assert [bool(e.slot.asked) for e in (*last[::-1], *first[::-1])] == [True, True, True, False]
     assert flow.ahead_bytes == 30
@@ -474,7 +488,7 @@ def test_copy_in_runs_ahead_as_far_as_the_window_and_into_the_block_before() -> 
 
 def test_what_is_larger_than_the_window_comes_alone() -> None:
     small, large = away(1), away(100)
-    flow = CopyIn(Run([small, large]), Window(10), Tier())  # type: ignore[arg-type]
+    flow = copy_in(Run([small, large]), Window(10), Tier())
     flow.advance()
     assert large.slot.asked == ["prefetch"] and small.slot.asked == []
     flow.has_read(large)
@@ -487,14 +501,14 @@ def test_copy_in_leaves_out_what_is_there_or_gone() -> None:
     lives.live_storage = torch.zeros(1).untyped_storage()  # somebody else keeps it: it is read from there
     run = Run([wanted, gone, recomputed, here, lives])
     del gone
-    flow = CopyIn(run, Window(10), Tier())  # type: ignore[arg-type]
+    flow = copy_in(run, Window(10), Tier())
     flow.advance()
     assert here.slot.asked == recomputed.slot.asked == lives.slot.asked == [] and wanted.slot.asked == ["prefetch"]
 
 
 def test_an_entry_that_dies_unread_is_ahead_no_more() -> None:
     entry = away()
-    flow = CopyIn(Run([entry]), Window(10), Tier())  # type: ignore[arg-type]
+    flow = copy_in(Run([entry]), Window(10), Tier())
     flow.advance()
     assert flow.ahead_bytes == 10
     del entry
@@ -507,16 +521,16 @@ def test_what_blocks_before_did_not_come_for_is_put_back() -> None:
     runs: list[Any] = []
     for entry in entries:
         runs.append(Run([entry], runs[-1] if runs else None))
-    flow = CopyIn(runs[3], Window(20), Tier())  # type: ignore[arg-type]
-    flow.reach(runs[3])
+    flow = copy_in(runs[3], Window(20), Tier())
+    flow.reach(runs[3].number)
     flow.advance()
-    flow.reach(runs[2])
+    flow.reach(runs[2].number)
     flow.advance()
     assert [e.slot.asked for e in entries] == [[], [], ["prefetch"], ["prefetch"]], "nobody reads; it may come yet"
-    flow.reach(runs[1])
+    flow.reach(runs[1].number)
     flow.advance()
     assert [e.slot.asked for e in entries] == [[], ["prefetch"], ["prefetch"], ["prefetch", "put back"]]
-    flow.put_back()
+    flow.discard()
     assert flow.ahead_bytes == 0 and entries[1].slot.asked[-1] == entries[2].slot.asked[-1] == "put back"
 
 
@@ -524,7 +538,7 @@ def test_a_device_without_room_brings_in_less_and_says_so_once(caplog: pytest.Lo
     entries = [away() for _ in range(4)]
     entries[1].slot.room = False
     window = Window(100)
-    flow = CopyIn(Run(entries), window, Tier())  # type: ignore[arg-type]
+    flow = copy_in(Run(entries), window, Tier())
     for _ in range(2):
         flow.advance()
     assert [e.slot.asked for e in entries] == [[], [], ["prefetch"], ["prefetch"]] and flow.ahead_bytes == 20
@@ -589,7 +603,7 @@ def calls(work: Callable[[], object]) -> int:
 def test_a_tensor_costs_as_much_whether_few_are_held_back_or_many() -> None:
     entries = [Entry() for _ in range(200)]
     out = copy_out(10**6)
-    out.end_pass(offer(out, Entry()))  # from now on a pass is expected to offer little: all of it is held back
+    out.end_forward(offer(out, Entry()))  # from now on a pass is expected to offer little: all of it is held back
     pass_ = Pass()
     costs = [calls(lambda entry=entry: out.add(entry, pass_)) for entry in entries]
     assert out.held_bytes == 2000 and not any(begun(entries))
@@ -599,7 +613,7 @@ def test_a_tensor_costs_as_much_whether_few_are_held_back_or_many() -> None:
 def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() -> None:
     entries = [Entry() for _ in range(4)]
     out = copy_out(40)
-    out.end_pass(offer(out, Entry()))
+    out.end_forward(offer(out, Entry()))
     pass_ = offer(out, *entries)
     assert out.held_bytes == 40
     del entries[0]
@@ -610,7 +624,7 @@ def test_bytes_held_back_are_counted_as_entries_die_begin_and_are_withdrawn() ->
     other = offer(out, Entry())  # dies at once
     out.cancel(pass_)
     assert out.held_bytes == 0
-    out.end_pass(other)
+    out.end_forward(other)
     assert not out._held
 
 

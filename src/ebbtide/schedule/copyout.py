@@ -1,0 +1,190 @@
+"""Copies from the device to the store. See [Note: turn-around] and [Note: groups of copies]."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Generic, NamedTuple
+
+from ebbtide.schedule.live import LiveBytes
+from ebbtide.schedule.mover import Forward, Mover, Outcome, SavedT
+from ebbtide.schedule.window import Window
+
+
+class _Waiting(NamedTuple, Generic[SavedT]):
+    """A storage whose source is still there: its copy runs, or is held back."""
+
+    saved: weakref.ref[SavedT]
+    nbytes: int
+    forward: Forward
+    stream: Hashable = None  # on which it was made
+    stayed: bool = False  # its forward, which is over, counted it as kept
+
+
+class CopyOut(Generic[SavedT]):
+    """Copies from the device to the store: under way, or held back; oldest first.
+
+    Args:
+        mover: Carries them out.
+        window: Bounds the bytes of both.
+    """
+
+    def __init__(self, mover: Mover[SavedT], window: Window) -> None:
+        self.window = window
+        self.in_flight_bytes = self.refused_bytes = 0
+        self._mover, self._can_cancel = mover, mover.can_cancel
+        self._queue: deque[_Waiting[SavedT]] = deque()
+        self._held: deque[_Waiting[SavedT]] = deque()
+        self._held_live = LiveBytes()
+        self._gathered: list[_Waiting[SavedT]] = []
+        self._gathered_bytes = 0
+        self._expected_bytes = sys.maxsize  # what a forward offers; unknown before the first has ended
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes held back for the turn-around."""
+        return self._held_live.total
+
+    def add(self, saved: SavedT, forward: Forward) -> None:
+        """Begin the copy of a storage whose source is there, or hold it back; wait while the window is exceeded."""
+        nbytes = saved.nbytes
+        stream = None if self._can_cancel else self._mover.stream_of(saved)
+        waiting = _Waiting(weakref.ref(saved), nbytes, forward, stream)
+        late = forward.offered_bytes >= self._expected_bytes - self.window.held_bytes
+        forward.offered_bytes += nbytes
+        if self._can_cancel:
+            self.in_flight_bytes += nbytes
+            self._begin([waiting], waiting)
+        elif not late:
+            if not self._gather(waiting, new=waiting) and self._in_window:
+                return
+        else:
+            self._held.append(waiting)
+            self._held_live.add(saved)
+            while self._held and self._held_live.total > self.window.held_bytes:
+                begun = self._held.popleft()
+                self._is_held_no_more(begun)
+                self._gather(begun._replace(stayed=begun.forward is not forward), new=waiting)
+        self.retire(new=waiting)
+
+    @property
+    def _in_window(self) -> bool:
+        held_bytes = self._held_live.total if self._held else 0
+        return self.in_flight_bytes + held_bytes <= self.window.out_bytes
+
+    def expect(self, offered_bytes: int) -> None:
+        """The next forward is expected to offer this much."""
+        self._expected_bytes = offered_bytes
+
+    def end_forward(self, forward: Forward) -> None:
+        """A forward is over: what it holds back stayed, and the next one is expected to offer as much."""
+        if forward.offered_bytes:
+            self.expect(forward.offered_bytes)
+        self._held = deque(waiting for waiting in self._held if waiting.saved() is not None)
+        for waiting in self._held:
+            saved = waiting.saved()
+            if waiting.forward is forward and saved is not None:
+                forward.stayed(saved.site, waiting.nbytes)
+
+    def begin(self, new: _Waiting[SavedT] | None = None) -> None:
+        """Begin the copies of what is gathered. See [Note: groups of copies].
+
+        Args:
+            new: One that is being offloaded now, and that nobody has counted yet.
+        """
+        gathered, self._gathered, self._gathered_bytes = self._gathered, [], 0
+        if gathered:
+            self._begin(gathered, new)
+
+    def retire(self, *, new: _Waiting[SavedT] | None = None) -> None:
+        """Release the sources of finished copies; make compute wait while more than the window is in flight.
+
+        Args:
+            new: See ``begin``.
+        """
+        if self._queue:
+            self._release_copied(sys.maxsize)
+        if not self._in_window:
+            self.begin(new)
+            self._release_copied(self.window.out_bytes)
+        self._count_none_as_none()
+
+    def finish(self) -> None:
+        """Make compute wait for every copy, and release all sources."""
+        self.begin()
+        self._release_copied(-1)
+        self._count_none_as_none()
+
+    def _count_none_as_none(self) -> None:
+        if not self._queue and not self._gathered:
+            self.in_flight_bytes = 0  # whatever an interrupt left of a count
+
+    def _release_copied(self, limit_bytes: int) -> None:
+        """Release sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
+        while self._queue:
+            saved = self._queue[0].saved()
+            try:
+                if saved is not None and not self._mover.release_source(saved, wait=False):
+                    if self.in_flight_bytes + self._held_live.total <= limit_bytes:
+                        break
+                    self._mover.release_source(saved, wait=True)
+            except BaseException:
+                # It keeps its source. Said once: the block that this error leaves asks again when it ends.
+                self.in_flight_bytes -= self._queue.popleft().nbytes
+                raise
+            del saved
+            self.in_flight_bytes -= self._queue.popleft().nbytes
+
+    def cancel(self, forward: Forward) -> None:
+        """Cancel the copies of a forward that have not begun. See [Note: turn-around]."""
+        for waiting in self._held:
+            if waiting.forward is forward:
+                self._is_held_no_more(waiting)
+        self._held = deque(waiting for waiting in self._held if waiting.forward is not forward)
+        self._gathered = [waiting for waiting in self._gathered if waiting.forward is not forward]
+        self._gathered_bytes = sum(waiting.nbytes for waiting in self._gathered)
+        remaining: deque[_Waiting[SavedT]] = deque()
+        for waiting in self._queue:
+            saved = waiting.saved()
+            if saved is None or (waiting.forward is forward and self._mover.cancel_copy_out(saved)):
+                continue
+            remaining.append(waiting)
+        self._queue = remaining
+        self.in_flight_bytes = self._gathered_bytes + sum(waiting.nbytes for waiting in remaining)
+
+    def _is_held_no_more(self, waiting: _Waiting[SavedT]) -> None:
+        saved = waiting.saved()
+        if saved is not None:
+            self._held_live.remove(saved)
+
+    def _gather(self, waiting: _Waiting[SavedT], *, new: _Waiting[SavedT]) -> bool:
+        """Begin the copy of a storage with those of others; returns whether a group of copies has begun."""
+        begun = False
+        if self._gathered and self._gathered[-1].stream != waiting.stream:
+            self.begin(new)
+            begun = True
+        self._gathered.append(waiting)
+        self._gathered_bytes += waiting.nbytes
+        self.in_flight_bytes += waiting.nbytes
+        if self._gathered_bytes >= self.window.gathered_bytes:
+            self.begin(new)
+            begun = True
+        return begun
+
+    def _begin(self, group: Sequence[_Waiting[SavedT]], new: _Waiting[SavedT] | None) -> None:
+        """Ask the mover to copy storages that were made on one stream and count as in flight."""
+        alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
+        self.in_flight_bytes -= sum(waiting.nbytes for waiting in group)
+        if not alive:
+            return
+        outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
+        for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
+            if outcome is Outcome.BEGUN:
+                self.in_flight_bytes += waiting.nbytes
+                self._queue.append(waiting)
+            elif outcome is Outcome.REFUSED:
+                self.refused_bytes += waiting.nbytes
+                if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
+                    waiting.forward.stayed(saved.site, waiting.nbytes)

@@ -1,0 +1,43 @@
+"""A running sum of the bytes of objects that are alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Protocol
+
+
+class _Sized(Protocol):
+    """Anything that has bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        ...
+
+
+class LiveBytes:
+    """The bytes of those of many objects that are alive, without a look at each: it is asked at every saved tensor."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[weakref.ref[_Sized], int] = {}
+        self._dead: deque[weakref.ref[_Sized]] = deque()
+        self._total = 0
+
+    def add(self, item: _Sized) -> None:
+        """Count an object as long as it lives."""
+        self._bytes[weakref.ref(item, self._dead.append)] = item.nbytes  # nothing interrupts a deque's ``append``
+        self._total += item.nbytes
+
+    def remove(self, item: _Sized) -> None:
+        """Count an object no longer."""
+        self._total -= self._bytes.pop(weakref.ref(item), 0)
+
+    @property
+    def total(self) -> int:
+        """Bytes of the objects that are alive."""
+        while self._dead:
+            self._total -= self._bytes.pop(self._dead.popleft(), 0)
+        if not self._bytes:
+            self._total = 0  # whatever an interrupt left of a sum
+        return self._total

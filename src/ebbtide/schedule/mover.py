@@ -1,0 +1,94 @@
+"""What the schedule asks of those who carry it out."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable, Sequence
+from typing import Protocol, TypeVar
+
+from ebbtide.base.actions import Site
+
+
+class Saved(Protocol):
+    """A saved storage. The schedule holds it weakly: one that dies needs no copy."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        ...
+
+    @property
+    def site(self) -> Site:
+        """Where it was saved."""
+        ...
+
+
+class Forward(Protocol):
+    """One forward of the model, as far as it offers bytes."""
+
+    offered_bytes: int
+    """Given to the store, or held back from it, so far."""
+
+    def stayed(self, site: Site, nbytes: int) -> None:
+        """Count a storage as kept that was counted as offloaded."""
+        ...
+
+
+class Outcome(enum.Enum):
+    """What became of a copy-out that was asked for."""
+
+    BEGUN = enum.auto()
+    REFUSED = enum.auto()
+    """The store has no room: the storage stays."""
+    NOT_NEEDED = enum.auto()
+    """The source was changed or freed meanwhile: nobody can read it."""
+
+
+SavedT = TypeVar("SavedT", bound=Saved)
+_MovedT = TypeVar("_MovedT", bound=Saved, contravariant=True)
+
+
+class Mover(Protocol[_MovedT]):
+    """Carries out copies between the device and a store: with slots, or with seconds on paper."""
+
+    @property
+    def can_cancel(self) -> bool:
+        """Whether copies that have not begun can be cancelled. If not, see [Note: turn-around]."""
+        ...
+
+    def stream_of(self, saved: _MovedT) -> Hashable:
+        """Return the stream that made a source; copies of one group have one."""
+        ...
+
+    def copy_out(self, group: Sequence[_MovedT], stream: Hashable) -> Sequence[Outcome]:
+        """Begin to copy out sources that were made on one stream; return what became of each."""
+        ...
+
+    def release_source(self, saved: _MovedT, *, wait: bool) -> bool:
+        """Release a source whose copy-out is done, or is not needed any more; return whether that is so.
+
+        Args:
+            saved: The storage.
+            wait: Make compute wait for the copy.
+        """
+        ...
+
+    def cancel_copy_out(self, saved: _MovedT) -> bool:
+        """Cancel a copy-out that has not begun; return whether none is under way now."""
+        ...
+
+    def is_stored(self, saved: _MovedT) -> bool:
+        """Whether its bytes are in the store and nowhere on the device."""
+        ...
+
+    def copy_in(self, group: Sequence[_MovedT]) -> int:
+        """Begin to copy storages in, ahead of their readers.
+
+        Returns:
+            How many, at the end of the group, have not begun because the device has no room.
+        """
+        ...
+
+    def discard(self, saved: _MovedT) -> None:
+        """Discard what was copied in and not read."""
+        ...
