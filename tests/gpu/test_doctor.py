@@ -31,8 +31,9 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == (0 if found["healthy"] else 1)
     assert found["facts"]["target"] == "host" and found["facts"]["unmeasured"] is None
     machine = found["machine"]
-    assert machine["flop_per_second"] > machine["flop32_per_second"] > 0
     simulated = device_here().type == "simdev"  # whose rates are those of a machine that does other work too
+    assert machine["flop32_per_second"] > 0
+    assert machine["flop_per_second"] > (0 if simulated else machine["flop32_per_second"])
     least = 0 if simulated else 1e9
     assert machine["out_bytes_per_second"] > least and machine["in_bytes_per_second"] > least
     assert found["both_ways"] > (0 if simulated else 0.3)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -103,6 +103,8 @@ class Account:
             return sum(n for n, _ in flying) + sum(n for _, n in (*gathered, *self.held))
 
         def retire(who: str) -> None:
+            while flying and flying[0][1] <= self.now:
+                flying.popleft()
             if gathered and waiting() > job.window_bytes:
                 begin()
             while flying:
@@ -194,7 +196,12 @@ def known(stalls: dict[str, float]) -> dict[str, float]:
     return {name: pytest.approx(seconds, abs=1e-6) for name, seconds in stalls.items() if seconds > 1e-6}
 
 
+FULL_OF_WHAT_IS_DONE = Job([[(4, 0, 0), (4, 0, 0), (80, 0, 0), (160, 0, 0)], [(4, 7, 0), (4, 0.5, 0)]], 40.0, 8.0, 250)
+"""The window is full of sources whose copies are done: what is gathered then waits for more."""
+
+
 @settings(max_examples=60)
+@example(FULL_OF_WHAT_IS_DONE)
 @given(JOBS)
 def test_the_engine_waits_and_holds_as_the_account_says(job: Job) -> None:
     device = FakeDevice(job.out_rate, job.in_rate)
