@@ -66,10 +66,10 @@ class RecipeConfig:
         tensor_filter: path.py:function; the function returns false for a tensor that is never offloaded. Without
             :function the file's tensor_filter or custom_tensor_filter. ms-swift's --external_plugins means this flag.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
-        fsdp_strategy: What FSDP shards over the processes: nothing (none: DDP), weights, gradients and optimizer
-            (full_shard), the same with weights gathered between forward and backward (shard_grad_op), or full_shard
-            within a node and copies across nodes (hybrid_shard). twinkle's native_fsdp and accelerate are full_shard;
-            so are verl's fsdp, with fsdp_version 1, and fsdp2.
+        fsdp_strategy: none is DDP; full_shard shards weights, gradients and optimizer state; shard_grad_op keeps
+            weights gathered between forward and backward; hybrid_shard is full_shard within a node and copies across
+            nodes. twinkle's native_fsdp and accelerate are full_shard; so are verl's fsdp2, and fsdp with
+            fsdp_version 1.
         fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
         fsdp_config: FSDP settings in the form of transformers and ms-swift: a JSON file, JSON, or a mapping in YAML.
         fsdp: ms-swift's and transformers' form: as --fsdp_config, fsdp2, or words such as "full_shard auto_wrap".
