@@ -31,6 +31,9 @@ leading hyphens (`ebbtide VERB run.yaml --max_steps 10`); flags override the fil
 
 _SAME = "Only the flags that differ from [`ebbtide sft`](sft-flags.md) are listed. There is no {}.\n\n"
 
+_SHORT = {"a tuple of a number": "list", "a tuple of text": "list", "true or false": "bool", "one of ": ""}
+_SHORT |= {"an integer": "int", "a number": "float", "text": "str"}
+
 _SECTIONS = (
     ("Names of other trainers", "Accepted in YAML files and in commands; a dot separates a section from its key.",
      ("name", "flag")),
@@ -60,9 +63,10 @@ def rows_of(verb: str) -> list[str]:
     about = {p.arg_name: p.description or "" for doc in docs for p in doc.params}
     rows: list[str] = []
     for field in dataclasses.fields(config):
-        takes = in_words(hints[field.name]).replace("a tuple of text", "one or more names")
-        takes = takes.replace("a tuple of a number", "one or more numbers")
-        does = " ".join(about[field.name].split())
+        takes = in_words(hints[field.name])
+        for words, short in _SHORT.items():
+            takes = takes.replace(words, short)
+        does = " ".join(about[field.name].split()).removesuffix(" Several may be given.")
         rows.append(f"| `--{field.name}` | {takes} | {_shown(field.default)} | {does} |")
     return rows
 
