@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from pathlib import Path
@@ -34,11 +35,14 @@ _SAME = "Only the flags that differ from [`ebbtide sft`](sft-flags.md) are liste
 _SHORT = {"a tuple of a number": "list", "a tuple of text": "list", "true or false": "bool", "one of ": ""}
 _SHORT |= {"an integer": "int", "a number": "float", "text": "str"}
 
+_OMIT = re.compile(r"leave it out(: |; |$)|[:;] leave it out")
+"""What every hint without a flag says; the page says it once."""
+
 _SECTIONS = (
     ("Names of other trainers", "Accepted in YAML files and in commands; a dot separates a section from its key.",
      ("name", "flag")),
     ("Keys of verl", "Each sets one or more flags. Numbers that contradict one another are refused.", ("key", "sets")),
-    ("Refused", "Flags of other trainers that ebbtide does not support.", ("flag", "instead")),
+    ("Refused", "Flags of other trainers: use what is named, else leave them out.", ("flag", "why, or instead")),
 )  # fmt: skip
 
 
@@ -77,7 +81,7 @@ def _names(verb: str) -> list[list[tuple[str, str]]]:
     return [
         [(f"`{other}`", f"`--{name}`") for other, name in config.aliases.items()],
         [(f"`{key}`", sets) for key, sets in config.translated.items()],
-        [(f"`--{name}`", hint) for name, hint in config.unsupported.items()],
+        [(f"`--{name}`", _OMIT.sub("", hint) or "–") for name, hint in config.unsupported.items()],
     ]
 
 
