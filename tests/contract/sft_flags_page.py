@@ -32,8 +32,10 @@ leading hyphens (`ebbtide VERB run.yaml --max_steps 10`); flags override the fil
 
 _SAME = "Only the flags that differ from [`ebbtide sft`](sft-flags.md) are listed. There is no {}.\n\n"
 
-_SHORT = {"a tuple of a number": "list", "a tuple of text": "list", "true or false": "bool", "one of ": ""}
-_SHORT |= {"an integer": "int", "a number": "float", "text": "str"}
+_SHORT = {
+    "a tuple of a number": "list", "a tuple of text": "list", "true or false": "bool", "one of ": "",
+    "an integer": "int", "a number": "float", "text": "str",
+}  # fmt: skip
 
 _OMIT = re.compile(r"leave it out(: |; |$)|[:;] leave it out")
 """What every hint without a flag says; the page says it once."""
@@ -48,12 +50,12 @@ _SECTIONS = (
 
 def page(verb: str = "sft") -> str:
     """Return the page of a recipe."""
-    tables = [rows_of(verb), *_names(verb)]
+    flags, tables = rows_of(verb), _names(verb)
     if verb != "sft":
-        common = [rows_of("sft"), *_names("sft")]
-        tables = [[row for row in rows if row not in same] for rows, same in zip(tables, common, strict=True)]
-    parts = [_head(verb) + "\n".join(tables[0])]
-    for (title, about, head), rows in zip(_SECTIONS, tables[1:], strict=True):
+        flags = [row for row in flags if row not in rows_of("sft")]
+        tables = [[row for row in rows if row not in same] for rows, same in zip(tables, _names("sft"), strict=True)]
+    parts = [_head(verb) + "\n".join(flags)]
+    for (title, about, head), rows in zip(_SECTIONS, tables, strict=True):
         lines = [f"| {' | '.join(head)} |", "| --- | --- |", *_merged(rows)]
         parts.append(f"## {title}\n\n{about}\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
