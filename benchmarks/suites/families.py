@@ -38,14 +38,14 @@ USUAL = "matrix product"
 """The reason that is not repeated for single families."""
 
 WHY = {
-    USUAL: "a matrix product or a convolution is between it and what else is saved: Minimal recomputes it",
+    USUAL: "it takes a matrix product or a convolution: Minimal recomputes it",
     "no rule": "no rule covers the node that made it",
-    "operand missing": "a rule covers the node, but something that it was made from is not saved and has no rule",
+    "operand missing": "something that it was made from is not saved and has no rule",
     "no autograd node": "nothing tells how it was made: masks of dropout, workspaces, constants",
     "block input": "it came into the block from outside",
     "cast up, waits as it was": "saved in float32, moved as the bfloat16 that it was cast from",
     "recompute differed": "the first recompute was not equal, so the site is moved",
-    "never moved": "it stays under every policy: a part of a storage whose siblings may change in place, and the like",
+    "never moved": "it stays under every policy, such as a part of a storage whose siblings may change in place",
 }
 
 
@@ -72,8 +72,7 @@ def left(case: dict[str, Any], policy: str = "auto") -> float:
 def row(case: dict[str, Any]) -> str:
     """Return a case's line of the table."""
     shares = [percent(case, "auto", "moved"), *(percent(case, "minimal", k) for k in ("moved", "checkpointed"))]
-    size = f"{case['naive_bytes'] / 2**20:.1f}"
-    return "| " + " | ".join([case["family"], size, *(f"{share:.0f}" for share in shares)]) + " |"
+    return "| " + " | ".join([case["family"], *(f"{share:.0f}" for share in shares)]) + " |"
 
 
 def reasons(case: dict[str, Any], most: int = 3) -> str:
@@ -108,8 +107,8 @@ def shares_table(cases: list[dict[str, Any]]) -> list[str]:
     return [
         f"In {SHOWN}. Kept: {_kept(shown)}. The rest is recomputed, by Minimal in part in checkpointed blocks.",
         "",
-        "| family | saved MiB | Auto moves | Minimal moves | Minimal checkpoints |",
-        "| --- |" + " ---: |" * 4,
+        "| family | Auto moves | Minimal moves | Minimal checkpoints |",
+        "| --- |" + " ---: |" * 3,
         *(row(case) for case in shown),
         "",
     ]
@@ -200,7 +199,8 @@ def page(folder: Path) -> str:
         [
             f"# Saved tensors of {names} model families",
             "",
-            "For anyone who wants to know how much ebbtide saves on a model: the saved bytes of each family by action.",
+            "For anyone who wants to know how much ebbtide saves on a model: the saved bytes of each family by action,",
+            "in small models with random weights.",
             f"[The results](../../benchmarks/results/{folder.name}/README.md) have every precision and operator.",
             "",
             *summary(cases),

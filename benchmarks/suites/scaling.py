@@ -34,7 +34,8 @@ SHRUNK, TOKENS, LAYERS = 8, 256, 2
 POLICIES = ("offload", "auto", "minimal")
 LENGTHS = (8192, 32768, 131072)
 DEVICES = (8, 64, 1024)
-"""Sizes of jobs; the example in the table of jobs is the first model at the second length under ``auto``."""
+SHOWN = (DEVICES[0], DEVICES[-1])
+"""Sizes of jobs, and those on the page; its table of jobs is the first model at the second length under ``auto``."""
 UNITS = 4
 """Storages that a block of a simulated job offloads, all alike."""
 
@@ -160,16 +161,15 @@ def tables(moved: dict[str, dict[str, float]]) -> str:
         for tokens in LENGTHS:
             sizes = [f"{moved[model.name][p] * tokens * model.layers / 2**30:.0f} GiB" for p in POLICIES]
             lines.append(f"| {model.name} | {tokens // 1024}k | " + " | ".join(sizes) + " |")
-    head = ["machine", "model", "tokens a rank", *(f"RAM, `{p}`" for p in POLICIES)]
-    head += [f"hidden, `{p}`" for p in POLICIES]
-    lines += [
-        "",
-        "Share of a node's RAM that all its ranks need, and share of the copy-outs that is hidden:",
-        "",
-        "| " + " | ".join(head) + " |",
-        "| --- | --- |" + " ---: |" * 7,
-    ]
-    lines += [_row(*each, moved[each[1].name]) for each in product(MACHINES, MODELS, LENGTHS)]
+    shares = {each: _hidden(*each, moved[each[1].name]) for each in product(MACHINES, MODELS, LENGTHS)}
+    shown = [n for n in range(len(POLICIES)) if any(found[n] < 1 for found in shares.values())]
+    rest = " and ".join(f"`{p}`" for n, p in enumerate(POLICIES) if n not in shown)
+    head = ["machine", "model", "tokens a rank", *(f"`{POLICIES[n]}`" for n in shown)]
+    lines += ["", f"Share of the copy-outs that is hidden{f'; under {rest} all are' * bool(rest)}:", ""]
+    lines += ["| " + " | ".join(head) + " |", "| --- | --- |" + " ---: |" * (len(shown) + 1)]
+    for (machine, model, tokens), found in shares.items():
+        cells = [machine.name, model.name, f"{tokens // 1024}k", *(f"{100 * found[n]:.0f} %" for n in shown)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", *_jobs(moved[MODELS[0].name]["auto"] * LENGTHS[1] * MODELS[0].layers)])
 
 
@@ -186,7 +186,7 @@ def _jobs(rank_bytes: float) -> list[str]:
     ]
     lines = ["| " + " | ".join([*head, "read when enabling"]) + " |", "| --- |" + " ---: |" * 7]
     for machine in MACHINES:
-        for devices in DEVICES:
+        for devices in SHOWN:
             link = machine.link_bytes_per_second
             cells = [
                 machine.name, f"{devices}", f"{devices // machine.ranks}",
@@ -198,14 +198,11 @@ def _jobs(rank_bytes: float) -> list[str]:
     return lines
 
 
-def _row(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[str, float]) -> str:
-    """Return the shares of a node's memory that the policies need, and of their copies that forward hides."""
-    blocks = [bytes_per_token[policy] * tokens for policy in POLICIES]
+def _hidden(machine: Machine, model: Model, tokens: int, bytes_per_token: dict[str, float]) -> list[float]:
+    """Return the share of each policy's copies that forward hides."""
     seconds = model.forward_seconds(tokens, machine)
-    needed = [block * model.layers * machine.ranks / machine.host_bytes for block in blocks]
-    hidden = [min(1.0, seconds / (block / machine.link_bytes_per_second)) for block in blocks]
-    cells = [machine.name, model.name, f"{tokens // 1024}k", *(f"{100 * share:.0f} %" for share in needed + hidden)]
-    return "| " + " | ".join(cells) + " |"
+    blocks = [bytes_per_token[policy] * tokens for policy in POLICIES]
+    return [min(1.0, seconds / (block / machine.link_bytes_per_second)) for block in blocks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,12 +289,12 @@ def simulated(moved: dict[str, dict[str, float]]) -> list[dict[str, str | float]
 
 def together(rows: list[dict[str, str | float]]) -> str:
     """Return the table of simulated jobs; a machine on which none takes longer is a sentence."""
-    head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in DEVICES)]
-    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(DEVICES)]
+    head = ["machine", "link", "policy", "disturbance", *(f"{n} devices" for n in SHOWN)]
+    lines = ["| " + " | ".join(head) + " |", "| --- | --- | --- | --- |" + " ---: |" * len(SHOWN)]
     sentences: list[str] = []
     for machine, group in groupby(rows, lambda row: str(row["machine"])):
         its = list(group)
-        found = [[f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in DEVICES] for row in its]
+        found = [[f"{100 * abs(round(float(row[f'{n}']), 4)):.1f} %" for n in SHOWN] for row in its]
         if {cell for cells in found for cell in cells} == {"0.0 %"}:
             policies = " and ".join(f"`{name}`" for name in dict.fromkeys(row["policy"] for row in its))
             sentences.append(f"On {machine}, {policies} took 0.0 % longer, disturbed or not.")

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from pathlib import Path
@@ -22,68 +23,88 @@ FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 
 _HEAD = """# Flags of `ebbtide VERB`
 
-Written from the config, as `ebbtide VERB --help` is. Hyphens equal underscores. In a YAML file flags have no leading
-hyphens (`ebbtide VERB run.yaml --max_steps 10`); flags override the file. The error for an unknown name has the
-nearest one.
+Generated from the config, like `ebbtide VERB --help`. `-` and `_` are interchangeable. A YAML file names flags without
+leading hyphens (`ebbtide VERB run.yaml --max_steps 10`); flags override the file.
 
 | flag | takes | default | |
 | --- | --- | --- | --- |
 """
 
+_SAME = "Only the flags that differ from [`ebbtide sft`](sft-flags.md) are listed. There is no {}.\n\n"
 
-_SAME = "Flags of [`ebbtide sft`](sft-flags.md) that are not listed here are the same, but it has no {}.\n\n"
+_SHORT = {
+    "a tuple of a number": "list", "a tuple of text": "list", "true or false": "bool", "one of ": "",
+    "an integer": "int", "a number": "float", "text": "str",
+}  # fmt: skip
+
+_OMIT = re.compile(r"leave it out(: |; |$)|[:;] leave it out")
+"""What every hint without a flag says; the page says it once."""
+
+_SECTIONS = (
+    ("Names of other trainers", "Accepted in YAML files and in commands; a dot separates a section from its key.",
+     ("name", "flag")),
+    ("Keys of verl", "Each sets one or more flags. Numbers that contradict one another are refused.", ("key", "sets")),
+    ("Refused", "Flags of other trainers: use what is named, else leave them out.", ("flag", "why, or instead")),
+)  # fmt: skip
 
 
 def page(verb: str = "sft") -> str:
     """Return the page of a recipe."""
-    parts = _parts(verb)
-    if verb == "sft":
-        return _text(verb, parts)
-    common = _parts("sft")
-    return _text(verb, [[row for row in rows if row not in same] for rows, same in zip(parts, common, strict=True)])
+    flags, tables = rows_of(verb), _names(verb)
+    if verb != "sft":
+        flags = [row for row in flags if row not in rows_of("sft")]
+        tables = [[row for row in rows if row not in same] for rows, same in zip(tables, _names("sft"), strict=True)]
+    parts = [_head(verb) + "\n".join(flags)]
+    for (title, about, head), rows in zip(_SECTIONS, tables, strict=True):
+        lines = [f"| {' | '.join(head)} |", "| --- | --- |", *_merged(rows)]
+        parts.append(f"## {title}\n\n{about}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def rows_of(verb: str) -> list[str]:
     """Return a row for every flag of a recipe."""
-    return _parts(verb)[0]
-
-
-def _parts(verb: str) -> list[list[str]]:
-    """Return the rows of a recipe's flags, of other trainers' names, of translated keys, and of refused flags."""
     config = CONFIGS[verb]
     hints = typing.get_type_hints(config)
     docs = [docstring_parser.parse(kind.__doc__ or "") for kind in reversed(config.__mro__)]
-    told = {p.arg_name: p.description or "" for doc in docs for p in doc.params}
+    about = {p.arg_name: p.description or "" for doc in docs for p in doc.params}
     rows: list[str] = []
     for field in dataclasses.fields(config):
-        takes = in_words(hints[field.name]).replace("a tuple of text", "one or more names")
-        does = " ".join(told[field.name].split())
+        takes = in_words(hints[field.name])
+        for words, short in _SHORT.items():
+            takes = takes.replace(words, short)
+        does = " ".join(about[field.name].split()).removesuffix(" Several may be given.")
         rows.append(f"| `--{field.name}` | {takes} | {_shown(field.default)} | {does} |")
-    known = [f"| `{other}` | `{name}` |" for other, name in config.aliases.items()]
-    refused = [f"| `--{name}` | {hint} |" for name, hint in config.unsupported.items()]
-    translated = [f"| `{key}` | {sets} |" for key, sets in config.translated.items()]
-    return [rows, known, translated, refused]
+    return rows
 
 
-def _text(verb: str, parts: list[list[str]]) -> str:
-    rows, known, translated, refused = parts
+def _names(verb: str) -> list[list[tuple[str, str]]]:
+    """Return the names in the tables of a recipe's sections, each with the cell next to it."""
+    config = CONFIGS[verb]
+    return [
+        [(f"`{other}`", f"`--{name}`") for other, name in config.aliases.items()],
+        [(f"`{key}`", sets) for key, sets in config.translated.items()],
+        [(f"`--{name}`", _OMIT.sub("", hint) or "–") for name, hint in config.unsupported.items()],
+    ]
+
+
+def _merged(rows: list[tuple[str, str]]) -> list[str]:
+    """Return the lines of a table: names that have the same cell next to them share a line."""
+    names: dict[str, list[str]] = {}
+    for name, cell in rows:
+        names.setdefault(cell, []).append(name)
+    return [f"| {', '.join(together)} | {cell} |" for cell, together in names.items()]
+
+
+def _head(verb: str) -> str:
+    """Return the top of a page, down to the head of the table of flags."""
     head = _HEAD.replace("VERB", verb)
     absent = sorted(
         {f.name for f in dataclasses.fields(SftConfig)} - {f.name for f in dataclasses.fields(CONFIGS[verb])}
     )
-    if absent:
-        same = _SAME.format(", ".join(f"`--{name}`" for name in absent))
-        head = head.replace("| flag | takes", same + "| flag | takes")
-    sections = [
-        head + "\n".join(rows),
-        "## Names of other trainers\n\nAccepted for the flag next to them, in YAML files and in commands; a dotted "
-        "name is a key inside a section of a file.\n\n| name | flag |\n| --- | --- |\n" + "\n".join(known),
-        "## Keys of verl\n\nTheir values set one or more flags, or are read together. Numbers that do not fit one "
-        "another are refused.\n\n| key | sets |\n| --- | --- |\n" + "\n".join(translated),
-        "## Refused\n\nFlags of other trainers that ebbtide does not support.\n\n"
-        "| flag | instead |\n| --- | --- |\n" + "\n".join(refused),
-    ]
-    return "\n\n".join(sections) + "\n"
+    if not absent:
+        return head
+    same = _SAME.format(", ".join(f"`--{name}`" for name in absent))
+    return head.replace("| flag | takes", same + "| flag | takes")
 
 
 def _shown(default: object) -> str:

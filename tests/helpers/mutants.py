@@ -9,6 +9,7 @@ named in its row run against that copy, and the first failure kills it. What kil
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,12 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "mutants.md"
 _ABOUT = """# Guards removed, one at a time
 
-For who changes the engine or the store. Each row is one text of the source taken out (`tests/helpers/mutant_table.py`,
-`tests/simdev/mutants.py`), and the test that failed then. Written by `python -m tests.helpers.mutants`; not edited by
-hand.
-
-| removed | in | found by |
-| --- | --- | --- |
+For anyone who changes the engine or the store: the guards that were removed from each file
+(`tests/helpers/mutant_table.py`, `tests/simdev/mutants.py`), and the test that failed then. Written by
+`python -m tests.helpers.mutants`.
 """
 LIMIT_SECONDS = 600
 NO_END = f"(no end within {LIMIT_SECONDS} s)"
@@ -110,14 +108,16 @@ def _run(tests: Sequence[str], source: Path) -> tuple[int | None, str]:
 
 def known_killers() -> dict[str, str]:
     """Return which test found each mutant when the page was written."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines() if "`" in line]
-    return {row[0]: row[2].strip("`") for row in rows if len(row) == 3}
+    return dict(re.findall(r"^- (.+): `(.+)`$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def write_page(killers: Mapping[Mutant, str]) -> None:
-    """Write which test found each mutant."""
-    rows = [f"| {m.name} | `{m.file}` | `{killer}` |" for m, killer in killers.items()]
-    PAGE.write_text(_ABOUT + "\n".join(rows) + "\n", encoding="utf-8")
+    """Write which test found each mutant, by file."""
+    text = _ABOUT
+    for file in dict.fromkeys(mutant.file for mutant in killers):
+        found = [f"- {m.name}: `{killer}`" for m, killer in killers.items() if m.file == file]
+        text += f"\n## `{file}`\n\n" + "\n".join(found) + "\n"
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def main(words: Sequence[str]) -> int:

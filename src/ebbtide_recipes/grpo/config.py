@@ -57,8 +57,7 @@ class GrpoConfig(LanguageConfig):
         temperature: Sampling temperature.
         top_p: Sample from the likeliest tokens with this total probability.
         top_k: Sample from this many of the likeliest tokens; 0: from all.
-        beta: Weight of the KL divergence from the reference; 0: no reference. The reference is the initial model;
-            with adapters, the model without them.
+        beta: Weight of the KL divergence from the initial model (with adapters, the model without them); 0: none.
         use_kl_loss: verl's flag: false removes the KL divergence, for any --beta.
         num_iterations: Updates from each rollout.
         steps_per_generation: Micro-batches in a rollout; default: --gradient_accumulation_steps.

@@ -39,10 +39,10 @@ class LanguageConfig(RecipeConfig):
 
     Attributes:
         model: Model to train: a local path, a hub name, or builtin:smollm2 (SmolLM2-135M-Instruct).
-        train_type: Train all weights (full), low-rank adapters (lora), low-rank adapters on 4-bit weights (qlora), or
-            adapters of another kind (adapter): --adapter_config says which.
-        adapter_config: For the training type adapter: a kind of PEFT's, such as boft, vera or ia3, or a JSON file in
-            the form of PEFT's adapter_config.json.
+        train_type: Train all weights (full), low-rank adapters (lora), the same on 4-bit weights (qlora), or the
+            adapters of --adapter_config (adapter).
+        adapter_config: PEFT adapters for --train_type adapter: boft, vera, ia3, ..., or a JSON file like PEFT's
+            adapter_config.json.
         adapters: Folder of adapters to continue.
         attn_impl: Attention implementation.
         freeze_vit: Freeze the vision and audio parts of a multimodal model.

@@ -21,17 +21,16 @@ UNSUPPORTED: Mapping[str, str] = {**LANGUAGE_UNSUPPORTED, **verl.UNSUPPORTED}
 class SftConfig(LanguageConfig):
     """Fine-tune a language or multimodal model; see where its activation memory goes.
 
-    --activation_cpu_offload and --gradient_checkpointing together choose the mode: neither is plain training, the
-    second alone is the trainer's own checkpointing, the first alone is ebbtide with the policy Auto, both together are
-    ebbtide with the policy Minimal.
+    --activation_cpu_offload alone is ebbtide with the policy Auto, --gradient_checkpointing alone the trainer's own
+    checkpointing, both together are ebbtide with the policy Minimal, neither is ordinary training.
 
     Attributes:
         dataset: Data set: builtin:pydoc, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
             the first thousand rows. Several may be given.
         max_length: Tokens in a sequence; longer rows are cut.
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
-        completion_only_loss: Learn only answers: completions, or a chat's last answer. Default: completions if rows
-            have them, else all of a chat or text.
+        completion_only_loss: Learn only completions, or a chat's last answer; default: completions if rows have them,
+            else everything.
         prompt_key: Column of the question, with --response_key: COLUMN or COLUMN.KEY; default: by the columns' names.
         response_key: Column of its answer.
         dataset_num_proc: Processes that tokenize rows.

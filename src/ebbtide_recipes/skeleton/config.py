@@ -54,8 +54,8 @@ class RecipeConfig:
         gradient_checkpointing: Alone: the trainer's checkpointing. With --activation_cpu_offload: the memory of
             checkpointing, by ebbtide.
         policy: Policy for saved tensors; default: set by the two flags above.
-        max_slowdown: For the policy auto: largest slowdown of a step; 0.05 is 5 %.
-        memory_budget: For the policy auto: largest peak, such as 40GiB.
+        max_slowdown: Largest slowdown of a step under --policy auto; 0.05 is 5 %.
+        memory_budget: Largest peak under --policy auto, such as 40GiB.
         offload_target: Store of offloaded bytes; auto is host memory with an accelerator, disk without.
         disk_path: Directory for offloaded bytes on disk; default: the system's temporary directory.
         min_bytes: Smaller storages stay, such as 1MiB; 0 offloads everything; default: 64KiB.
@@ -63,18 +63,17 @@ class RecipeConfig:
         window: Bytes in flight each way, such as 1GiB; default: follows the model's largest block.
         blocks: Paths of the blocks, with *; default: found by structure. Several may be given.
         synchronous: Copy in order with compute: for devices with unreliable asynchronous copies.
-        tensor_filter: path.py:function; the function returns false for a tensor that is never offloaded. Without
-            :function the file's tensor_filter or custom_tensor_filter. ms-swift's --external_plugins means this flag.
+        tensor_filter: path.py:function, which returns false for a tensor that is never offloaded. Without :function,
+            the file's tensor_filter or custom_tensor_filter.
         verify: Compare every restored and recomputed tensor with what was saved. Slow.
-        fsdp_strategy: What FSDP shards over the processes: nothing (none: DDP), weights, gradients and optimizer
-            (full_shard), the same with weights gathered between forward and backward (shard_grad_op), or full_shard
-            within a node and copies across nodes (hybrid_shard). twinkle's native_fsdp and accelerate are full_shard;
-            so are verl's fsdp, with fsdp_version 1, and fsdp2.
+        fsdp_strategy: none is DDP; full_shard shards weights, gradients and optimizer state; shard_grad_op keeps
+            weights gathered between forward and backward; hybrid_shard is full_shard within a node and copies across
+            nodes. twinkle's native_fsdp and accelerate are full_shard; so are verl's fsdp2, and fsdp with
+            fsdp_version 1.
         fsdp_version: 2 is fully_shard, 1 is FullyShardedDataParallel.
-        fsdp_config: FSDP settings in the form of transformers and ms-swift: a JSON file, JSON, or a mapping in YAML.
-        fsdp: ms-swift's and transformers' form: as --fsdp_config, fsdp2, or words such as "full_shard auto_wrap".
-        memory_efficient_init: Build the model empty and read each process's part of the weights straight into place,
-            without a full copy in any process.
+        fsdp_config: FSDP settings as for transformers and ms-swift: a JSON file, JSON, or a mapping in YAML.
+        fsdp: As --fsdp_config, or fsdp2, or words such as "full_shard auto_wrap".
+        memory_efficient_init: Read only each process's part of the weights, straight into place.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
         nnodes: Nodes that the run is meant for; an error if NNODES or torchrun names another number.
         deepspeed: Accepted with FSDP, without effect (a warning is logged); an error otherwise.
@@ -101,13 +100,13 @@ class RecipeConfig:
         save: Save the trained model into the output folder.
         save_steps: Steps between two checkpoints; default: no checkpoints.
         save_total_limit: Checkpoints to keep; older ones are removed once a newer one is complete.
-        resume_from_checkpoint: Checkpoint folder to resume from, or latest: the newest complete one in output_dir.
+        resume_from_checkpoint: Checkpoint folder, or latest: the newest complete one in output_dir.
         eval_steps: Steps between two evaluations; default: one at the end.
         logging_steps: Steps between two log lines.
         log_level: debug shows the engine's lines, and tracebacks.
         report_to: Trackers, named as in transformers; none: no tracker.
         run_name: Name of the run for trackers.
-        project_name: Project of the run for trackers; default: from the tracker's variable, such as WANDB_PROJECT.
+        project_name: Project of the run for trackers; default: the tracker's variable, such as WANDB_PROJECT.
         dataloader_num_workers: Processes that prepare batches; 0: the training process.
         seed: Seed of data order and of new weights.
     """

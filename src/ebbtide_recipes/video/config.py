@@ -14,9 +14,8 @@ from ebbtide_recipes.video import fastvideo, rules
 class VideoConfig(RecipeConfig):
     """Fine-tune or distil a video transformer of diffusers; see where its memory goes.
 
-    --activation_cpu_offload and --gradient_checkpointing together choose the mode: neither is plain training, the
-    second alone is diffusers' own checkpointing, the first alone is ebbtide with the policy Auto, both together are
-    ebbtide with the policy Minimal.
+    --activation_cpu_offload alone is ebbtide with the policy Auto, --gradient_checkpointing alone diffusers' own
+    checkpointing, both together are ebbtide with the policy Minimal, neither is ordinary training.
 
     Attributes:
         model: Pipeline to train: a folder in diffusers' layout, a hub name, builtin:tiny-wan or builtin:small-wan. Wan,
