@@ -121,6 +121,13 @@ MUTANTS = (
         MEMO,
     ),
     Mutant(
+        "memo: a recipe does not read what an earlier block keeps",
+        "ebbtide/engine/admit.py",
+        "kept = None if tensor._version else self._find_kept(storage)",
+        "kept = None",
+        MEMO,
+    ),
+    Mutant(
         "memo: a weight is taken for an activation",
         "ebbtide/engine/run.py",
         "if memo is not None and not self.weights.include(tensor) and",

@@ -31,7 +31,6 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout, storage_bytes
-from ebbtide.engine.memo import Memo
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
 from ebbtide.store.device import StreamHandle
@@ -75,6 +74,11 @@ class LightTicket:
         """Whether the tensor was changed in place since it was saved."""
         return self.version != UNCHECKED and self.tensor._version != self.version
 
+    @property
+    def description(self) -> str:
+        """What errors call it."""
+        return f"a {list(self.tensor.shape)} tensor"
+
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since."""
         if self.version != UNCHECKED and self.tensor._version != self.version:
@@ -88,14 +92,14 @@ class KeptStorage:
 
     Args:
         storage: The storage.
-        memo: Of the tensor that was saved first.
-        site: Where that was.
+        nbytes: Its size.
+        site: Where it was saved first.
     """
 
-    __slots__ = ("__weakref__", "memo", "nbytes", "site", "storage")
+    __slots__ = ("__weakref__", "nbytes", "site", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage, memo: Memo, site: Site) -> None:
-        self.storage, self.memo, self.site, self.nbytes = weakref.ref(storage), memo, site, memo.nbytes
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int, site: Site) -> None:
+        self.storage, self.nbytes, self.site = weakref.ref(storage), nbytes, site
 
 
 class KeptTicket(LightTicket):
@@ -112,6 +116,11 @@ class KeptTicket(LightTicket):
     def __init__(self, tensor: torch.Tensor, run: RunRecord, kept: KeptStorage) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
         self.run, self.kept, self.place, self.weight = run, kept, None, False
+
+    @property
+    def description(self) -> str:
+        """What errors call it."""
+        return str(self.kept.site)
 
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since it was saved."""
@@ -134,8 +143,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "memo", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
-        "source", "storage_ref", "tainted", "version",
+        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
+        "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -161,7 +170,6 @@ class Entry:
         self.source: torch.Tensor | None = None
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.recipe: Expr | None = None
-        self.memo: Memo | None = None  # of the tensor that was saved first
         self.restored: torch.Tensor | None = None
         self.restored_on: StreamHandle | None = None  # the stream that waited for it
         self.checksum: tuple[int, int] | None = None
