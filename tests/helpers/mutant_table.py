@@ -212,6 +212,20 @@ MUTANTS = (
         OPERANDS,
     ),
     Mutant(
+        "leaves: other memory under a kept leaf is not looked for",
+        "ebbtide/engine/engine.py",
+        "ticket.leaf and reassigned(ticket.leaf, ticket.tensor.untyped_storage())",
+        "None",
+        OPERANDS,
+    ),
+    Mutant(
+        "leaves: other memory under an offloaded leaf is not looked for",
+        "ebbtide/engine/engine.py",
+        "ticket.leaf and reassigned(ticket.leaf, stored and stored())",
+        "None",
+        OPERANDS,
+    ),
+    Mutant(
         "records: any layer's record tells of a norm's bias",
         "ebbtide/engine/rules/layers.py",
         "if record is None or not issubclass(record.kind, kind):  # frozen",

@@ -312,6 +312,8 @@ class Admission(RunRecord):
             probe.data = entry.empty  # [Note: version probe]
         version = tensor._version if outer is None else outer.version
         ticket = Ticket(entry, layout, self, probe, version, alias=alias)
+        if outer is None and tensor.is_leaf:
+            ticket.leaf = weakref.ref(tensor)
         if entry.action is not KEEP and id(entry) not in self._seen:
             self._seen.add(id(entry))
             self.entries.append(weakref.ref(entry))

@@ -12,6 +12,10 @@ Any saved-tensor hook switches off autograd's own check that a saved tensor was 
 carries a *probe*: a detached alias whose data was replaced by nothing. It shares the version counter of the saved
 tensor and none of its memory, so the read can compare versions even after the source is gone.
 
+[Note: leaves]
+Ordinary autograd saves a leaf itself: if somebody assigns ``leaf.data``, backward reads what was assigned, and no
+version tells. So the ticket of a leaf knows it by a weak reference, and the read returns it if its memory is another.
+
 [Note: counted while alive]
 Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
 Python runs that before it clears weak references, and another thread would find the dying object through them; and an
@@ -111,10 +115,11 @@ class KeptTicket(LightTicket):
         kept: Its storage.
     """
 
-    __slots__ = ("kept", "run")
+    __slots__ = ("kept", "leaf", "run")
 
     def __init__(self, tensor: torch.Tensor, run: RunRecord, kept: KeptStorage) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None  # [Note: leaves]
         self.run, self.kept, self.place, self.weight = run, kept, None, False
 
     @property
@@ -194,11 +199,12 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "probe", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
+        self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
         live = run.live_tickets
         live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
@@ -302,6 +308,12 @@ def weights_read(recipe: Expr | None) -> Iterator[Watched]:
         if isinstance(operand, Expr) and id(operand) not in seen:
             seen.add(id(operand))
             pending += operand.operands
+
+
+def reassigned(leaf: weakref.ref[torch.Tensor], storage: torch.UntypedStorage | None) -> torch.Tensor | None:
+    """Return a leaf that lies in other memory than the storage that was saved. See [Note: leaves]."""
+    tensor = leaf()
+    return None if tensor is None or tensor.untyped_storage() is storage else tensor
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
