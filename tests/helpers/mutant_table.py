@@ -65,6 +65,13 @@ MUTANTS = (
         MEMO,
     ),
     Mutant(
+        "memo: attributes are not looked for",
+        "ebbtide/engine/memo.py",
+        "            or tensor.__dict__\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
         "memo: the layout of the base is not compared",
         "ebbtide/engine/memo.py",
         " or Layout.of(base) != self.base_layout",

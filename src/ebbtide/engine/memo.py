@@ -67,6 +67,7 @@ class Memo:
             or tensor.device != self._device
             or tensor._version
             or tensor.is_neg()
+            or tensor.__dict__
         ):
             return None
         storage, made = tensor.untyped_storage(), tensor

@@ -52,6 +52,13 @@ def negated() -> Tensor:
     return numbers.detach()
 
 
+def told_apart() -> Tensor:
+    """A tensor that somebody gave an attribute, which a custom function may read in its backward."""
+    tensor = leaf_of()
+    tensor.scale = 2.0  # type: ignore[attr-defined]
+    return tensor
+
+
 def not_negated() -> Tensor:
     return torch.zeros(24, dtype=torch.complex64).imag.detach()
 
@@ -80,6 +87,7 @@ PAIRS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: torch.nn.Parameter(leaf_of(), requires_grad=False).view(-1),
     ),
     "negated": (not_negated, negated),
+    "attributes": (leaf_of, told_apart),
 }
 
 
