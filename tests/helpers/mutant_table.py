@@ -65,6 +65,13 @@ MUTANTS = (
         MEMO,
     ),
     Mutant(
+        "memo: attributes are not looked for",
+        "ebbtide/engine/memo.py",
+        "            or tensor.__dict__\n",
+        "",
+        MEMO,
+    ),
+    Mutant(
         "memo: the layout of the base is not compared",
         "ebbtide/engine/memo.py",
         " or Layout.of(base) != self.base_layout",
@@ -118,6 +125,13 @@ MUTANTS = (
         "ebbtide/engine/run.py",
         "self._find_kept(storage) if id(storage) in engine.kept_storages else None",
         "None",
+        MEMO,
+    ),
+    Mutant(
+        "memo: a recipe does not read what an earlier block keeps",
+        "ebbtide/engine/admit.py",
+        "kept = None if tensor._version else self._find_kept(storage)",
+        "kept = None",
         MEMO,
     ),
     Mutant(
@@ -202,6 +216,20 @@ MUTANTS = (
         "ebbtide/engine/tickets.py",
         "tensor if tensor.is_leaf else tensor.detach()",
         "tensor.detach()",
+        OPERANDS,
+    ),
+    Mutant(
+        "leaves: other memory under a kept leaf is not looked for",
+        "ebbtide/engine/engine.py",
+        "ticket.leaf and reassigned(ticket.leaf, ticket.tensor.untyped_storage())",
+        "None",
+        OPERANDS,
+    ),
+    Mutant(
+        "leaves: other memory under an offloaded leaf is not looked for",
+        "ebbtide/engine/engine.py",
+        "ticket.leaf and reassigned(ticket.leaf, stored and stored())",
+        "None",
         OPERANDS,
     ),
     Mutant(

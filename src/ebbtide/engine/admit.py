@@ -85,18 +85,17 @@ class Admission(RunRecord):
                 self._remember(tensor, None)
         return entry
 
-    def _remember(self, tensor: torch.Tensor, candidate: Candidate | None) -> Memo | None:
-        """Make, or correct, the memo of a tensor; returns it if there is one.
+    def _remember(self, tensor: torch.Tensor, candidate: Candidate | None) -> None:
+        """Make, or correct, the memo of a tensor.
 
         Args:
             tensor: The saved tensor.
             candidate: See ``Memo``.
         """
         if self.replays and self._memo is None:
-            self._memo = memo_of(tensor, self.block.name, self.engine.empty(tensor))
+            self._memo = memo_of(tensor, self.engine.empty(tensor))
         if self._memo is not None:
             self._memo.candidate = candidate
-        return self._memo
 
     def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
@@ -145,7 +144,7 @@ class Admission(RunRecord):
         empty, live = engine.empty(tensor), engine.live_entries
         entry = Entry(empty, site=site, region=moved, base_layout=base_layout, at=at, live=live)
         if outer is None:
-            entry.memo = self._remember(tensor, described if follows else None)
+            self._remember(tensor, described if follows else None)
         action = engine.plan.choose(candidate)
         if weight is not None and action is not KEEP:
             action = RECOMPUTE
@@ -275,8 +274,8 @@ class Admission(RunRecord):
                 site, nbytes, block_input=False, kept_bytes=kept_bytes, flops=recipe.flops
             )
         action = engine.plan.choose(candidate)
-        if action is KEEP and not memo.shared:
-            kept = KeptStorage(storage, memo, site)
+        if action is KEEP:
+            kept = KeptStorage(storage, nbytes, site)
             engine.kept_storages[id(storage)] = weakref.ref(kept)
             engine.kept.add(kept)
             ticket = KeptTicket(tensor, self, kept)
@@ -285,10 +284,7 @@ class Admission(RunRecord):
             if recipe is None and not settled and (layout.first, layout.last) != moved:
                 moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
             entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
-            entry.memo = memo
-            if action is KEEP:
-                engine.keep(entry, storage)
-            elif recipe is None and engine.tensor_filter is None:
+            if recipe is None and engine.tensor_filter is None:
                 entry.action = OFFLOAD
                 engine.park(self, entry, tensor)
             else:
@@ -310,20 +306,26 @@ class Admission(RunRecord):
         outer: Outer | None = None,
     ) -> Ticket:
         """Return the ticket of a saved tensor whose storage has an entry."""
-        if entry.memo is not None and entry.memo.block_name != self.block.name:
-            entry.memo.shared = True
         probe = tensor.detach() if outer is None else outer.probe
         alias = outer is None and entry.kept is storage
         if outer is None and not alias:
             probe.data = entry.empty  # [Note: version probe]
         version = tensor._version if outer is None else outer.version
         ticket = Ticket(entry, layout, self, probe, version, alias=alias)
+        if outer is None and tensor.is_leaf:
+            ticket.leaf = weakref.ref(tensor)
         if entry.action is not KEEP and id(entry) not in self._seen:
             self._seen.add(id(entry))
             self.entries.append(weakref.ref(entry))
         return ticket
 
-    def _saved_input(self, tensor: torch.Tensor) -> Ticket | None:
+    def _find_kept(self, storage: torch.UntypedStorage) -> KeptStorage | None:
+        """Return what is known of a storage that is kept without an entry."""
+        reference = self.engine.kept_storages.get(id(storage))
+        kept = None if reference is None else reference()
+        return kept if kept is not None and kept.storage() is storage else None
+
+    def _saved_input(self, tensor: torch.Tensor) -> Ticket | KeptTicket | None:
         """Return a ticket of an input of the block, if it or a view of it was saved and its bytes are stored.
 
         One that an earlier block recomputes is left out: its weights may be gone by now, and chains would grow from
@@ -332,8 +334,11 @@ class Admission(RunRecord):
         engine = self.engine
         if type(tensor) not in engine.tensor_types or not has_layout(tensor):
             return None
-        layout = Layout.of(tensor)
-        entry = engine.index.find(tensor.untyped_storage(), tensor._version, layout.first, layout.last)
+        layout, storage = Layout.of(tensor), tensor.untyped_storage()
+        kept = None if tensor._version else self._find_kept(storage)
+        if kept is not None:
+            return KeptTicket(tensor, self, kept)
+        entry = engine.index.find(storage, tensor._version, layout.first, layout.last)
         if entry is None or entry.recipe is not None:
             return None
         return Ticket(entry, layout, self, version_probe(tensor, engine.empty(tensor)), tensor._version)

@@ -148,7 +148,7 @@ class Builder:
         rules: dict[str, Rule],
         weights: Weights,
         inputs: Inputs,
-        saved_input: Callable[[torch.Tensor], Ticket | None],
+        saved_input: Callable[[torch.Tensor], Ticket | KeptTicket | None],
         watch: Callable[[torch.Tensor, int | None], Watched],
         *,
         checks_weights: bool = True,

@@ -29,7 +29,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.sites import Known
 from ebbtide.engine.stats import Coverage, StallBook, Stats, Tally
-from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket
+from ebbtide.engine.tickets import UNCHECKED, Entry, Expr, KeptStorage, KeptTicket, LightTicket, Ticket, reassigned
 from ebbtide.engine.timing import StepTimer
 from ebbtide.engine.trust import Trust
 from ebbtide.engine.untraced import leave_untraced
@@ -226,7 +226,8 @@ class Engine:
             task, run = torch._C._current_graph_task_id(), ticket.run
             if ticket.tensor._version != ticket.version or (task != -1 and run.task != task):
                 self._begin_with(ticket, task)
-            return ticket.tensor
+            leaf = ticket.leaf and reassigned(ticket.leaf, ticket.tensor.untyped_storage())
+            return ticket.tensor if leaf is None else leaf
         if isinstance(ticket, LightTicket):
             unchanged = ticket.version == UNCHECKED or ticket.tensor._version == ticket.version
             return ticket.tensor if unchanged else ticket.read()
@@ -235,6 +236,10 @@ class Engine:
         try:
             if ticket.probe._version != ticket.version:
                 ticket.check()
+            stored = ticket.entry.storage_ref
+            leaf = ticket.leaf and reassigned(ticket.leaf, stored and stored())
+            if leaf is not None:
+                return leaf
             task, run = torch._C._current_graph_task_id(), ticket.run
             if ticket.alias and (task == -1 or run.task == task):
                 return ticket.probe

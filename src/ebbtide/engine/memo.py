@@ -22,23 +22,22 @@ class Memo:
 
     Args:
         tensor: The saved tensor.
-        block: Name of the block that saves it.
         empty: A tensor of no bytes on its device.
 
     Attributes:
         layout: Its layout.
         base_layout: The layout of what it is a view of, if of anything; else its own.
         candidate: What a plan decides on when the storage is new; None: that does not follow from the description.
-        block_name: Name of the block.
-        shared: Another block saves the storage too, and finds the entry.
+        nbytes: Size of its storage.
+        empty: As given.
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "block_name",
-        "candidate", "empty", "layout", "nbytes", "shared",
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "candidate", "empty",
+        "layout", "nbytes",
     )  # fmt: skip
 
-    def __init__(self, tensor: torch.Tensor, block: str, empty: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
         base = tensor._base
         node = (tensor if base is None else base).grad_fn
         self.layout = Layout.of(tensor)
@@ -51,7 +50,7 @@ class Memo:
         self._is_view = base is not None
         self.base_layout = self.layout if base is None else Layout.of(base)
         self.nbytes = tensor.untyped_storage().nbytes()
-        self.block_name, self.empty, self.shared = block, empty, False
+        self.empty = empty
         self.candidate: Candidate | None = None
 
     def matching(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -68,6 +67,7 @@ class Memo:
             or tensor.device != self._device
             or tensor._version
             or tensor.is_neg()
+            or tensor.__dict__
         ):
             return None
         storage, made = tensor.untyped_storage(), tensor
@@ -82,7 +82,7 @@ class Memo:
         return storage if same and storage.nbytes() == self.nbytes else None
 
 
-def memo_of(tensor: torch.Tensor, block: str, empty: torch.Tensor) -> Memo | None:
+def memo_of(tensor: torch.Tensor, empty: torch.Tensor) -> Memo | None:
     """Return a ``Memo`` of a saved tensor; None for a kind that is always analysed."""
     storage, base = tensor.untyped_storage(), tensor._base
     plain = type(tensor) is torch.Tensor and not tensor.dtype.is_complex and not tensor._version
@@ -90,7 +90,7 @@ def memo_of(tensor: torch.Tensor, block: str, empty: torch.Tensor) -> Memo | Non
         return None
     if base is not None and not _is_base(base, storage):
         return None
-    return Memo(tensor, block, empty)
+    return Memo(tensor, empty)
 
 
 def _is_base(base: torch.Tensor, storage: torch.UntypedStorage) -> bool:

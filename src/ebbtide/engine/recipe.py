@@ -154,7 +154,7 @@ def _value(
     if isinstance(operand, Watched):
         return weight(operand)
     if operand.changed:
-        raise operand_error(f"a {list(operand.tensor.shape)} tensor")
+        raise operand_error(operand.description)
     return operand.tensor
 
 

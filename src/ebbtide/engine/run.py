@@ -11,7 +11,7 @@ from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.memo import Memo
 from ebbtide.engine.modules import Running
 from ebbtide.engine.sites import OUTSIDE
-from ebbtide.engine.tickets import KeptStorage, KeptTicket, LightTicket, Ticket
+from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 
@@ -70,16 +70,6 @@ class BlockRun(Admission):
             if self.recipes:
                 self._note(tensor, ticket)
         return ticket
-
-    def _find_kept(self, storage: torch.UntypedStorage) -> KeptStorage | None:
-        """Return a storage that is kept without an entry; if another block does, it gets one from the next pass on."""
-        reference = self.engine.kept_storages.get(id(storage))
-        kept = None if reference is None else reference()
-        if kept is None or kept.storage() is not storage:
-            return None
-        if kept.memo.block_name != self.block.name:
-            kept.memo.shared = True
-        return kept
 
     def _note_place(self, error: BaseException, tensor: torch.Tensor) -> None:
         module, block = self.place
@@ -178,6 +168,8 @@ class BlockRun(Admission):
             or tensor.is_neg()
             or tensor.is_quantized
             or tensor._is_zerotensor()
+            # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on.
+            or (tensor.__dict__ and not tensor.requires_grad)
         ):
             self._keep_light(tensor, storage)
             return LightTicket(tensor, place=self.place)

@@ -12,6 +12,10 @@ Any saved-tensor hook switches off autograd's own check that a saved tensor was 
 carries a *probe*: a detached alias whose data was replaced by nothing. It shares the version counter of the saved
 tensor and none of its memory, so the read can compare versions even after the source is gone.
 
+[Note: leaves]
+Ordinary autograd saves a leaf itself: if somebody assigns ``leaf.data``, backward reads what was assigned, and no
+version tells. So the ticket of a leaf knows it by a weak reference, and the read returns it if its memory is another.
+
 [Note: counted while alive]
 Tickets and entries are counted by a set of weak references, each of which removes itself. They have no ``__del__``:
 Python runs that before it clears weak references, and another thread would find the dying object through them; and an
@@ -32,7 +36,6 @@ from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.engine.fingerprint import Fingerprint
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.layout import Layout, storage_bytes
-from ebbtide.engine.memo import Memo
 from ebbtide.engine.numerics import Numerics
 from ebbtide.engine.passes import RunRecord
 from ebbtide.store.device import StreamHandle
@@ -76,6 +79,11 @@ class LightTicket:
         """Whether the tensor was changed in place since it was saved."""
         return self.version != UNCHECKED and self.tensor._version != self.version
 
+    @property
+    def description(self) -> str:
+        """What errors call it."""
+        return f"a {list(self.tensor.shape)} tensor"
+
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since."""
         if self.version != UNCHECKED and self.tensor._version != self.version:
@@ -89,14 +97,14 @@ class KeptStorage:
 
     Args:
         storage: The storage.
-        memo: Of the tensor that was saved first.
-        site: Where that was.
+        nbytes: Its size.
+        site: Where it was saved first.
     """
 
-    __slots__ = ("__weakref__", "memo", "nbytes", "site", "storage")
+    __slots__ = ("__weakref__", "nbytes", "site", "storage")
 
-    def __init__(self, storage: torch.UntypedStorage, memo: Memo, site: Site) -> None:
-        self.storage, self.memo, self.site, self.nbytes = weakref.ref(storage), memo, site, memo.nbytes
+    def __init__(self, storage: torch.UntypedStorage, nbytes: int, site: Site) -> None:
+        self.storage, self.nbytes, self.site = weakref.ref(storage), nbytes, site
 
 
 class KeptTicket(LightTicket):
@@ -108,11 +116,17 @@ class KeptTicket(LightTicket):
         kept: Its storage.
     """
 
-    __slots__ = ("kept", "run")
+    __slots__ = ("kept", "leaf", "run")
 
     def __init__(self, tensor: torch.Tensor, run: RunRecord, kept: KeptStorage) -> None:
         self.tensor, self.version = tensor.detach(), tensor._version
+        self.leaf = weakref.ref(tensor) if tensor.is_leaf else None  # [Note: leaves]
         self.run, self.kept, self.place, self.weight = run, kept, None, False
+
+    @property
+    def description(self) -> str:
+        """What errors call it."""
+        return str(self.kept.site)
 
     def read(self) -> torch.Tensor:
         """Return the tensor. Raises ModifiedInPlaceError when the tensor was changed in place since it was saved."""
@@ -152,8 +166,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__", "action", "at", "base_layout", "checksum", "empty", "fingerprint", "first", "kept", "last",
-        "memo", "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot",
-        "source", "storage_ref", "tainted", "version",
+        "nbytes", "numerics", "part_only", "probe", "recipe", "restored", "restored_on", "site", "slot", "source",
+        "storage_ref", "tainted", "version",
     )  # fmt: skip
 
     def __init__(
@@ -179,7 +193,6 @@ class Entry:
         self.source: torch.Tensor | None = None
         self.storage_ref: weakref.ref[torch.UntypedStorage] | None = None
         self.recipe: Expr | None = None
-        self.memo: Memo | None = None  # of the tensor that was saved first
         self.restored: torch.Tensor | None = None
         self.restored_on: StreamHandle | None = None  # the stream that waited for it
         self.checksum: tuple[int, int] | None = None
@@ -223,11 +236,12 @@ class Entry:
 class Ticket:
     """A saved tensor whose storage has an entry."""
 
-    __slots__ = ("__weakref__", "alias", "entry", "layout", "probe", "run", "version")
+    __slots__ = ("__weakref__", "alias", "entry", "layout", "leaf", "probe", "run", "version")
 
     def __init__(
         self, entry: Entry, layout: Layout, run: RunRecord, probe: torch.Tensor, version: int, *, alias: bool = False
     ) -> None:
+        self.leaf: weakref.ref[torch.Tensor] | None = None  # [Note: leaves]
         live = run.live_tickets
         live.add(weakref.ref(self, live.discard))  # [Note: counted while alive]
         self.entry, self.layout, self.run = entry, layout, run
@@ -331,6 +345,12 @@ def weights_read(recipe: Expr | None) -> Iterator[Watched]:
         if isinstance(operand, Expr) and id(operand) not in seen:
             seen.add(id(operand))
             pending += operand.operands
+
+
+def reassigned(leaf: weakref.ref[torch.Tensor], storage: torch.UntypedStorage | None) -> torch.Tensor | None:
+    """Return a leaf that lies in other memory than the storage that was saved. See [Note: leaves]."""
+    tensor = leaf()
+    return None if tensor is None or tensor.untyped_storage() is storage else tensor
 
 
 def version_probe(tensor: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:

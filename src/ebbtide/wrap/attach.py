@@ -26,7 +26,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, under_fsdp1, weights_of
-from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed
+from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed, runs_again
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
 from ebbtide.wrap.forward import (
@@ -191,7 +191,9 @@ class Attachment:
             return forward(*args, **kwargs)
         if not self.enabled or scope.open or in_backward() or self._transformed() or self._graphed(scope.module):
             return forward(*args, **kwargs)
-        block = scope.block
+        block, pack = scope.block, innermost_hooks()
+        if runs_again(pack):  # called by a checkpointed block, which saves nothing inside it
+            return forward(*args, **kwargs)
         if not self._depth:
             # Blocks called without the model's forward: a repeat begins a new pass.
             if not self._ran or block.name in self._ran:
@@ -199,7 +201,6 @@ class Attachment:
                 self._ran.clear()
                 self._begin_pass()
             self._ran.add(block.name)
-        pack = innermost_hooks()
         kept = checkpoint_around(pack)
         if kept is not None:
             self._leave_to_checkpoint(kept, block)

@@ -6,8 +6,6 @@ everything that the block's modules can reach (see [Note: state]: the parameters
 memories), ``requires_grad``, the numerics and the chosen attention kernels. Weights, buffers and other tensors of the
 modules are checked for changes: see [Note: watched weights].
 
-[Note: watched weights].
-
 [Note: checked checkpoints]
 Tensors that torch's checkpoint saves in the first forward pass through our hooks, which record their version and a
 fingerprint. In backward both are compared with those of the second forward: an in-place change that ordinary autograd
@@ -194,6 +192,11 @@ class _Checked:
         if packed.fingerprint is not None:
             trust.require(packed.fingerprint.same(tensor), functools.partial(_differs, block, packed.size))
         return tensor
+
+
+def runs_again(pack: Any) -> bool:
+    """Whether a pack hook is that of a checkpointed block's first forward."""
+    return isinstance(getattr(pack, "__self__", None), _Checked)
 
 
 def _has_only_values(tensor: torch.Tensor) -> bool:

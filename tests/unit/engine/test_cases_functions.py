@@ -352,14 +352,16 @@ class ReadsAttributes(Function):
         return (grad * constant * weight.scale) @ weight.t() * len(constant.tag), None, None
 
 
-def test_attributes_of_saved_tensors_that_need_no_gradient() -> None:
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+@pytest.mark.parametrize("kind", [Tagged, Tensor])
+def test_attributes_of_saved_tensors_that_need_no_gradient(kind: type[Tensor], policy: str) -> None:
     """As fused layers read what hangs on a frozen weight; where a gradient is needed torch itself drops attributes."""
     weight: Any = torch.nn.Parameter(torch.randn(8, 8), requires_grad=False)
-    constant = torch.randn(8).as_subclass(Tagged)
+    constant: Any = torch.randn(8).as_subclass(kind)
     weight.scale, constant.tag = 2.0, "abc"
     x = leaf(6, 8)
     expected = torch.autograd.grad(ReadsAttributes.apply(x.exp(), weight, constant).sum(), x)[0]
-    with open_engine("offload") as engine:
+    with open_engine(policy) as engine:
         with forward_pass(engine, x, weights=[weight]):
             y = ReadsAttributes.apply(x.exp(), weight, constant).sum()
         assert torch.equal(expected.as_subclass(Tensor), torch.autograd.grad(y, x)[0].as_subclass(Tensor))

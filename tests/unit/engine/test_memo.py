@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine import Engine
 from ebbtide.engine.memo import memo_of
-from tests.helpers.engines import Leaves, assert_nothing_left, block, leaf, observe, open_engine
+from tests.helpers.engines import ByTable, Leaves, assert_nothing_left, block, compare, leaf, observe, open_engine
 
 EMPTY = torch.empty(0)
 
@@ -51,6 +52,13 @@ def negated() -> Tensor:
     return numbers.detach()
 
 
+def told_apart() -> Tensor:
+    """A tensor that somebody gave an attribute, which a custom function may read in its backward."""
+    tensor = leaf_of()
+    tensor.scale = 2.0  # type: ignore[attr-defined]
+    return tensor
+
+
 def not_negated() -> Tensor:
     return torch.zeros(24, dtype=torch.complex64).imag.detach()
 
@@ -79,6 +87,7 @@ PAIRS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: torch.nn.Parameter(leaf_of(), requires_grad=False).view(-1),
     ),
     "negated": (not_negated, negated),
+    "attributes": (leaf_of, told_apart),
 }
 
 
@@ -86,7 +95,7 @@ PAIRS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_memo_describes_what_is_made_alike_and_nothing_that_differs_in_one_respect(name: str) -> None:
     first, other = PAIRS[name]
-    memo, again, differs = memo_of(first(), "b", EMPTY), first(), other()
+    memo, again, differs = memo_of(first(), EMPTY), first(), other()
     assert memo is not None and memo.matching(again) is again.untyped_storage()
     assert memo.matching(differs) is None
 
@@ -102,7 +111,7 @@ OF_NO_KIND: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("name", OF_NO_KIND)
 def test_of_some_kinds_nothing_is_remembered(name: str) -> None:
-    assert memo_of(OF_NO_KIND[name](), "b", EMPTY) is None
+    assert memo_of(OF_NO_KIND[name](), EMPTY) is None
 
 
 class _Alternates:
@@ -173,3 +182,41 @@ def test_what_a_block_saves_may_be_of_an_earlier_one(policy: str, outside: bool)
             assert engine.last_pass.sites == anew.last_pass.sites
             assert engine.stats().kept_bytes == anew.stats().kept_bytes
             assert engine.stats().unique_bytes == anew.stats().unique_bytes and engine.kept.total == 0
+
+
+def test_a_recipe_reads_what_an_earlier_block_keeps_and_its_own_block_does_not_save() -> None:
+    """The second block's tensor is recomputed in every step, from a kept storage with and without an entry."""
+
+    def program(leaves: Leaves, around: Callable[..., Any]) -> list[Tensor]:
+        with around(leaves["x"]):
+            kept = leaves["x"].tanh()
+        with around(kept):
+            return [(kept * 2).exp().sin()]
+
+    def choose(candidate: Candidate) -> Action:
+        return Action.KEEP if candidate.recompute_flops is None else Action.RECOMPUTE
+
+    leaves = {"x": leaf(4, 6)}
+    expected = observe(program, leaves, blocks=True)
+    with open_engine(ByTable(choose)) as engine:
+        for step in range(3):
+            found = observe(program, leaves, engine, blocks=True)
+            assert compare(expected, found) == [] and engine.stats().replayed == (3 if step else 0)
+            assert (engine.stats().kept_bytes, engine.stats().recomputed_bytes) == (96, 96)
+            assert_nothing_left(engine)
+
+
+def test_an_operand_that_changed_is_named_alike_with_and_without_an_entry() -> None:
+    def program(leaves: Leaves) -> list[Tensor]:
+        kept = leaves["x"].relu()
+        made = (kept * 2).exp()
+        kept.clamp_(max=0.5)
+        return [made.sin()]
+
+    def choose(candidate: Candidate) -> Action:
+        return Action.KEEP if candidate.recompute_flops is None else Action.RECOMPUTE
+
+    with open_engine(ByTable(choose)) as engine:
+        messages = [observe(program, {"x": leaf(4, 6)}, engine).message for _ in range(3)]
+        assert engine.stats().replayed == 4
+    assert len(set(messages)) == 1 and "ReluBackward0#0 is needed to recompute another tensor" in messages[0], messages

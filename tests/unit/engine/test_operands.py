@@ -177,6 +177,28 @@ def test_data_of_a_leaf_that_is_assigned_is_what_ordinary_autograd_reads() -> No
     check(lambda: sgd(Stack(Scaled(), Scaled(), Scaled()), 0.01), step)
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_data_of_an_input_that_is_assigned_is_what_ordinary_autograd_reads(trained: bool) -> None:
+    class Squared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * x).tanh()
+
+    def step(model: Any, number: int) -> Tensor:
+        model.optimizer.zero_grad()
+        x = rows().requires_grad_(trained)
+        loss = model(x).square().mean()
+        x.data = x.data * 1.5
+        loss.backward()
+        model.optimizer.step()
+        return loss if x.grad is None else torch.cat([loss.detach()[None], x.grad.flatten()])
+
+    check(lambda: sgd(Stack(Squared(), Squared())), step, policies=("offload", "inputs", "keep"))
+
+
 def test_a_parameter_that_forward_changes_after_its_use_from_the_third_step_on() -> None:
     class Decaying(nn.Module):
         def __init__(self) -> None:

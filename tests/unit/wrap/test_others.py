@@ -15,11 +15,12 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import ebbtide
+from ebbtide.base.actions import Action
 from ebbtide.base.errors import ConflictError
 from ebbtide.wrap.others import OFFLOADERS, Offloader
-from tests.helpers.engines import assert_nothing_left, hooks_are_closed
+from tests.helpers.engines import ByTable, assert_nothing_left, hooks_are_closed
 from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
-from tests.helpers.oracle import Oracle, differences
+from tests.helpers.oracle import Oracle, differences, same_bits
 
 Around = Callable[..., Any]
 
@@ -130,6 +131,38 @@ def test_checkpoints_and_contexts_of_our_own_inside_a_block_are_no_others(
     with caplog.at_level(logging.WARNING, "ebbtide"), enable(model):
         assert all(map(torch.equal, train(model), expected))
     assert not [r for r in caplog.records if "other saved-tensor hooks" in r.getMessage()]
+
+
+class Calls(nn.Module):
+    """A block that calls another one, which is no part of it."""
+
+    def __init__(self, *others: nn.Module) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.others: tuple[nn.Module, ...] = others
+
+    def forward(self, x: Tensor) -> Tensor:
+        for other in self.others:
+            x = other(x).sin()
+        return self.mlp(x)
+
+
+class Checkpoints(ByTable):
+    """Checkpoints every block that may be."""
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT
+
+
+def test_the_hooks_of_our_own_checkpoint_are_no_others() -> None:
+    torch.manual_seed(0)
+    first = Calls()
+    model = Stack(first, Calls(first), Calls())
+    expected = train(model)
+    with ebbtide.enable_activation_offloading(model, policy=Checkpoints(Action.OFFLOAD), min_bytes=0) as handle:
+        for step in range(3):
+            assert all(map(same_bits, expected, train(model))), step
+            assert handle.stats().checkpointed_blocks == 3
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
