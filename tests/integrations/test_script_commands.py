@@ -112,7 +112,8 @@ def test_compare_stops_at_a_command_that_trains_nothing(tmp_path: Path, capsys: 
     failing = ["sh", "-c", "echo no such data set; exit 3"]
     assert ebbtide.cli.main(["compare", "--out", str(tmp_path / "b"), "--", *failing]) == 1
     error = capsys.readouterr().err
-    assert "ended with exit code 3 before it trained a model:\nno such data set" in error and "hint: " in error
+    assert "ended with exit code 3 before it trained a model; expected a command that trains a model\n" in error
+    assert "model\nno such data set\nhint: " in error  # its last lines, between what was expected and what to do
     assert not list(tmp_path.glob("*/round-1/checkpointing"))
 
 

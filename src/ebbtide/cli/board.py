@@ -13,7 +13,7 @@ from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import latest_complete_round, merge
 from ebbtide.report import Run, html, load_run, split, verdicts
-from ebbtide.report.table import headline, measured, number, size
+from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
@@ -133,6 +133,10 @@ class Board:
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
         # report.html has the columns that do not fit a narrow terminal.
         dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
+        # A script's tokens are not known: a column without a figure says nothing.
+        dropped |= {
+            head for index, head in enumerate(strings.columns) if all(row[index] == ABSENT for row in strings.rows)
+        }
         shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for index in shown:

@@ -87,6 +87,14 @@ def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     assert "…" not in narrow.file.getvalue()
 
 
+def test_a_column_without_a_figure_is_left_out(done):
+    wide = [Console(file=io.StringIO(), width=130) for _ in range(2)]
+    unknown = [{**mode, "tokens_per_second": None} for mode in done[0].modes]
+    for modes, screen in zip((done[0].modes, unknown), wide, strict=True):
+        Board(out=done[0].out, modes=("plain",), console=screen, warm_up=3).print_table(modes)
+    assert ["tokens" in screen.file.getvalue() for screen in wide] == [True, False]
+
+
 SHOW = "import os; print({n: v for n, v in sorted(os.environ.items()) if n.startswith(('MALLOC_', 'THP_'))})"
 
 
