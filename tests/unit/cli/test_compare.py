@@ -152,6 +152,15 @@ def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_pa
     assert written["warm_up_steps"] == 4
 
 
+@pytest.mark.parametrize(("after", "left"), [(4, False), (5, True)])
+def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
+    screen = console()
+    arguments = ["--max_steps", "7", "--plan_after", str(after)]
+    compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    words = "A plan was corrected after step 5, which left 2 steps of each run to time: more --max_steps time more."
+    assert (words in screen.file.getvalue()) is left
+
+
 def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
     screen = console()
     arguments = ["--max_steps", "7", "--plan_after", "6"]
