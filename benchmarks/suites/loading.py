@@ -218,9 +218,8 @@ def report(result: dict[str, Any]) -> str:
         "Cells are medians (quartiles), or the value of a method that was run once. *Memory*: of the worst rank, above",
         "what it had before loading and its shard, in MiB; *private*: without pages of mapped files. *Of the fastest*:",
         "time over that of the fastest method that is not ours. *Of raw*: the checkpoint's bytes a second over those",
-        "of raw reads: each rank reads its part of every file into one buffer of 16 MiB and keeps nothing. *Written*:",
-        "time until every page of the shards was also written. *Processor*: time of all ranks' processors. All ranks",
-        "together read from disk",
+        "of raw reads: direct I/O, four threads a rank, 16 MiB each, nothing kept. *Written*: time until every page of",
+        "the shards was also written. *Processor*: time of all ranks' processors. All ranks together read from disk",
         f"{_reads(result['cases'])} Made by `python -m benchmarks.suites.loading`; every load is in `run.json`.",
     ]
     for case, rows in result["cases"].items():
