@@ -81,6 +81,7 @@ def test_an_interpreter_without_ebbtide_is_named(tmp_path: Path) -> None:
     [
         (["run"], "there is no command; expected a command after --\nhint: such as `ebbtide run -- python train.py`"),
         (["run", "--", "pyhton", "x.py"], "'pyhton' is no program; .*\nhint: did you mean 'python'"),
+        (["run", "--", "accelerate", "launch"], "'accelerate' is no program; .*\nhint: accelerate is not on PATH: "),
         (["run", "--", str(LOOP)], "it is a Python file; .*\nhint: ebbtide run -- python .*loop.py"),
         (["run", "--policy", "minimum", "--", "true"], "policy is 'minimum'; .*\nhint: did you mean 'minimal'"),
         (["run", "--policy", "no.json", "--", "true"], "plan file 'no.json' is not there; .*\nhint: "),
@@ -99,11 +100,15 @@ def test_bad_input_is_refused_before_anything_runs(
 ) -> None:
     import re
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "true"):
+        (tmp_path / "bin" / name).symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     assert ebbtide.cli.main(argv) == 2
     assert re.search(f"(?s)error: .*{words}", capsys.readouterr().err)
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "here").iterdir()) == []
 
 
 def test_compare_stops_at_a_command_that_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,7 +117,8 @@ def test_compare_stops_at_a_command_that_trains_nothing(tmp_path: Path, capsys: 
     failing = ["sh", "-c", "echo no such data set; exit 3"]
     assert ebbtide.cli.main(["compare", "--out", str(tmp_path / "b"), "--", *failing]) == 1
     error = capsys.readouterr().err
-    assert "ended with exit code 3 before it trained a model:\nno such data set" in error and "hint: " in error
+    assert "ended with exit code 3 before it trained a model; expected a command that trains a model\n" in error
+    assert "model\nno such data set\nhint: " in error  # its last lines, between what was expected and what to do
     assert not list(tmp_path.glob("*/round-1/checkpointing"))
 
 

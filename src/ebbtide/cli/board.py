@@ -13,12 +13,15 @@ from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import latest_complete_round, merge
 from ebbtide.report import Run, html, load_run, split, verdicts
-from ebbtide.report.table import headline, measured, number, size
+from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.track import write_summary
 from ebbtide.track.steady import steps_before_plan
 
 _LEAST_COUNTED = 2
 """Steps that always count, however late a plan was corrected: a timed one and the trimmed one."""
+
+_FEW_TIMED = 3
+"""Fewer timed steps than these are said to be few."""
 
 
 class Board:
@@ -92,8 +95,16 @@ class Board:
                 for mode, run in by_mode.items():
                     summary = write_summary(run.folder, warm_up=warm_up)
                     by_mode[mode] = dataclasses.replace(run, summary=summary)
-        late = f"A plan was corrected after step {made}, so some of the counted steps ran under another one: "
-        return [late + f"more {self._flag} show the last."] if made > warm_up else []
+        corrected = f"A plan was corrected after step {made}"
+        if made > warm_up:
+            return [
+                f"{corrected}, so some of the counted steps ran under another one: more {self._flag} show the last."
+            ]
+        timed = min(int(run.summary["timed_steps"]) for by_mode in self._rounds.values() for run in by_mode.values())
+        if timed >= _FEW_TIMED:
+            return []
+        left = f"{timed} step" + "s" * (timed > 1)
+        return [f"{corrected}, which left {left} of each run to time: more {self._flag} time more."]
 
     def _compare_parameters(self, modes: list[dict[str, Any]]) -> list[str]:
         """Compare the trained parameters with those of plain, and plain's rounds with each other; print the result.
@@ -133,6 +144,10 @@ class Board:
         strings = headline(modes, [str(mode["mode"]) for mode in modes])
         # report.html has the columns that do not fit a narrow terminal.
         dropped = {"step", "tokens / s", "stall"} if self._console.width < 110 else set[str]()
+        # A script's tokens are not known: a column without a figure says nothing.
+        dropped |= {
+            head for index, head in enumerate(strings.columns) if all(row[index] == ABSENT for row in strings.rows)
+        }
         shown = [index for index, head in enumerate(strings.columns) if head not in dropped]
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for index in shown:
@@ -156,7 +171,10 @@ def _counted(runs: Sequence[Run]) -> list[str]:
     warm_up, steps, timed = counts.pop()
     trimmed = any(run.all("trim") for run in runs) and steps - warm_up > timed
     text = f"The first {warm_up} of {steps} steps warm up and do not count."
-    return [text + (f" Activation memory is step {steps}'s, times are those of the other {timed}." if trimmed else "")]
+    if trimmed:
+        times = f"times are those of the other {timed}" if timed > 1 else "its time is that of the step before"
+        text += f" Activation memory is step {steps}'s, {times}."
+    return [text]
 
 
 def _verdicts(runs: Sequence[Run], modes: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -103,9 +103,12 @@ def _refuse(ended: Ended) -> None:
         return
     what, hint = reason
     if ended.code:
-        what = f"the command ended with exit code {ended.code} before it trained a model:\n{ended.tail}"
+        what = f"the command ended with exit code {ended.code} before it trained a model"
         hint = "it must run by itself: try it without `ebbtide compare --`"
-    raise TrainingError(what, expected="a command that trains a model", hint=hint)
+    error = TrainingError(what, expected="a command that trains a model", hint=hint)
+    if ended.code:
+        error.places = ended.tail.splitlines()
+    raise error
 
 
 def _checkpoints(out: Path) -> list[str]:

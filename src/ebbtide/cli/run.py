@@ -26,6 +26,7 @@ from ebbtide.config import POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
 EXAMPLE = "-- python train.py"
+_KNOWN = ("python", "python3", "torchrun", "accelerate")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -100,8 +101,12 @@ def check_command(command: Sequence[str], *, verb: str) -> None:
     if shutil.which(program) is not None:
         return
     script = program.endswith(".py") and Path(program).exists()
-    known = ("python", "python3", "torchrun", "accelerate")
-    hint = f"ebbtide {verb} -- python {shlex.join(command)}" if script else nearest(program, known)
+    if script:
+        hint = f"ebbtide {verb} -- python {shlex.join(command)}"
+    elif program in _KNOWN:
+        hint = f"{program} is not on PATH: activate the environment that has it, or write its path"
+    else:
+        hint = nearest(program, _KNOWN)
     raise ConfigError(
         f"{program!r} is no program" + (": it is a Python file" if script else ""),
         expected="a command as you would type it",

@@ -36,9 +36,9 @@ LOWERED = {
     WEIGHTS: "weights in bfloat16 or 4 bits, or shards (FSDP)",
     OPTIMIZER: "adapters (LoRA), an 8-bit optimizer, or shards (FSDP)",
     GRADIENTS: "adapters (LoRA), or shards (FSDP)",
-    KEPT: "enable_ckpt=True (policy Minimal) keeps fewer",
+    KEPT: "the policy Minimal keeps fewer (enable_ckpt=True; in `ebbtide run`, --policy minimal)",
     PLAIN: "ebbtide.enable_activation_offloading(model)",
-    WORK: "fewer tokens in a forward",
+    WORK: "a smaller micro-batch",
     AVERAGE: "a moving average in host memory",
 }
 """Part → how to lower it."""

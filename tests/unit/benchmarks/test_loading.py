@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.loading_ways import MIB, PLAIN, WAYS
+from benchmarks.loading_ways import MIB, PLAIN, RAW, WAYS
 from benchmarks.suites.loading import Bench, measure, report
 
 SHARD = 100 * MIB
@@ -31,6 +31,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if way == "DCP, from rank 0" or (way == PLAIN and number == 1):
             return {"error": "no room | at all"}
         above = (12 if way.startswith("ebb") else 500) * MIB
+        if way == RAW:
+            return {"ranks": [_rank(16 * MIB, 100 * MIB, "none", 1.5) for _ in range(world)]}
         digest, seconds = "other" if way == "DCP, load" else "same", 2.5 if way.startswith("transformers") else 2.0
         seconds += way in ("DCP, load", PLAIN, "accelerate, from rank 0")
         return {"ranks": [_rank(above, 100 * MIB, digest, seconds) for _ in range(world)]}
@@ -75,9 +77,10 @@ def test_rows_tell_memory_above_the_shard_and_what_was_read(tmp_path: Path, load
     assert ours["equal"] and ours["buffers_equal"] and not rows["DCP, load"]["equal"]
     told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
     text = report({**told, "cases": {"2 ranks": rows}})
-    row = "| ebbtide, slices | 12 | 0 | 2.0 | 0.80 | 3.0 | 3.0 | equal |"
-    assert row in text and "| 2.5 | 1.00 | 3.5 |" in text
-    assert "| DCP, from rank 0 | | | | | | | 1 of 1 did not run: no room / at all |" in text
+    row = "| ebbtide, slices | 12 | 0 | 2.0 | 0.80 | 0.75 | 3.0 | 3.0 | equal |"
+    assert row in text and "| 2.5 | 1.00 | 0.60 | 3.5 |" in text
+    assert f"| {RAW} | 16 | 0 | 1.5 |  | 1.00 | 2.5 | 3.0 | none |" in text
+    assert "| DCP, from rank 0 | | | | | | | | 1 of 1 did not run: no room / at all |" in text
     assert "cut otherwise" in text
     assert "read from disk\nat most 1.00 times the checkpoint's size. Made" in text
     rows[PLAIN]["read_share"] = {"q1": 2.0, "median": 2.0, "q3": 2.0}

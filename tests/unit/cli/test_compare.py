@@ -87,6 +87,14 @@ def test_a_narrow_terminal_gets_a_table_without_broken_numbers(done):
     assert "…" not in narrow.file.getvalue()
 
 
+def test_a_column_without_a_figure_is_left_out(done):
+    wide = [Console(file=io.StringIO(), width=130) for _ in range(2)]
+    unknown = [{**mode, "tokens_per_second": None} for mode in done[0].modes]
+    for modes, screen in zip((done[0].modes, unknown), wide, strict=True):
+        Board(out=done[0].out, modes=("plain",), console=screen, warm_up=3).print_table(modes)
+    assert ["tokens" in screen.file.getvalue() for screen in wide] == [True, False]
+
+
 SHOW = "import os; print({n: v for n, v in sorted(os.environ.items()) if n.startswith(('MALLOC_', 'THP_'))})"
 
 
@@ -142,6 +150,15 @@ def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_pa
     assert "The first 4 of 7 steps warm up" in screen.file.getvalue()
     written = json.loads((tmp_path / "round-1" / "plain" / "summary.json").read_text())
     assert written["warm_up_steps"] == 4
+
+
+@pytest.mark.parametrize(("after", "left"), [(4, False), (5, True)])
+def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
+    screen = console()
+    arguments = ["--max_steps", "7", "--plan_after", str(after)]
+    compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
+    words = "A plan was corrected after step 5, which left 2 steps of each run to time: more --max_steps time more."
+    assert (words in screen.file.getvalue()) is left
 
 
 def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
