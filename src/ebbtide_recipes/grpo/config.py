@@ -12,6 +12,7 @@ from ebbtide_recipes.grpo.translate import TRANSLATED, translate
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.skeleton.rules import at_least
 
 ALIASES: Mapping[str, str] = {
@@ -82,6 +83,8 @@ class GrpoConfig(LanguageConfig):
     granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
     translated: ClassVar[Mapping[str, str]] = TRANSLATED
     translate = staticmethod(translate)
+    groups: ClassVar[Mapping[str, str]] = GROUPS
+    page: ClassVar[str] = "docs/reference/grpo-flags.md"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_completion_length")
 

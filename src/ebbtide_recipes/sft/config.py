@@ -10,6 +10,7 @@ from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.sft import verl
 from ebbtide_recipes.skeleton.rules import at_least
 
@@ -43,6 +44,8 @@ class SftConfig(LanguageConfig):
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     translated: ClassVar[Mapping[str, str]] = verl.TRANSLATED
     translate = staticmethod(verl.translate)
+    groups: ClassVar[Mapping[str, str]] = GROUPS
+    page: ClassVar[str] = "docs/reference/sft-flags.md"
 
     dataset: tuple[str, ...] = ("builtin:pydoc",)
     max_length: int = 1024

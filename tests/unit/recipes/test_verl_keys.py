@@ -279,6 +279,35 @@ def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: s
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("read", "word", "near"),
+    [
+        (grpo, f"{ACTOR}.fsdp_config.fsdp_sizes=-1", f"did you mean '{ACTOR}.fsdp_config.fsdp_size'?"),
+        (grpo, f"{ROLLOUT}.prompt_length=512", "did you mean --max_prompt_length, 'data.max_prompt_length'?"),
+        (grpo, "transfer_queue.storage=[1]", "not translated; docs/reference/grpo-flags.md"),
+        (sft, "checkpoint.save_contents=[model]", "not translated; docs/reference/sft-flags.md"),
+        (sft, "data.train_batch_sizes=8", "did you mean 'data.train_batch_size', 'data.micro_batch_size'"),
+    ],
+)
+def test_a_key_in_no_table_is_said_to_be_verls(read: Any, word: str, near: str) -> None:
+    key, section = word.partition("=")[0], word.partition(".")[0]
+    with pytest.raises(ConfigError) as caught:
+        read(word)
+    assert caught.value.found.startswith(f"unknown key {key!r}")
+    assert caught.value.hint.startswith(f"{section} is a section of verl's keys, and this one is not translated")
+    assert near in caught.value.hint
+
+
+@pytest.mark.parametrize("config", [GrpoConfig, SftConfig])
+def test_every_section_is_verls_and_the_page_lists_what_is_known(config: Any) -> None:
+    sections = {
+        key.partition(".")[0] for key in (*config.aliases, *config.translated, *config.unsupported) if "." in key
+    }
+    assert sections <= set(config.groups) and set(config.groups.values()) == {"verl"}
+    page = (Path(__file__).parents[3] / config.page).read_text(encoding="utf-8")
+    assert all(f"\n## {head}\n" in page for head in ("Names of other trainers", "Keys of verl", "Refused"))
+
+
 def test_steps_without_whole_updates_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="trainer.save_freq 2 is not supported.*\nhint: .*--save_steps counts updates"
