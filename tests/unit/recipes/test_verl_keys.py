@@ -163,6 +163,8 @@ def test_without_tests_there_is_no_evaluation() -> None:
         ([f"{ACTOR}.clip_ratio_low=0.3"], {"epsilon": 0.3, "epsilon_high": 0.2}),
         ([f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.2, "epsilon_high": 0.28}),
         ([f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.1, "epsilon_high": 0.28}),
+        ([f"{ACTOR}.clip_ratio_c=3.0"], {"delta": 3.0}),
+        ([f"{ACTOR}.clip_ratio_c=1.28", f"{ACTOR}.clip_ratio_high=0.28"], {"delta": 1.28}),
         ([f"{ACTOR}.use_kl_loss=True"], {"beta": 0.001, "use_kl_loss": True}),
         ([f"{ACTOR}.use_kl_loss=True", "--beta", "0.5"], {"beta": 0.5}),
         ([f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.kl_loss_coef=0.1"], {"beta": 0.1, "kl_coefficient": 0.0}),
