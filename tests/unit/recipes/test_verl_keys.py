@@ -338,6 +338,7 @@ def test_keys_of_a_file_and_of_flags_are_read_alike(tmp_path: Path) -> None:
         (["data.prompt_key=q", "data.response_key=a"], {"prompt_key": "q", "response_key": "a"}),
         (["trainer.save_freq=10", "trainer.test_freq=4"], {"save_steps": 10, "eval_steps": 4}),
         (["trainer.save_freq=-1", "trainer.test_freq=-1"], {"save_steps": None, "eval_steps": None}),
+        (["data.truncation='error'"], {"truncation": "error"}),
         (["optim.lr_scheduler=cosine"], {"lr_scheduler_type": "cosine"}),
         (["trainer.project_name=p", "trainer.experiment_name=e"], {"output_dir": "checkpoints/p/e"}),
     ],
@@ -365,7 +366,9 @@ def test_keys_of_verls_fine_tuning(words: list[str], values: dict[str, Any]) -> 
         (["use_remove_padding=true"], "use_remove_padding true is not supported", "--packing"),
         (["ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size 2 is not supported", "leave it out"),
         (["--seed", "1", "max_steps=2"], "'max_steps=2' is an unexpected argument", "--max_steps=2"),
-        (["data.truncation=error"], "data.truncation error is not supported", "--max_length"),
+        (["data.truncation=left"], "data.truncation is 'left'; expected one of right, error", "help"),
+        (["data.truncation=error", "--packing"], "packing is true with truncation 'error'", "leave --truncation out"),
+        (["--truncation_strategy", "raise"], "--truncation_strategy raise is not supported", "error, which is raise"),
     ],
 )
 def test_what_does_not_fit_in_fine_tuning_is_refused(words: list[str], said: str, hint: str) -> None:
