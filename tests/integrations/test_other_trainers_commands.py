@@ -47,6 +47,11 @@ REFUSALS = [
     ("--use_hf false", "pip install 'ebbtide[modelscope]'"),
     ("--attn_impl flash_attn", "did you mean 'flash_attention_3', 'flash_attention_2'"),
     ("--activation_cpu_ofload true", "did you mean 'activation_cpu_offload'"),
+    ("--tuner_typ lora", "did you mean 'tuner_type' (here 'train_type')"),
+    (
+        "actor_rollout_ref.actor.tau_neg=1.0",
+        "actor_rollout_ref is a section of verl's keys, and this one is not translated",
+    ),
     ("--enable_activation_offloading true", "'activation_cpu_offload'"),
     (
         "actor_rollout_ref.model.enable_activation_ofload=True",

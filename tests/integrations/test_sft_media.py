@@ -111,6 +111,7 @@ def test_files_that_the_processor_does_not_take_are_refused_before_the_weights_a
     [
         (1, 24, {}, "does not take row 1 of .*: cannot sample 2 frames a second of 1 frames"),
         (80, 8, {"max_length": 32}, "row 1 of .* has .* tokens with its files; expected at most 32, the max_length"),
+        (80, 8, {"max_length": 32, "truncation": "error"}, "row 1 of .* has .* tokens, and truncation is 'error'"),
         (8, 8, {"packing": True}, "packing is true, and the rows have images, videos or sounds"),
     ],
 )
@@ -172,6 +173,9 @@ def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_pat
     length = int(batch["attention_mask"][0].sum()) - 3
     cut = MediaCollator(processor=processor, max_length=length, completion_only=True)([table[0]])
     assert torch.equal(cut["input_ids"][0], batch["input_ids"][0][:length])
+    with pytest.raises(DataError, match=f"row 1 of .* has {length + 3} tokens, and truncation is 'error'"):
+        MediaCollator(processor=processor, max_length=length + 2, completion_only=True, cuts=False)([table[0]])
+    MediaCollator(processor=processor, max_length=length + 3, completion_only=True, cuts=False)([table[0]])
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,22 @@ def test_checkpointing_computes_the_same_losses(plain: dict, tiny_model: Path, t
     assert checkpointed["summary"]["mode"] == "checkpointing"
 
 
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_path: Path, evaluated: bool) -> None:
+    short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"
+    short.write_text(json.dumps({"prompt": "ab", "completion": "cd"}) + "\n")
+    rows = [{"prompt": "ab", "completion": "c" * length} for length in (4, 60, 70)]
+    long.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "a" * 80, "completion": "c"}]))
+    values = {"packing": False, "truncation": "error", "dataset": (str(short),), "max_steps": 1}
+    changes = {"eval_dataset": (str(long),)} if evaluated else {"dataset": (str(long),)}
+    with pytest.raises(
+        DataError, match=f"3 of 4 rows of {long} have more than 32 tokens, the longest 82, and"
+    ) as caught:
+        train(tiny_model, tmp_path / "out", **{**values, **changes, "max_length": 32})
+    assert "--max_length 82" in caught.value.hint
+    assert len(losses(train(tiny_model, tmp_path / "whole", **{**values, **changes, "max_length": 82}))) == 1
+
+
 def test_checkpointed_lora_computes_the_same_losses(tiny_model: Path, tmp_path: Path) -> None:
     runs = [
         train(tiny_model, tmp_path / str(on), train_type="lora", lora_rank=2, gradient_checkpointing=on)

@@ -121,7 +121,13 @@ def note_place(error: BaseException, place: str) -> None:
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
-    """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string.
+    """Return ``did you mean 'a', 'b'?`` for the known names nearest to ``name``, or an empty string."""
+    close = nearest_names(name, known, count=count)
+    return f"did you mean {', '.join(repr(c) for c in close)}?" if close else ""
+
+
+def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[str]:
+    """Return the known names nearest to ``name``, the nearest first.
 
     Names that contain ``name`` as a whole word (``fsdp`` in ``fsdp_strategy``) rank before similar spellings.
     """
@@ -129,4 +135,4 @@ def nearest(name: str, known: Iterable[str], *, count: int = 3) -> str:
     word = re.compile(rf"(?:^|[_:.\-]){re.escape(name)}(?:[_:.\-]|$)", re.IGNORECASE)
     holding = [k for k in names if word.search(k)] if len(name) > 2 and name not in names else []
     close = holding + [k for k in difflib.get_close_matches(name, names, n=count, cutoff=0.5) if k not in holding]
-    return f"did you mean {', '.join(repr(c) for c in close[:count])}?" if close else ""
+    return close[:count]

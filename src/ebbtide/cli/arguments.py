@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.cli.build import FlagValue, Values, build, call_tyro, takes_several
 from ebbtide.cli.translation import FALSE, NOTHING, TRUE, Translation
+from ebbtide.cli.unknown import near_flags, near_keys
 from ebbtide.cli.yamlfile import load_settings
 
 ConfigT = TypeVar("ConfigT")
@@ -38,7 +39,9 @@ def read_arguments(
             are rejected unless their value turns them off (``none``, ``false``), or is one of ``granted`` for a name
             that has values there. ``aliases`` maps other names to fields; a dotted one is a key inside a section of
             the file, or ``section.key=value``. ``translated`` has the keys, with a description, that the function
-            ``translate`` turns into fields. Fields in ``mappings`` also take a mapping in the file, as JSON.
+            ``translate`` turns into fields. ``groups`` maps the first parts of dotted keys of another program to its
+            name: all of its keys that are in no table are refused in one error. ``page`` lists all names. Fields in
+            ``mappings`` also take a mapping in the file, as JSON.
         argv: The arguments after the verb.
         prog: The command, for help and hints.
         others: Names of flags read elsewhere, used only as suggestions for unknown flags.
@@ -78,9 +81,12 @@ class _Names:
         self.aliases: Mapping[str, str] = getattr(kind, "aliases", {})
         self.mappings: Sequence[str] = getattr(kind, "mappings", ())
         self.translated: Mapping[str, str] = getattr(kind, "translated", {})
+        self.groups: Mapping[str, str] = getattr(kind, "groups", {})
+        self.page: str = getattr(kind, "page", "")
         self.others_keys: tuple[str, ...] = (*self.unsupported, *self.translated)
         self._translate: Callable[[Translation], None] | None = getattr(kind, "translate", None)
         self.keys: Values = {}  # the translated ones, as read
+        self.unknown: dict[str, ConfigError] = {}  # another program's keys that are in no table
         self.refused: dict[str, str] = {}  # as the user wrote it, with its value: the hint
 
     def known(self, written: str) -> str | None:
@@ -90,23 +96,44 @@ class _Names:
         return name if name in self.fields or name in self.others_keys else None
 
     def canonical(self, written: str, *, what: str, where: str = "") -> str:
-        """Return the field of a written name.
+        """Return the field of a written name, or the name if another program's keys begin like it.
 
         Raises:
             ConfigError: There is no such field.
         """
         name = self.known(written)
-        if name is None:
-            # Suggest dotted names for a dotted key, else fields; aliases without a dot are never suggested.
-            known = (*self.fields, *self.others, *self.others_keys, *(key for key in self.aliases if "." in key))
-            names = [key for key in known if ("." in key) is ("." in written)]
-            close = nearest(written.replace("-", "_").lower(), names)
-            raise ConfigError(
-                f"unknown {what} {written!r}{where}",
-                expected=f"a {what} of `{self.prog}`",
-                hint=close or f"`{self.prog} --help` lists the flags",
-            )
-        return name
+        if name is not None:
+            return name
+        error = self._no_such(written, what, where)
+        if not self._program(written):
+            raise error
+        self.unknown[written] = error
+        return written
+
+    def _no_such(self, written: str, what: str, where: str) -> ConfigError:
+        """Return the error for a name that is in no table."""
+        program = self._program(written)
+        close = self._nearest(written)
+        if program:
+            whose = f"{written.partition('.')[0]} is a section of {program}'s keys, and this one is not translated"
+            lists = f"{self.page} lists those that are"
+            hint = f"{whose}: {close} {lists}" if close else f"{whose}; {lists}"
+        else:
+            hint = close or (f"{self.page} lists all names" if self.page else f"`{self.prog} --help` lists the flags")
+        return ConfigError(f"unknown {what} {written!r}{where}", expected=f"a {what} of `{self.prog}`", hint=hint)
+
+    def _nearest(self, written: str) -> str:
+        """Return the nearest names as a question, or an empty string."""
+        names = (*self.fields, *self.others)
+        if "." in written:
+            return near_keys(written, (key for key in (*self.others_keys, *self.aliases) if "." in key), names)
+        aliases = {key: field for key, field in self.aliases.items() if "." not in key}
+        return near_flags(written, (*names, *(key for key in self.others_keys if "." not in key)), aliases)
+
+    def _program(self, written: str) -> str | None:
+        """Return the program whose keys begin like a dotted name; ``None``: no such program."""
+        group, dot, _ = written.partition(".")
+        return self.groups.get(group) if dot else None
 
     def accept(self, name: str, flag: FlagValue) -> FlagValue | None:
         """Return the values for a field, ready to be parsed; ``None`` for a name that is no field.
@@ -117,6 +144,10 @@ class _Names:
         Raises:
             ConfigError: A boolean field has another value; a value is empty; a translated key has two.
         """
+        if name in self.unknown:
+            program, close = self._program(name), self._nearest(name)
+            self.refused[f"{flag.shown} {flag.text}"] = f"{program}'s, and not translated{': ' if close else ''}{close}"
+            return None
         if name in self.translated:
             before = self.keys.setdefault(name, flag)
             if before.texts != flag.texts:
@@ -165,13 +196,18 @@ class _Names:
         Raises:
             ConfigError: There are any.
         """
+        if len(self.refused) == 1 and self.unknown:
+            [error] = self.unknown.values()
+            raise error
         if len(self.refused) == 1:
             [(shown, hint)] = self.refused.items()
             raise ConfigError(f"{shown} is not supported in this release", hint=hint)
         if self.refused:
+            lines = [f"{shown}: {hint}" for shown, hint in self.refused.items()]
+            lines += [f"{self.page} lists the keys that are translated"] if self.unknown else []
+            what = "unknown or not supported" if self.unknown else "not supported"
             raise ConfigError(
-                f"{len(self.refused)} flags are not supported in this release",
-                hint="\n  ".join(["for each", *(f"{shown}: {hint}" for shown, hint in self.refused.items())]),
+                f"{len(self.refused)} flags are {what} in this release", hint="\n  ".join(["for each", *lines])
             )
 
 
@@ -217,7 +253,7 @@ def _override(written: str, value: str, found: Values, names: _Names) -> None:
     name = names.canonical(written, what="key", where=" (of the form key=value)")
     listed = value[1:-1].split(",") if value[:1] + value[-1:] == "[]" else [value]
     texts = [text.strip().strip("'\"") for text in listed]
-    if texts in (["null"], ["None"]):
+    if texts in (["null"], ["None"]) and name not in names.unknown:
         return
     flag = names.accept(name, FlagValue(shown=written, texts=texts))
     if flag is None:
@@ -246,7 +282,7 @@ def _stray(token: str, names: _Names) -> ConfigError:
 
 def _following(rest: list[str], name: str, names: _Names) -> list[str]:
     """Remove a flag's values from the front of ``rest`` and return them."""
-    if name in names.booleans or name in names.others_keys:
+    if name in names.booleans or name not in names.fields:
         return [rest.pop(0)] if rest and not rest[0].startswith("--") else ["true"]
     values: list[str] = []
     while rest and not rest[0].startswith("--") and (name in names.repeatable or not values):
@@ -264,6 +300,9 @@ def _read_file(path: Path, names: _Names) -> Values:
     for key, value in _flat(content, names):
         name = names.canonical(str(key), what="key", where=f" in {path}")
         shown = f"{key} in {path}"
+        if name in names.unknown:
+            names.accept(name, FlagValue(shown=shown, texts=[str(value)]))
+            continue
         if name in found:
             raise ConfigError(f"{shown} is set twice", expected="each key once", hint="hyphen equals underscore")
         if value is None:
@@ -289,11 +328,12 @@ def _read_file(path: Path, names: _Names) -> Values:
 
 
 def _flat(content: Mapping[str, Any], names: _Names) -> list[tuple[str, Any]]:
-    """Return keys and values; a section with known dotted names is flattened."""
+    """Return keys and values; a section with known dotted names, or of another program's, is flattened."""
     found: list[tuple[str, Any]] = []
     dotted = (*names.aliases, *names.others_keys)
     for key, value in content.items():
-        if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in dotted):
+        group = str(key).partition(".")[0] in names.groups
+        if isinstance(value, dict) and (group or any(name.startswith(f"{key}.") for name in dotted)):
             inner = {f"{key}.{name}": item for name, item in typing.cast("dict[str, Any]", value).items()}
             found += _flat(inner, names)
         else:

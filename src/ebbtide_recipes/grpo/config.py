@@ -12,6 +12,7 @@ from ebbtide_recipes.grpo.translate import TRANSLATED, translate
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.skeleton.rules import at_least
 
 ALIASES: Mapping[str, str] = {
@@ -63,6 +64,8 @@ class GrpoConfig(LanguageConfig):
         steps_per_generation: Micro-batches in a rollout; default: --gradient_accumulation_steps.
         epsilon: Clipping range of a token's probability ratio in an update.
         epsilon_high: Upper clipping range; default: --epsilon.
+        delta: Largest probability ratio of a token with a negative advantage (dual clip); default: no bound. At least 1
+            + --epsilon_high.
         loss_type: Normalization of the loss.
         scale_rewards: Divide advantages by the standard deviation of the group, of the batch, or by nothing.
         padding_free: Skip padding in log-probabilities, forward and backward, as verl's use_remove_padding.
@@ -81,6 +84,8 @@ class GrpoConfig(LanguageConfig):
     granted: ClassVar[Mapping[str, tuple[str, ...]]] = verl.GRANTED
     translated: ClassVar[Mapping[str, str]] = TRANSLATED
     translate = staticmethod(translate)
+    groups: ClassVar[Mapping[str, str]] = GROUPS
+    page: ClassVar[str] = "docs/reference/grpo-flags.md"
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     length_flags: ClassVar[tuple[str, ...]] = ("max_prompt_length", "max_completion_length")
 
@@ -102,6 +107,7 @@ class GrpoConfig(LanguageConfig):
     steps_per_generation: int | None = None
     epsilon: float = 0.2
     epsilon_high: float | None = None
+    delta: float | None = None
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     padding_free: bool = False
@@ -215,6 +221,13 @@ def _check_numbers(config: GrpoConfig) -> None:
             raise ConfigError(f"{name} is {value}", expected=expected, hint=f"leave {name} out for its default")
     if not 0 <= config.beta < float("inf"):
         raise ConfigError(f"beta is {config.beta}", expected="0 or more", hint="0 leaves the reference out")
+    least = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
+    if config.delta is not None and not least <= config.delta < float("inf"):
+        raise ConfigError(
+            f"delta is {config.delta}",
+            expected=f"1 + epsilon_high, {least:g}, or more",
+            hint="verl's actor.clip_ratio_c is 3.0 by default; without --delta there is no bound",
+        )
     if len(config.reward_weights) not in (1, len(config.reward_funcs)):
         raise ConfigError(
             f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward_funcs)} reward functions",

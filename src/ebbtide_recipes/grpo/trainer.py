@@ -241,6 +241,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "steps_per_generation": config.micro_batches,
         "epsilon": config.epsilon,
         "epsilon_high": config.epsilon_high,
+        "delta": config.delta,
         "loss_type": config.loss_type,
         "scale_rewards": config.scale_rewards,
         "reward_weights": list(config.weights),

@@ -19,6 +19,29 @@ TRANSLATED: Mapping[str, str] = {
 }
 """Keys whose values set one or more flags, in words for the page of flags."""
 
+GROUPS: Mapping[str, str] = dict.fromkeys(
+    (
+        "actor_rollout_ref",
+        "algorithm",
+        "checkpoint",
+        "critic",
+        "custom_reward_function",
+        "data",
+        "engine",
+        "global_profiler",
+        "model",
+        "optim",
+        "profiler",
+        "ray_kwargs",
+        "reward_manager",
+        "reward_model",
+        "trainer",
+        "transfer_queue",
+    ),
+    "verl",
+)
+"""The sections of verl's configs (checked with its release of January 2026), each with the program's name."""
+
 _RANKS = "trainer.n_gpus_per_node=N and trainer.nnodes=M say how many processes share a batch; torchrun says it too"
 
 

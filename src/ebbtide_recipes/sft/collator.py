@@ -55,6 +55,7 @@ def made(config: SftConfig, processor: ProcessorMixin, dataset: Dataset) -> Medi
     collator = MediaCollator(
         processor=processor,
         max_length=config.max_length,
+        cuts=config.truncation == "right",
         completion_only="completion" in dataset.column_names if alone is None else alone,
     )
     collator([dataset[0]])
@@ -69,11 +70,13 @@ class MediaCollator:
         processor: The model's.
         max_length: Tokens in a sequence; longer rows are cut unless that cuts a file.
         completion_only: Whether only completions are learned.
+        cuts: Whether a longer row is cut; else it is refused.
     """
 
     processor: ProcessorMixin
     max_length: int
     completion_only: bool
+    cuts: bool = True
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, torch.Tensor]:
         """Return a batch: ``input_ids``, ``labels`` ``[B, S]`` and the processor's tensors of the files.
@@ -86,8 +89,8 @@ class MediaCollator:
         batch = self._processed(rows, prompts)
         lengths = batch["attention_mask"].sum(1).tolist()
         answers = [self._answer(text["completion"]) if "completion" in text else None for text in texts]
-        for row, ids, length in zip(rows, batch["input_ids"], lengths, strict=True):
-            self._check_length(row, ids[:length])
+        for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
+            self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
         columns: dict[str, list[torch.Tensor]] = {name: [] for name in (*pads, "labels") if name in (*batch, "labels")}
         for index, (length, answer) in enumerate(zip(lengths, answers, strict=True)):
@@ -155,12 +158,18 @@ class MediaCollator:
         """Return the processor's sampling rate."""
         return int(getattr(audio_reader(self.processor), "sampling_rate", None) or 16_000)
 
-    def _check_length(self, row: Row, ids: torch.Tensor) -> None:
+    def _check_length(self, row: Row, ids: torch.Tensor, answer: int) -> None:
         """Reject a row of which ``max_length`` would cut a file: the model would find fewer placeholders than features.
 
         Raises:
-            DataError: It would.
+            DataError: It would, or it would cut anything and may not.
         """
+        if not self.cuts and len(ids) + answer > self.max_length:
+            raise DataError(
+                f"{row[WHERE]} has {len(ids) + answer} tokens, and truncation is 'error'",
+                expected=f"at most {self.max_length}, the max_length",
+                hint="use a larger --max_length, or --truncation right, which cuts text at the end",
+            )
         places = {getattr(self.processor, name, None) for name in _PLACES} - {None}
         cut = ids[self.max_length :].tolist()
         if cut and (not places or places & set(cut)):

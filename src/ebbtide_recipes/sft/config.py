@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.config import ALIASES as LANGUAGE_ALIASES
 from ebbtide_recipes.language.config import UNSUPPORTED as LANGUAGE_UNSUPPORTED
 from ebbtide_recipes.language.config import LanguageConfig
+from ebbtide_recipes.language.verl import GROUPS
 from ebbtide_recipes.sft import verl
 from ebbtide_recipes.skeleton.rules import at_least
 
 ALIASES: Mapping[str, str] = {**verl.ALIASES, **LANGUAGE_ALIASES}
-UNSUPPORTED: Mapping[str, str] = {**LANGUAGE_UNSUPPORTED, **verl.UNSUPPORTED}
+UNSUPPORTED: Mapping[str, str] = {
+    **LANGUAGE_UNSUPPORTED,
+    **verl.UNSUPPORTED,
+    "truncation_strategy": "--truncation: right, or error, which is raise; rows are never deleted or split",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,7 @@ class SftConfig(LanguageConfig):
         dataset: Data set: builtin:pydoc, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
             the first thousand rows. Several may be given.
         max_length: Tokens in a sequence; longer rows are cut.
+        truncation: Cut longer rows at their end (right), or raise an error.
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.
         completion_only_loss: Learn only completions, or a chat's last answer; default: completions if rows have them,
             else everything.
@@ -42,9 +48,12 @@ class SftConfig(LanguageConfig):
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     translated: ClassVar[Mapping[str, str]] = verl.TRANSLATED
     translate = staticmethod(verl.translate)
+    groups: ClassVar[Mapping[str, str]] = GROUPS
+    page: ClassVar[str] = "docs/reference/sft-flags.md"
 
     dataset: tuple[str, ...] = ("builtin:pydoc",)
     max_length: int = 1024
+    truncation: Literal["right", "error"] = "right"
     packing: bool = False
     completion_only_loss: bool | None = None
     prompt_key: str | None = None
@@ -55,6 +64,12 @@ class SftConfig(LanguageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("max_length", self.max_length, 2, "1024 is the default; a token is learned from the one before it")
+        if self.packing and self.truncation != "right":
+            raise ConfigError(
+                f"packing is true with truncation {self.truncation!r}",
+                expected="rows that are not packed: packing cuts them wherever a sequence is full",
+                hint="leave --truncation out, or --packing",
+            )
         if (self.prompt_key is None) is not (self.response_key is None):
             name, other = ("prompt_key", "response_key")[:: 1 if self.response_key is None else -1]
             raise ConfigError(

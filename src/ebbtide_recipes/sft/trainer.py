@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from trl import SFTConfig as TrlConfig
@@ -13,6 +14,8 @@ from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from datasets import Dataset
     from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -46,7 +49,8 @@ def arguments(config: SftConfig, *, multimodal: bool = False, files: bool = Fals
         files: Whether rows have images, videos or sounds, which are read when a batch is made.
     """
     own = {
-        "max_length": config.max_length,
+        # To see which rows are longer, none may be cut.
+        "max_length": sys.maxsize if config.truncation == "error" else config.max_length,
         "packing": config.packing,
         "completion_only_loss": config.completion_only_loss,
         # Other strategies need flash attention.
@@ -72,7 +76,7 @@ def build(
     """Make the trainer; tokenise and pack the data, or leave rows with files to the collator.
 
     Raises:
-        DataError: The data has no full sequence (with packing), or no token to learn from.
+        DataError: The data has no full sequence (with packing), no token to learn from, or a row that may not be cut.
     """
     from transformers import ProcessorMixin
 
@@ -86,6 +90,10 @@ def build(
         eval_dataset=evaluation,
         processing_class=processor,
     )
+    if config.truncation == "error" and collator is None:
+        for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
+            if part is not None:
+                _check_lengths(part, names or config.dataset, config.max_length)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
         trainer.train_dataset = trainer.train_dataset.filter(lambda row: len(row["input_ids"]) == config.max_length)
@@ -97,3 +105,19 @@ def build(
             hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
         )
     return trainer
+
+
+def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:
+    """Refuse tokenised rows that are too long.
+
+    Raises:
+        DataError: There are any.
+    """
+    longer = [length for length in map(len, rows["input_ids"]) if length > most]
+    if longer:
+        raise DataError(
+            f"{len(longer)} of {len(rows)} rows of {', '.join(names)} have more than {most} tokens, the longest "
+            f"{max(longer)}, and truncation is 'error'",
+            expected=f"at most {most}, the max_length",
+            hint=f"--max_length {max(longer)}, or --truncation right cuts them at their end",
+        )

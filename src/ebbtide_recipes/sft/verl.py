@@ -14,6 +14,7 @@ ALIASES: Mapping[str, str] = {
     "data.train_files": "dataset",
     "data.val_files": "eval_dataset",
     "data.max_length": "max_length",
+    "data.truncation": "truncation",
     "data.micro_batch_size_per_gpu": "per_device_train_batch_size",
     "data.seed": "seed",
     "actor_rollout_ref.model.lora_alpha": "lora_alpha",
@@ -54,7 +55,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "critic.model.enable_gradient_checkpointing": _NO_CRITIC,
     "critic.optim.lr": _NO_CRITIC,
     "critic.ppo_micro_batch_size_per_gpu": _NO_CRITIC,
-    "data.truncation": "longer rows are cut at --max_length: leave it out",
     "data.multiturn.enable": "rows with `messages` are chats: leave it out",
     "data.multiturn.messages_key": "the column is `messages`",
     "data.balance_dp_token": "leave it out",
@@ -84,7 +84,6 @@ UNSUPPORTED: Mapping[str, str] = {
 """verl's keys with no twin, and what to do instead."""
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
-    "data.truncation": ("right",),
     "data.multiturn.messages_key": ("messages",),
     "ulysses_sequence_parallel_size": ("1",),
     "trainer.resume_mode": ("disable",),

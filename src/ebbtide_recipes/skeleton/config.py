@@ -113,6 +113,10 @@ class RecipeConfig:
 
     unsupported: ClassVar[Mapping[str, str]] = UNSUPPORTED
     aliases: ClassVar[Mapping[str, str]] = ALIASES
+    groups: ClassVar[Mapping[str, str]] = {}
+    """First parts of another program's dotted keys, and its name."""
+    page: ClassVar[str] = ""
+    """Lists all names that the recipe knows; empty: only its help does."""
     mappings: ClassVar[tuple[str, ...]] = ("fsdp_config", "fsdp")
     """Flags that also take a mapping; it is kept as JSON."""
 

@@ -29,7 +29,11 @@ class Settings:
     unsupported: ClassVar[dict[str, str]] = {
         "deepspeed": "leave it out", "fsdp_strategy": "one process", "critic.path": "no critic"
     }  # fmt: skip
-    aliases: ClassVar[dict[str, str]] = {"actor.model.path": "path", "data.files": "dataset", "optim.lr": "rate"}
+    aliases: ClassVar[dict[str, str]] = {
+        "actor.model.path": "path", "data.files": "dataset", "optim.lr": "rate", "tuner_type": "kind"
+    }  # fmt: skip
+    groups: ClassVar[dict[str, str]] = {"actor": "theirs", "trainer": "theirs"}
+    page: ClassVar[str] = "docs/flags.md"
     mappings: ClassVar[tuple[str, ...]] = ("path",)
 
     model: str
@@ -67,7 +71,11 @@ def test_overrides_of_hydra_are_flags_by_their_keys() -> None:
     ("word", "said"),
     [
         ("critic.path=there", "critic.path there is not supported in this release\nhint: no critic"),
-        ("actor.modle.path=x", r"unknown key 'actor.modle.path' \(of the form key=value\)"),
+        (
+            "actr.model.path=x",
+            r"unknown key 'actr.model.path' \(of the form key=value\); .*\nhint: did you mean 'actor.",
+        ),
+        ("optim.momentum=1", "unknown key 'optim.momentum' .*\nhint: docs/flags.md lists all names"),
         ("optim.lr=fast", "optim.lr is 'fast'; expected a number"),
         ("actor.model.path=", "actor.model.path is ''; expected a value"),
     ],
@@ -77,6 +85,51 @@ def test_overrides_that_cannot_be_are_named_by_their_keys(word: str, said: str) 
         read("--model", "m", word)
     with pytest.raises(ConfigError, match="optim.lr is set twice: 1, 2"):
         read("--model", "m", "--rate", "1", "optim.lr=2")
+
+
+@pytest.mark.parametrize(
+    ("argv", "found", "hint"),
+    [
+        (
+            ["actor.optim.rates=1"],
+            "unknown key 'actor.optim.rates' (of the form key=value)",
+            "actor is a section of theirs's keys, and this one is not translated: did you mean --rate? "
+            "docs/flags.md lists those that are",
+        ),
+        (
+            ["--actor.depth.paths", "1"],
+            "unknown flag 'actor.depth.paths'",
+            "actor is a section of theirs's keys, and this one is not translated: did you mean 'actor.model.path', "
+            "'critic.path', --path? docs/flags.md lists those that are",
+        ),
+        (
+            ["trainer.zzz=null"],
+            "unknown key 'trainer.zzz' (of the form key=value)",
+            "trainer is a section of theirs's keys, and this one is not translated; docs/flags.md lists those that are",
+        ),
+    ],
+)
+def test_a_key_of_another_program_in_no_table_is_named_with_its_section(argv: list[str], found: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("--model", "m", *argv)
+    assert (caught.value.found, caught.value.hint) == (found, hint)
+
+
+def test_all_keys_of_another_program_in_no_table_are_named_in_one_error(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("model: m\nactor:\n  model: {path: x, deep: {depth: 3, none: null}}\ntrainer: {max_steps: [1]}\n")
+    with pytest.raises(ConfigError) as caught:
+        read(str(file), "critic.path=there", "--actor.zzz", "--verify")
+    assert str(caught.value).splitlines() == [
+        "5 flags are unknown or not supported in this release",
+        "hint: for each",
+        "  critic.path there: no critic",
+        "  --actor.zzz true: theirs's, and not translated",
+        f"  actor.model.deep.depth in {file} 3: theirs's, and not translated",
+        f"  actor.model.deep.none in {file} None: theirs's, and not translated",
+        f"  trainer.max_steps in {file} [1]: theirs's, and not translated: did you mean --max_steps?",
+        "  docs/flags.md lists the keys that are translated",
+    ]
 
 
 def test_all_that_is_refused_is_named_in_one_error(tmp_path: Path) -> None:
@@ -149,7 +202,8 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("argv", "said"),
     [
         (("--modle", "m"), r"unknown flag 'modle'; expected a flag of `ebbtide test`\nhint: did you mean 'model'"),
-        (("--xyzzy", "1"), "unknown flag 'xyzzy'; .*\nhint: `ebbtide test --help`"),
+        (("--xyzzy", "1"), "unknown flag 'xyzzy'; .*\nhint: docs/flags.md lists all names"),
+        (("--tuner-typ", "lora"), r"unknown flag 'tuner-typ'; .*\nhint: did you mean 'tuner_type' \(here 'kind'\)"),
         (("-m", "m"), r"unknown flag '-m'; .*\nhint: flags begin with two hyphens; see"),
         (("-model", "m"), r"unknown flag '-model'; .*\nhint: flags begin with two hyphens: --model"),
         (("\u2014model", "m"), r"unknown flag '.model'; .*\nhint: flags begin with two hyphens"),

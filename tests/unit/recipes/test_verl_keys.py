@@ -163,6 +163,8 @@ def test_without_tests_there_is_no_evaluation() -> None:
         ([f"{ACTOR}.clip_ratio_low=0.3"], {"epsilon": 0.3, "epsilon_high": 0.2}),
         ([f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.2, "epsilon_high": 0.28}),
         ([f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.1, "epsilon_high": 0.28}),
+        ([f"{ACTOR}.clip_ratio_c=3.0"], {"delta": 3.0}),
+        ([f"{ACTOR}.clip_ratio_c=1.28", f"{ACTOR}.clip_ratio_high=0.28"], {"delta": 1.28}),
         ([f"{ACTOR}.use_kl_loss=True"], {"beta": 0.001, "use_kl_loss": True}),
         ([f"{ACTOR}.use_kl_loss=True", "--beta", "0.5"], {"beta": 0.5}),
         ([f"{ACTOR}.use_kl_loss=False", f"{ACTOR}.kl_loss_coef=0.1"], {"beta": 0.1, "kl_coefficient": 0.0}),
@@ -279,6 +281,35 @@ def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: s
     assert hint in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("read", "word", "near"),
+    [
+        (grpo, f"{ACTOR}.fsdp_config.fsdp_sizes=-1", f"did you mean '{ACTOR}.fsdp_config.fsdp_size'?"),
+        (grpo, f"{ROLLOUT}.prompt_length=512", "did you mean --max_prompt_length, 'data.max_prompt_length'?"),
+        (grpo, "transfer_queue.storage=[1]", "not translated; docs/reference/grpo-flags.md"),
+        (sft, "checkpoint.save_contents=[model]", "not translated; docs/reference/sft-flags.md"),
+        (sft, "data.train_batch_sizes=8", "did you mean 'data.train_batch_size', 'data.micro_batch_size'"),
+    ],
+)
+def test_a_key_in_no_table_is_said_to_be_verls(read: Any, word: str, near: str) -> None:
+    key, section = word.partition("=")[0], word.partition(".")[0]
+    with pytest.raises(ConfigError) as caught:
+        read(word)
+    assert caught.value.found.startswith(f"unknown key {key!r}")
+    assert caught.value.hint.startswith(f"{section} is a section of verl's keys, and this one is not translated")
+    assert near in caught.value.hint
+
+
+@pytest.mark.parametrize("config", [GrpoConfig, SftConfig])
+def test_every_section_is_verls_and_the_page_lists_what_is_known(config: Any) -> None:
+    sections = {
+        key.partition(".")[0] for key in (*config.aliases, *config.translated, *config.unsupported) if "." in key
+    }
+    assert sections <= set(config.groups) and set(config.groups.values()) == {"verl"}
+    page = (Path(__file__).parents[3] / config.page).read_text(encoding="utf-8")
+    assert all(f"\n## {head}\n" in page for head in ("Names of other trainers", "Keys of verl", "Refused"))
+
+
 def test_steps_without_whole_updates_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="trainer.save_freq 2 is not supported.*\nhint: .*--save_steps counts updates"
@@ -307,6 +338,7 @@ def test_keys_of_a_file_and_of_flags_are_read_alike(tmp_path: Path) -> None:
         (["data.prompt_key=q", "data.response_key=a"], {"prompt_key": "q", "response_key": "a"}),
         (["trainer.save_freq=10", "trainer.test_freq=4"], {"save_steps": 10, "eval_steps": 4}),
         (["trainer.save_freq=-1", "trainer.test_freq=-1"], {"save_steps": None, "eval_steps": None}),
+        (["data.truncation='error'"], {"truncation": "error"}),
         (["optim.lr_scheduler=cosine"], {"lr_scheduler_type": "cosine"}),
         (["trainer.project_name=p", "trainer.experiment_name=e"], {"output_dir": "checkpoints/p/e"}),
     ],
@@ -334,7 +366,9 @@ def test_keys_of_verls_fine_tuning(words: list[str], values: dict[str, Any]) -> 
         (["use_remove_padding=true"], "use_remove_padding true is not supported", "--packing"),
         (["ulysses_sequence_parallel_size=2"], "ulysses_sequence_parallel_size 2 is not supported", "leave it out"),
         (["--seed", "1", "max_steps=2"], "'max_steps=2' is an unexpected argument", "--max_steps=2"),
-        (["data.truncation=error"], "data.truncation error is not supported", "--max_length"),
+        (["data.truncation=left"], "data.truncation is 'left'; expected one of right, error", "help"),
+        (["data.truncation=error", "--packing"], "packing is true with truncation 'error'", "leave --truncation out"),
+        (["--truncation_strategy", "raise"], "--truncation_strategy raise is not supported", "error, which is raise"),
     ],
 )
 def test_what_does_not_fit_in_fine_tuning_is_refused(words: list[str], said: str, hint: str) -> None:
