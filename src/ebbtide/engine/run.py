@@ -169,7 +169,7 @@ class BlockRun(Admission):
             or tensor.is_quantized
             or tensor._is_zerotensor()
             # Attributes that somebody gave it: torch's own saving of what needs no gradient hands them on.
-            or (outer is None and tensor.__dict__ and not tensor.requires_grad)
+            or (kind is torch.Tensor and outer is None and tensor.__dict__ and not tensor.requires_grad)
         ):
             self._keep_light(tensor, storage)
             return LightTicket(tensor, place=self.place)
