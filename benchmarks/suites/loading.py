@@ -169,11 +169,11 @@ def measure(bench: Bench, dtype: str, world: int, rounds: int, often: Collection
     """
     rounds = max(rounds, bench.rounds_done(dtype, world, often))
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    names = list(WAYS)
     for number in range(rounds):
-        for way in names[number % len(names) :] + names[: number % len(names)]:
-            if way in often or number == 0:
-                found[way].append(bench.run(way, dtype, world, number))
+        names = [way for way in WAYS if way in often or number == 0]
+        first = number % len(names)  # of the ways of this round: none follows the same one each time
+        for way in names[first:] + names[:first]:
+            found[way].append(bench.run(way, dtype, world, number))
     plainly = next((run["ranks"] for run in found[PLAIN] if "ranks" in run), None)
     if plainly is None:
         raise SystemExit(f"plain loading failed: {found[PLAIN][0]['error']}")

@@ -13,10 +13,14 @@ from ebbtide.wrap import find_blocks
 from ebbtide.wrap.forward import StandIn
 
 _OWN = {
+    "activation_checkpointing_enable": {"activation_checkpointing_kwargs": {"use_reentrant": False}},
     "gradient_checkpointing_enable": {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
     "enable_gradient_checkpointing": {},
 }
-"""Methods that enable a model's own checkpointing, in transformers (and PEFT) and diffusers."""
+"""Methods that enable a model's own checkpointing: in transformers (and PEFT), in its older versions, in diffusers."""
+
+_IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
+"""Properties that tell whether it is enabled, preferred first: transformers warns of the second, its older name."""
 
 
 def checkpoint_model(model: nn.Module) -> str:
@@ -45,7 +49,13 @@ def checkpoint_model(model: nn.Module) -> str:
 
 def checkpoints_itself(model: nn.Module) -> bool:
     """Whether the script has enabled checkpointing of a transformers or diffusers model."""
-    return any(getattr(module, "is_gradient_checkpointing", False) is True for module in model.modules())
+    for module in model.modules():
+        name = next(
+            (name for name in _IS_ON if hasattr(type(module), name)), None
+        )  # asked of the class: no property runs
+        if name is not None and getattr(module, name) is True:
+            return True
+    return False
 
 
 def _checkpointed(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -61,6 +61,8 @@ def test_a_load_that_is_done_is_not_done_again(tmp_path: Path, loads: list[str])
 def test_ways_that_are_not_run_often_are_run_once(tmp_path: Path, loads: list[str]) -> None:
     rows = measure(_bench(tmp_path), "bfloat16", 2, 3, ["ebbtide, slices", "transformers DistributedConfig"])
     assert len(loads) == len(WAYS) + 2 * 2
+    turns = [loads[len(WAYS) + 2 * number].rsplit(" ", 1)[0] for number in range(2)]
+    assert turns == ["transformers DistributedConfig", "ebbtide, slices"], "each begins in turn"
     assert [len(rows[way]["runs"]) for way in ("ebbtide, slices", "DCP, load")] == [3, 1]
     told = {"hardware": "a", "date": "b", "filesystem": "c", "checkpoint_bytes": 200 * MIB, "files": 4, "drawn": ""}
     text = report({**told, "cases": {"2 ranks": rows}})
