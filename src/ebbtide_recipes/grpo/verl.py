@@ -52,7 +52,12 @@ _KL_IN_REWARD = (
     "put it into the loss"
 )
 _VLLM = "vLLM's own choice is taken: leave it out"
-_ONE_SIZE = "micro-batches have one number of sequences: leave it out"
+_ONE_SIZE = "log-probabilities are computed in batches of --per_device_train_batch_size sequences: leave it out"
+_DYNAMIC = (
+    "an update here is a fixed number of micro-batches of --per_device_train_batch_size sequences each, by which TRL "
+    "counts steps; verl's varies with the tokens. actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu says how many, "
+    "and actor_rollout_ref.model.use_remove_padding=True leaves their padding out"
+)
 _NO_CRITIC = "GRPO has no critic: leave it out"
 _AS_ACTOR = "leave it out: the reference is sharded like the trained model"
 
@@ -66,8 +71,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "data.train_max_samples": "NAME#1000 in data.train_files takes the first thousand rows",
     "data.val_max_samples": "NAME#1000 in data.val_files takes the first thousand rows",
     "data.image_key": "language models alone are trained here: leave it out",
-    f"{_ACTOR}.use_dynamic_bsz": "--per_device_train_batch_size counts sequences: leave it out",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "--per_device_train_batch_size counts sequences: leave it out",
+    f"{_ACTOR}.use_dynamic_bsz": _DYNAMIC,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": _DYNAMIC,
     f"{_ACTOR}.shuffle": "the completions of a rollout are dealt to its updates at random: leave it out",
     f"{_ACTOR}.kl_loss_type": "the loss has the low-variance estimate of the KL divergence (low_var_kl): leave it out",
     f"{_ACTOR}.entropy_coeff": "there is no entropy bonus: leave it out",
