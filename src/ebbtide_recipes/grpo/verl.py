@@ -47,10 +47,6 @@ _LOG_PROBS = "log-probabilities are computed in batches of --per_device_train_ba
 _VALIDATION = "completions of an evaluation are sampled as in training: leave it out"
 _OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
-_KL_IN_REWARD = (
-    "the KL divergence is no part of the reward: leave it out; actor_rollout_ref.actor.use_kl_loss and kl_loss_coef "
-    "put it into the loss"
-)
 _VLLM = "vLLM's own choice is taken: leave it out"
 _ONE_SIZE = "log-probabilities are computed in batches of --per_device_train_batch_size sequences: leave it out"
 _DYNAMIC = (
@@ -117,9 +113,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "actor_rollout_ref.model.trust_remote_code": "models that transformers knows are trained here: leave it out",
     "actor_rollout_ref.hybrid_engine": "one set of processes generates and trains: leave it out",
     "algorithm.adv_estimator": "GRPO's advantages are what this verb is about",
-    "algorithm.use_kl_in_reward": _KL_IN_REWARD,
-    "algorithm.kl_ctrl.type": _KL_IN_REWARD,
-    "algorithm.kl_ctrl.kl_coef": _KL_IN_REWARD,
+    "algorithm.kl_penalty": "the reward has log p - log p_reference of each token (kl): leave it out",
+    "algorithm.kl_ctrl.type": "its weight in the reward is fixed: leave it out",
     "critic.strategy": _NO_CRITIC,
     "critic.model.path": _NO_CRITIC,
     "critic.model.enable_activation_offload": _NO_CRITIC,
@@ -147,7 +142,8 @@ UNSUPPORTED: Mapping[str, str] = {
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("grpo",),
-    "algorithm.kl_ctrl.kl_coef": ("0", "0.0"),
+    "algorithm.kl_penalty": ("kl", "k1"),
+    "algorithm.kl_ctrl.type": ("fixed",),
     "data.truncation": ("error",),
     "data.prompt_key": ("prompt",),
     "data.reward_fn_key": ("data_source",),
