@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ebbtide_recipes.grpo.config import GrpoConfig
+from ebbtide_recipes.grpo.divergence import Divergence, only_if_judged
 from ebbtide_recipes.grpo.recipe import RECIPE
 from tests.integrations.conftest import make_tiny_model
 from tests.integrations.ranks import grpo_values
@@ -61,3 +62,59 @@ def test_delta_is_the_bound_of_dual_clipping(model: Path, tmp_path: Path, loss_t
     torch.testing.assert_close(found, (expected.detach(), gradient))
     trainer.args.delta = None
     assert not torch.allclose(loss_and_gradient(trainer, log_ratio, advantages)[0], expected), "the bound has no effect"
+
+
+def log_probs(model: Any, made: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the log-probability of each token of the completions, from the model's logits."""
+    ids = torch.cat([made["prompt_ids"], made["completion_ids"]], dim=1)
+    mask = torch.cat([made["prompt_mask"], made["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -made["completion_ids"].size(1) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, made["completion_ids"][..., None])[..., 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # one update a rollout: TRL alone would score nothing
+        {"beta": 0.04},
+        {"num_iterations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 2},
+        {"train_type": "lora", "lora_rank": 2},
+    ],
+    ids=["alone", "in the loss too", "several updates", "adapters"],
+)
+def test_the_reward_is_less_by_the_divergence_of_the_completion(
+    model: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    values = {**grpo_values(str(model), str(tmp_path)), "kl_reward_coef": 0.5, "scale_rewards": "none", **changes}
+    trainer = RECIPE.prepare(GrpoConfig(**values))
+    assert trainer.beta == changes.get("beta", 0.0)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.05 * parameter.requires_grad * torch.randn_like(parameter)
+    trainer.model.train()
+    rows = [trainer.train_dataset[n] for n in (0, 1) for _ in range(4)]
+    made = trainer._generate_and_score_completions(rows)
+    difference = log_probs(trainer.model, made) - log_probs(AutoModelForCausalLM.from_pretrained(model), made)
+    divergence = (difference * made["completion_mask"]).sum(dim=1)
+    assert divergence.abs().min() > 1e-3
+    names = [name for name in trainer.reward_func_names if name != "kl"]
+    scores = sum(torch.tensor(list(trainer._logs["rewards"][name])) for name in names)
+    rewards = (scores - 0.5 * divergence).view(2, 4)
+    torch.testing.assert_close(
+        made["advantages"], (rewards - rewards.mean(1, keepdim=True)).flatten(), atol=1e-4, rtol=0
+    )
+    assert ("ref_per_token_logps" in made) is ("beta" in changes)
+
+
+def test_a_completion_that_no_function_judges_has_no_divergence_and_neither_has_an_evaluation() -> None:
+    rewards = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, torch.nan, 4.0]])
+    found = only_if_judged(rewards)
+    assert torch.equal(found.isnan(), torch.tensor([[False, True, False], [True, True, True]])) and found[0, 2] == 3.0
+    divergence = Divergence()
+    assert divergence(completions=["a", "b"], prompts=[]) == [None, None]
+    divergence.values = [0.5, 1.0]
+    assert divergence(completions=["a", "b"]) == [0.5, 1.0]

@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "lora": {"train_type": "lora", "lora_rank": 2, "beta": 0.04, "num_iterations": 2},
     "unpadded": {"padding_free": True, "num_iterations": 2},
     "evaluation": {"split_dataset_ratio": 0.002, "eval_steps": 2},
+    "divergence in the reward": {"kl_reward_coef": 0.1, "split_dataset_ratio": 0.002, "eval_steps": 2},
 }
 
 

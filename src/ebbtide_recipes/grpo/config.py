@@ -28,6 +28,7 @@ UNSUPPORTED: Mapping[str, str] = {
     **verl.UNSUPPORTED,
     "generation_batch_size": "--steps_per_generation: micro-batches in a rollout",
     "reward_model_path": "--reward_funcs path.py:function: a function may call a model",
+    "kl_in_reward": "--kl_reward_coef is its weight in the reward, --beta that in the loss",
     "sync_ref_model": "the reference is the initial model",
     "rlhf_type": "leave it out: the verb is the type",
     "packing": "--padding_free true leaves the padding out of a batch",
@@ -59,6 +60,8 @@ class GrpoConfig(LanguageConfig):
         top_p: Sample from the likeliest tokens with this total probability.
         top_k: Sample from this many of the likeliest tokens; 0: from all.
         beta: Weight of the KL divergence from the initial model (with adapters, the model without them); 0: none.
+        kl_reward_coef: Weight of the KL divergence from the initial model, summed over a completion's tokens, in its
+            reward; 0: none.
         use_kl_loss: verl's flag: false removes the KL divergence, for any --beta.
         num_iterations: Updates from each rollout.
         steps_per_generation: Micro-batches in a rollout; default: --gradient_accumulation_steps.
@@ -102,6 +105,7 @@ class GrpoConfig(LanguageConfig):
     top_p: float = 1.0
     top_k: int = 0
     beta: float = 0.0
+    kl_reward_coef: float = 0.0
     use_kl_loss: bool = True
     num_iterations: int = 1
     steps_per_generation: int | None = None
@@ -219,8 +223,10 @@ def _check_numbers(config: GrpoConfig) -> None:
         if value is not None and not (low < value <= high and value != float("inf")):
             expected = "a number above 0" if high > 1 else "above 0, at most 1"
             raise ConfigError(f"{name} is {value}", expected=expected, hint=f"leave {name} out for its default")
-    if not 0 <= config.beta < float("inf"):
-        raise ConfigError(f"beta is {config.beta}", expected="0 or more", hint="0 leaves the reference out")
+    for name in ("beta", "kl_reward_coef"):
+        if not 0 <= getattr(config, name) < float("inf"):
+            found = f"{name} is {getattr(config, name)}"
+            raise ConfigError(found, expected="0 or more", hint="0 leaves the reference out")
     least = 1 + (config.epsilon if config.epsilon_high is None else config.epsilon_high)
     if config.delta is not None and not least <= config.delta < float("inf"):
         raise ConfigError(

@@ -24,6 +24,7 @@ from trl import GRPOTrainer as TrlTrainer
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
@@ -46,11 +47,13 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     padding_free = False
     _reward: float | None = None
+    divergence: Divergence | None = None
     _separates = False
     _sampler: rollouts.EpochSampler | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._warned: dict[str, int] = {}
+        self._scored: list[tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]] = []  # in this rollout, no gradients
         super().__init__(*args, **kwargs)
 
     # Rollouts
@@ -67,7 +70,10 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         """Make a rollout, and log if there is nothing to learn from it."""
-        result = super()._generate_and_score_completions(inputs)
+        with self._reference_scored():
+            result = super()._generate_and_score_completions(inputs)
+        if self.beta == 0.0:
+            result.pop("ref_per_token_logps", None)
         if not self.model.training:
             return result
         figures = self._metrics["train"]
@@ -90,15 +96,46 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         empty = sum(not text_of(completion).strip() for completion in completions)
         if empty:
             self._warn_now_and_then("%d of %d completions are empty: the model ended at once", empty, len(completions))
+        if self.divergence is not None:
+            self.divergence.values = self._divergences() if self.model.training else []
         with self._phase("reward"):
-            return super()._calculate_rewards(inputs, prompts, completions, *args)
+            rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
+        return rewards if self.divergence is None else only_if_judged(rewards)
+
+    @contextmanager
+    def _reference_scored(self) -> Generator[None, None, None]:
+        """Let TRL score the reference for the reward, also where the loss has no divergence."""
+        beta, self.beta = self.beta, 1.0 if self.divergence is not None and self.model.training else self.beta
+        self._scored.clear()
+        try:
+            yield
+        finally:
+            self.beta = beta
+            self._scored.clear()
+
+    def _divergences(self) -> list[float]:
+        """Return the KL divergence of each completion; TRL scored the reference last.
+
+        Before it, TRL scored the generating weights, unless the one update has the same.
+        """
+        *before, (args, kwargs, reference) = self._scored
+        if before:
+            log_probs = before[0][-1]
+        else:
+            with torch.no_grad():
+                log_probs = self._get_per_token_logps_and_entropies(self.model, *args, **kwargs)[0]
+        mask, keep = args[1], args[2]
+        return of_completions(log_probs, reference, mask[:, -keep:])
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         compute = self._unpadded if self.padding_free else super()._get_per_token_logps_and_entropies
         if torch.is_grad_enabled():
             return compute(model, *args, **kwargs)
         with self._phase("log-probabilities"):
-            return compute(model, *args, **kwargs)
+            scored = compute(model, *args, **kwargs)
+        if self.divergence is not None:
+            self._scored.append((args, kwargs, scored[0]))
+        return scored
 
     def _unpadded(
         self,
@@ -236,7 +273,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "top_p": config.top_p,
         "top_k": config.top_k,
         # With adapters TRL would add a frozen copy of them; the reference is the model without any.
-        "beta": 0.0 if config.trains_adapters else config.kl_coefficient,
+        "beta": 0.0 if config.trains_adapters else config.kl_coefficient or config.kl_reward_coef,
         "num_iterations": config.num_iterations,
         "steps_per_generation": config.micro_batches,
         "epsilon": config.epsilon,
@@ -244,7 +281,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "delta": config.delta,
         "loss_type": config.loss_type,
         "scale_rewards": config.scale_rewards,
-        "reward_weights": list(config.weights),
+        "reward_weights": [*config.weights, *([-config.kl_reward_coef] if config.kl_reward_coef else [])],
         "use_vllm": config.use_vllm,
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
@@ -270,10 +307,11 @@ def build(
     """
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
+    divergence = Divergence() if config.kl_reward_coef else None
     try:
         trainer = GrpoTrainer(
             model=model,
-            reward_funcs=list(rewards),
+            reward_funcs=[*rewards, *([] if divergence is None else [divergence])],
             args=arguments(config),
             train_dataset=dataset,
             eval_dataset=evaluation,
@@ -286,5 +324,5 @@ def build(
             hint="change the settings it names",
         ) from error
     trainer.beta = trainer.args.beta = config.kl_coefficient
-    trainer.padding_free = config.padding_free
+    trainer.padding_free, trainer.divergence = config.padding_free, divergence
     return trainer

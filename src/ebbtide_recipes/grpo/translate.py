@@ -19,6 +19,7 @@ from ebbtide_recipes.language import verl as common
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _TRAIN, _MINI, _MICRO = "data.train_batch_size", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_micro_batch_size"
 _CLIP, _KL = f"{_ACTOR}.clip_ratio", f"{_ACTOR}.kl_loss_coef"
+_IN_REWARD, _WEIGHT = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
 _LOG_PROBS = (
     f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
     f"{_REF}.log_prob_micro_batch_size_per_gpu",
@@ -56,6 +57,8 @@ TRANSLATED: Mapping[str, str] = {
     f"{_ROLLOUT}.top_k": "`--top_k`; -1 is 0: all tokens",
     **dict.fromkeys(_LOG_PROBS, "has to equal `--per_device_train_batch_size`"),
     "actor_rollout_ref.model.lora_rank": "`--train_type lora --lora_rank`; 0: no adapters",
+    _IN_REWARD: "`--kl_reward_coef`; true without a coefficient: 0.001",
+    _WEIGHT: "`--kl_reward_coef`; needs `use_kl_in_reward`",
     "algorithm.norm_adv_by_std_in_grpo": "`--scale_rewards`: true is group, false is none",
     "custom_reward_function.path": "`--reward_funcs PATH:NAME`",
     "custom_reward_function.name": "the name in `--reward_funcs PATH:NAME`; default: compute_score",
@@ -106,6 +109,11 @@ def _divergence(translation: Translation) -> None:
         translation.set("beta", weight, of=_KL)
     elif used and "beta" not in translation.values:
         translation.set("beta", "0.001", of=use)  # verl's default
+    used, weight = translation.truth(_IN_REWARD), translation.text(_WEIGHT)
+    if used:
+        translation.set("kl_reward_coef", weight or "0.001", of=_IN_REWARD)  # verl's default
+    elif used is None and weight not in (None, "0", "0.0"):
+        translation.refuse(_WEIGHT, f"{_IN_REWARD}=True puts it into the reward; verl does not use it otherwise")
 
 
 def _normalization(translation: Translation) -> None:

@@ -47,12 +47,13 @@ _LOG_PROBS = "log-probabilities are computed in batches of --per_device_train_ba
 _VALIDATION = "completions of an evaluation are sampled as in training: leave it out"
 _OFFLOAD = "--fsdp_config with a JSON file that says cpu_offload; for activations --activation_cpu_offload true"
 _REWARD = "--reward_funcs path.py:function takes a function of verl's kind too"
-_KL_IN_REWARD = (
-    "the KL divergence is no part of the reward: leave it out; actor_rollout_ref.actor.use_kl_loss and kl_loss_coef "
-    "put it into the loss"
-)
 _VLLM = "vLLM's own choice is taken: leave it out"
-_ONE_SIZE = "micro-batches have one number of sequences: leave it out"
+_ONE_SIZE = "log-probabilities are computed in batches of --per_device_train_batch_size sequences: leave it out"
+_DYNAMIC = (
+    "an update here is a fixed number of micro-batches of --per_device_train_batch_size sequences each, by which TRL "
+    "counts steps; verl's varies with the tokens. actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu says how many, "
+    "and actor_rollout_ref.model.use_remove_padding=True leaves their padding out"
+)
 _NO_CRITIC = "GRPO has no critic: leave it out"
 _AS_ACTOR = "leave it out: the reference is sharded like the trained model"
 
@@ -66,8 +67,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "data.train_max_samples": "NAME#1000 in data.train_files takes the first thousand rows",
     "data.val_max_samples": "NAME#1000 in data.val_files takes the first thousand rows",
     "data.image_key": "language models alone are trained here: leave it out",
-    f"{_ACTOR}.use_dynamic_bsz": "--per_device_train_batch_size counts sequences: leave it out",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "--per_device_train_batch_size counts sequences: leave it out",
+    f"{_ACTOR}.use_dynamic_bsz": _DYNAMIC,
+    f"{_ACTOR}.ppo_max_token_len_per_gpu": _DYNAMIC,
     f"{_ACTOR}.shuffle": "the completions of a rollout are dealt to its updates at random: leave it out",
     f"{_ACTOR}.kl_loss_type": "the loss has the low-variance estimate of the KL divergence (low_var_kl): leave it out",
     f"{_ACTOR}.entropy_coeff": "there is no entropy bonus: leave it out",
@@ -112,9 +113,8 @@ UNSUPPORTED: Mapping[str, str] = {
     "actor_rollout_ref.model.trust_remote_code": "models that transformers knows are trained here: leave it out",
     "actor_rollout_ref.hybrid_engine": "one set of processes generates and trains: leave it out",
     "algorithm.adv_estimator": "GRPO's advantages are what this verb is about",
-    "algorithm.use_kl_in_reward": _KL_IN_REWARD,
-    "algorithm.kl_ctrl.type": _KL_IN_REWARD,
-    "algorithm.kl_ctrl.kl_coef": _KL_IN_REWARD,
+    "algorithm.kl_penalty": "the reward has log p - log p_reference of each token (kl): leave it out",
+    "algorithm.kl_ctrl.type": "its weight in the reward is fixed: leave it out",
     "critic.strategy": _NO_CRITIC,
     "critic.model.path": _NO_CRITIC,
     "critic.model.enable_activation_offload": _NO_CRITIC,
@@ -142,7 +142,8 @@ UNSUPPORTED: Mapping[str, str] = {
 
 GRANTED: Mapping[str, tuple[str, ...]] = {
     "algorithm.adv_estimator": ("grpo",),
-    "algorithm.kl_ctrl.kl_coef": ("0", "0.0"),
+    "algorithm.kl_penalty": ("kl", "k1"),
+    "algorithm.kl_ctrl.type": ("fixed",),
     "data.truncation": ("error",),
     "data.prompt_key": ("prompt",),
     "data.reward_fn_key": ("data_source",),

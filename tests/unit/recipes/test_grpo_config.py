@@ -133,6 +133,7 @@ def test_names_and_values_belong_to_something() -> None:
         (("--temperature", "0"), "temperature is 0.0; expected a number above 0"),
         (("--top_p", "1.5"), "top_p is 1.5; expected above 0, at most 1"),
         (("--beta", "-1"), "beta is -1.0; expected 0 or more"),
+        (("--kl_reward_coef", "-1"), "kl_reward_coef is -1.0; expected 0 or more"),
         (("--epsilon", "nan"), "epsilon is nan"),
         (("--delta", "1.2", "--epsilon_high", "0.28"), "delta is 1.2; expected 1 \\+ epsilon_high, 1.28, or more"),
         (("--delta", "1.1"), "delta is 1.1; expected 1 \\+ epsilon_high, 1.2, or more"),

@@ -164,6 +164,9 @@ def test_without_tests_there_is_no_evaluation() -> None:
         ([f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.2, "epsilon_high": 0.28}),
         ([f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_high=0.28"], {"epsilon": 0.1, "epsilon_high": 0.28}),
         ([f"{ACTOR}.clip_ratio_c=3.0"], {"delta": 3.0}),
+        (["algorithm.use_kl_in_reward=True"], {"kl_reward_coef": 0.001, "beta": 0.0}),
+        (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.1"], {"kl_reward_coef": 0.1}),
+        (["algorithm.use_kl_in_reward=False", "algorithm.kl_ctrl.kl_coef=0.1"], {"kl_reward_coef": 0.0}),
         ([f"{ACTOR}.clip_ratio_c=1.28", f"{ACTOR}.clip_ratio_high=0.28"], {"delta": 1.28}),
         ([f"{ACTOR}.use_kl_loss=True"], {"beta": 0.001, "use_kl_loss": True}),
         ([f"{ACTOR}.use_kl_loss=True", "--beta", "0.5"], {"beta": 0.5}),
@@ -270,7 +273,9 @@ def test_numbers_that_do_not_fit_are_refused(words: list[str], said: str, hint: 
         (f"{ROLLOUT}.do_sample=False", "always sampled"),
         (f"{ROLLOUT}.val_kwargs.temperature=0", "as in training"),
         ("actor_rollout_ref.hybrid_engine=False", "one set of processes"),
-        ("algorithm.kl_ctrl.kl_coef=0.001", "put it into the loss"),
+        ("algorithm.kl_ctrl.kl_coef=0.001", "algorithm.use_kl_in_reward=True"),
+        ("algorithm.kl_ctrl.type=adaptive", "fixed"),
+        ("algorithm.kl_penalty=low_var_kl", "log p_reference"),
     ],
 )
 def test_a_value_without_a_meaning_here_is_refused_by_its_key(word: str, hint: str) -> None:
