@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.peers import Prepared, absent, way_named
 from benchmarks.shapes import SHAPES, Shape
-from ebbtide.track.heap import trim_heap
+from ebbtide.store.allocator import trim_heap
 
 WARMUP_STEPS = 4
 """Within these, ``Auto`` has measured steps of this length, and made its plan."""

@@ -162,14 +162,16 @@ def test_a_budget_that_holds_everything_keeps_everything() -> None:
 @pytest.mark.parametrize(
     ("policy", "calls"), [("auto", 0), ("minimal", 0), ("offload", 0), (ebbtide.Auto(memory_budget="1TiB"), 1)]
 )
-def test_the_processs_allocator_is_changed_for_a_budget_only(
+def test_the_processs_heap_is_trimmed_for_a_budget_only(
     monkeypatch: pytest.MonkeyPatch, policy: Any, calls: int
 ) -> None:
-    changed: list[bool] = []
-    monkeypatch.setattr("ebbtide.profiling.measured.return_freed_memory", lambda: changed.append(True))
-    monkeypatch.setattr("ebbtide.store.allocator.ctypes.CDLL", lambda name: changed.append(False))
-    with ebbtide.enable_activation_offloading(build("mlp").model, policy=policy, target="disk"):
-        assert changed == [True] * calls
+    trimmed: list[bool] = []
+    monkeypatch.setattr("ebbtide.store.disk.trim_heap", lambda: trimmed.append(True))
+    tiny = build("mlp")
+    with ebbtide.enable_activation_offloading(tiny.model, policy=policy, target="disk", min_bytes=0):
+        assert len(trimmed) == calls
+        tiny.step()
+        assert len(trimmed) == 2 * calls, "once when it is enabled, once after the backward"
 
 
 def test_a_plan_file_is_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

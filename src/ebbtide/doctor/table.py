@@ -163,7 +163,7 @@ def _freed(facts: Facts) -> tuple[str, str]:
         return "leaves at once", f"MALLOC_MMAP_THRESHOLD_={threshold}"
     if facts.host.libc is None:
         return ABSENT, "not glibc"
-    return "serves the next step", "leaves the process at once where a memory budget is set"
+    return "serves the next step", "leaves the process after each backward where a memory budget is set"
 
 
 def _flop(rate: float) -> str:

@@ -32,7 +32,7 @@ from ebbtide.profiling.baseline import against_plain, alike, fastest, kept_sampl
 from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
 from ebbtide.profiling.promise import Check
 from ebbtide.profiling.step_profile import profile_of
-from ebbtide.store.allocator import return_freed_memory
+from ebbtide.store.disk import DiskTier
 from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
@@ -67,6 +67,7 @@ class MeasuredPlan:
         self._timer: StepTimer | None = None
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
+        self._exceeded = False  # a plan took more than the budget
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -84,8 +85,8 @@ class MeasuredPlan:
                 hint="give Auto(max_slowdown=...) instead",
             )
         memory = budget is not None or device_bytes(self._tier) is not None
-        if memory and self._tier.name == "disk":
-            return_freed_memory()  # the budget is of the process's resident memory, so freed memory must be returned
+        if memory and isinstance(self._tier, DiskTier):
+            self._tier.return_freed_memory()  # the budget is of the process's resident memory
         timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
         self._timer = engine.timer = timer
@@ -209,6 +210,10 @@ class MeasuredPlan:
         self._run_unhooked(kept_blocks(check.solution))
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
+        if check.over_budget_bytes and isinstance(self._tier, DiskTier):
+            # The first time another plan may do; after that a heap in pieces may hold what no plan can lower.
+            self._tier.return_freed_memory(at_once=self._exceeded or following is None)
+            self._exceeded = True
         if following is not None:
             self._carry_out(following)
         return following is not None and following.unjudged

@@ -29,8 +29,8 @@ from torch.optim.optimizer import Optimizer
 from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
 from ebbtide.script.request import Request
+from ebbtide.store.allocator import trim_heap
 from ebbtide.track import RunFile
-from ebbtide.track.heap import trim_heap
 from ebbtide.wrap.forward import StandIn, in_backward, is_compiled
 
 STEPS_TO_TRIM = 3

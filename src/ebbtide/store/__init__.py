@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.units import format_size
-from ebbtide.store.allocator import return_freed_memory
+from ebbtide.store.allocator import trim_heap
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskSlot, DiskTier
 from ebbtide.store.host import HostSlot, HostTier
@@ -29,7 +29,7 @@ __all__ = [
     "Tier",
     "TierCounters",
     "open_tier",
-    "return_freed_memory",
+    "trim_heap",
 ]
 
 _LOG = logging.getLogger("ebbtide.store")

@@ -1,10 +1,10 @@
-"""Make the C allocator return freed tensors to the system.
+"""Return freed memory from the C allocator to the system, so that resident size is memory in use.
 
-On a CPU-only machine the memory to be saved is the process's. glibc allocates blocks below a threshold from its heap,
-and raises the threshold, up to 32 MiB, each time a larger block is freed; memory freed into the heap stays with the
-process and is reused in the next step. A fixed threshold returns such blocks at once, but the kernel must clear fresh
-pages for each new one: several times the page faults of a step. So it is set only with a memory budget, see
-docs/decisions/0016-the-allocator-is-the-users.md. Setting the threshold also stops its growth.
+On a CPU-only machine the memory to be saved is the process's. glibc keeps what is freed into its heap for the next
+step: that is fast, and resident size stays at the largest step so far. With a memory budget the heap is trimmed after
+each backward. glibc allocates larger blocks apart, and raises the size that is large, up to 32 MiB, whenever one is
+freed. A fixed size returns each freed tensor at once, but the kernel must clear fresh pages for every new one: several
+times the page faults of a step. See docs/decisions/0016-the-allocator-is-the-users.md.
 """
 
 from __future__ import annotations
@@ -16,10 +16,27 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
 
-def return_freed_memory(threshold_bytes: int = 1 << 20) -> bool:
-    """Return blocks of ``threshold_bytes`` and more to the system when they are freed.
+def trim_heap() -> bool:
+    """Return the free pages of glibc's heap to the system.
 
-    This holds for the whole process from now on; in return the kernel must clear each new block.
+    Using them again costs page faults: the next forward is some percent slower.
+
+    Returns:
+        Whether it was possible: Linux with glibc's allocator.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):  # another C library
+        return False
+    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
+    trim(0)
+    return True
+
+
+def return_large_blocks(threshold_bytes: int = 1 << 20) -> bool:
+    """Return blocks of ``threshold_bytes`` and more to the system when they are freed, from now on.
 
     Args:
         threshold_bytes: Smallest separately mapped block; also the most free memory at the heap's top.

@@ -11,6 +11,7 @@ import torch
 
 from ebbtide.base.errors import CapError, ConfigError, DiskError
 from ebbtide.store.aligned import BackingFile
+from ebbtide.store.allocator import return_large_blocks, trim_heap
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
 from ebbtide.store.diskwork import DiskWork, Parcel, ParcelState
@@ -137,6 +138,7 @@ class DiskTier:
         self.counters = TierCounters()
         self.direct = file.direct
         self._align_bytes = file.align_bytes
+        self._trims_heap = False
         self._room = Room(file, budget_bytes)
         self._work = DiskWork(file, self._room, window_bytes=in_flight_bytes, counters=self.counters)
         # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
@@ -244,10 +246,23 @@ class DiskTier:
         return 0
 
     def trim(self) -> None:
-        """Free spare read buffers."""
+        """Free spare read buffers, and what ``return_freed_memory`` asked for."""
         if self._work.usable:
             self._work.measure()
             self._work.pool.trim()
+        if self._trims_heap:
+            trim_heap()
+
+    def return_freed_memory(self, *, at_once: bool = False) -> None:
+        """Return memory that the process has freed to the system, now and at each ``trim``.
+
+        Args:
+            at_once: Large blocks also whenever they are freed: no heap in pieces, and more page faults.
+        """
+        self._trims_heap = True
+        if at_once:
+            return_large_blocks()
+        trim_heap()
 
     def close(self) -> None:
         """Drop queued work, join the threads, free the disk. May be called repeatedly."""

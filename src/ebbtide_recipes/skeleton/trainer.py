@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
 from ebbtide.base.events import BUS
-from ebbtide.track.heap import trim_heap
+from ebbtide.store.allocator import trim_heap
 from ebbtide_recipes.skeleton import checkpoints, launch, sharding
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trackers import project_argument

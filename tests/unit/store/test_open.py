@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ebbtide.base.errors import ConfigError, TargetError
-from ebbtide.store import DiskTier, Tier, open_tier, return_freed_memory
+from ebbtide.store import DiskTier, Tier, open_tier, trim_heap
 
 no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 
@@ -39,26 +39,31 @@ def test_unknown_target_names_the_nearest() -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"), reason="not glibc")
-def test_freed_blocks_leave_the_process() -> None:
+def test_freed_blocks_leave_the_process_at_each_trim() -> None:
     # 64 blocks of 4 MiB; the last is kept, so that the heap's top cannot shrink past it.
     script = """
 import os, torch
-from ebbtide.store.allocator import return_freed_memory
+from ebbtide.store import DiskTier
 def resident(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-torch.ones(16 << 20, dtype=torch.uint8)  # its free would raise glibc's threshold
-assert return_freed_memory() is True
+torch.ones(16 << 20, dtype=torch.uint8)  # its free raises glibc's threshold: what is smaller is of the heap
 before = resident()
-blocks = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(64)]
-grown = resident() - before
-del blocks[:-1]
-print(grown, resident() - before)
+tier = DiskTier()
+for asked in (False, True):
+    if asked:
+        tier.return_freed_memory()
+    blocks = [torch.ones(4 << 20, dtype=torch.uint8) for _ in range(64)]
+    grown = resident() - before
+    del blocks[:-1]
+    tier.trim()
+    print(grown, resident() - before)
 """
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    grown, left = map(int, found.stdout.split())
-    assert grown > 200 << 20 and left < 16 << 20
+    grown, stays, grown_again, left = map(int, found.stdout.split())
+    assert grown > 200 << 20 and stays > 200 << 20
+    assert grown_again > 200 << 20 and left < 16 << 20
 
 
 def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert return_freed_memory() is False
+    assert trim_heap() is False
