@@ -22,6 +22,7 @@ from ebbtide.profiling.measured import MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
+from ebbtide.store.disk import DiskTier
 from tests.helpers.profiles import alike
 from tests.helpers.profiles import unit as make_unit
 
@@ -514,6 +515,23 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     assert carry_out(plan, *[13.0] * CHECKED, peak=budget + 100 * MB)
     assert plan.table.predicted.peak_bytes <= before - 90 * MB
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+
+
+def test_freed_blocks_are_returned_at_once_if_a_second_plan_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    disk = DiskTier()
+    monkeypatch.setattr(disk, "return_freed_memory", lambda *, at_once: asked.append(at_once))
+    budget = 1_500 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    plan._tier = disk
+    carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
+    assert asked == [], "it fits"
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    plan._tier = disk
+    for _ in range(2):
+        carry_out(plan, *[13.0] * CHECKED, peak=budget + 100 * MB)
+    assert asked == [False, True]
+    disk.close()
 
 
 def test_what_a_budget_costs_the_kernel_is_shown() -> None:
