@@ -127,7 +127,7 @@ def _case(moved: int) -> dict[str, Any]:
 
 
 def test_the_table_says_percent_of_the_naive_bytes() -> None:
-    assert row(_case(256)) == "| one | 0.0 | 25 | 25 | 0 |"
+    assert row(_case(256)) == "| one | 25 | 25 | 0 |"
 
 
 def test_only_cases_of_which_much_is_left_are_explained() -> None:
