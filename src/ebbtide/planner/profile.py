@@ -92,7 +92,7 @@ class Rates:
         handling_seconds_per_byte: Compute time per byte, each way: copies, direct I/O and fresh memory take cores on a
             CPU.
         can_cancel: The store cancels copies that have not begun, as a disk does; streams of a device cannot. See
-            [Note: turn-around] in ``ebbtide.schedule``.
+            [Note: start of backward] in ``ebbtide.schedule``.
     """
 
     out_bytes_per_second: float

@@ -11,7 +11,7 @@ prefetched, never more ahead of their reader than the window, however many block
 a window it follows the model: two of its largest block's offloaded bytes on the way out (one being made, one being
 copied), one of them on the way in. A device without room for a prefetch makes that window smaller.
 
-[Note: turn-around]
+[Note: start of backward]
 What is saved last is read first. Copies that have not begun when backward begins are cancelled, and the bytes are
 served from the source. Where the store cannot cancel (what was asked of a stream is done), the last bytes of a pass,
 as many as the window in holds, are *held back*: the pass before shows how many bytes a pass offers. A pass that turns

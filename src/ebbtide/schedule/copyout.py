@@ -1,4 +1,4 @@
-"""Copies from the device to the store. See [Note: turn-around] and [Note: groups of copies]."""
+"""Copies from the device to the store. See [Note: start of backward] and [Note: groups of copies]."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CopyOut(Generic[SavedT]):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes held back for the turn-around."""
+        """Bytes held back for backward."""
         return self._held_live.total
 
     def add(self, saved: SavedT, forward: Forward) -> None:
@@ -138,7 +138,7 @@ class CopyOut(Generic[SavedT]):
             self.in_flight_bytes -= self._queue.popleft().nbytes
 
     def cancel(self, forward: Forward) -> None:
-        """Cancel the copies of a forward that have not begun. See [Note: turn-around]."""
+        """Cancel the copies of a forward that have not begun. See [Note: start of backward]."""
         for waiting in self._held:
             if waiting.forward is forward:
                 self._is_held_no_more(waiting)

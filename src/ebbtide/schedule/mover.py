@@ -49,11 +49,11 @@ _MovedT = TypeVar("_MovedT", bound=Saved, contravariant=True)
 
 
 class Mover(Protocol[_MovedT]):
-    """Carries out copies between the device and a store: with slots, or with seconds on paper."""
+    """Carries out copies between the device and a store: with slots, or with simulated seconds."""
 
     @property
     def can_cancel(self) -> bool:
-        """Whether copies that have not begun can be cancelled. If not, see [Note: turn-around]."""
+        """Whether copies that have not begun can be cancelled. If not, see [Note: start of backward]."""
         ...
 
     def stream_of(self, saved: _MovedT) -> Hashable:

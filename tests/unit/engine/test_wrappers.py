@@ -97,7 +97,7 @@ def grads(data: Data, engine: Engine | None = None, *, thread: bool = False) -> 
 def test_a_wrapper_comes_back_as_it_was(kind: str, tier: str, policy: str, mesh: Any) -> None:
     data = KINDS[kind](mesh)
     expected = grads(data)
-    with open_engine(policy, tier, verify=True, window_bytes=1) as engine:  # none is held back for the turn-around
+    with open_engine(policy, tier, verify=True, window_bytes=1) as engine:  # none is held back for backward
         for step in range(2):
             got = grads(data, engine, thread=bool(step))
             assert all(same_bits(a, b) for a, b in zip(expected, got, strict=True)), step

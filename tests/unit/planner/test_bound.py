@@ -82,5 +82,5 @@ def test_no_simulated_schedule_is_faster(profile: Profile) -> None:
         for (place, number, _), action in zip(sites, actions, strict=True):
             assignment[place][number] = action
         found = simulate(profile, assignment)
-        # What had not left at the turn-around was kept.
+        # What was not copied when backward began was kept.
         assert found.overhead_seconds >= bound.least(found.kept_bytes + found.served_bytes)[0] - 1e-9

@@ -1,4 +1,4 @@
-"""The schedule: windows, turn-around, how far copy-in runs ahead, and the order it follows."""
+"""The schedule: windows, the start of backward, how far copy-in runs ahead, and the order it follows."""
 
 from __future__ import annotations
 
