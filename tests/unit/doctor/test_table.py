@@ -40,7 +40,7 @@ def test_a_small_machine() -> None:
         ["open files", "65536", "of a process"],
         ["memory nodes", "1", "all memory is equally near"],
         ["huge pages", "madvise", "torch asks for them with THP_MEM_ALLOC_ENABLE=1"],
-        ["freed memory", "serves the next step", "leaves the process at once where a memory budget is set"],
+        ["freed memory", "serves the next step", "leaves the process after each backward where a memory budget is set"],
     ]
 
 
