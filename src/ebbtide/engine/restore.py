@@ -126,7 +126,7 @@ class Restorer:
                     self._engine.tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             case Residence.ELSEWHERE:
-                storage = entry.live_storage
+                storage = None if entry.storage_ref is None else entry.storage_ref()
                 if storage is None:  # it died meanwhile
                     return self.content(entry, backward, run, target=target)
                 return byte_view(storage, entry.first, entry.last, entry.empty)

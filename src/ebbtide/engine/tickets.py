@@ -222,12 +222,6 @@ class Entry:
         return Residence.LOST if self.recipe is None else Residence.RECOMPUTABLE
 
     @property
-    def live_storage(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, if somebody else keeps it and it has its bytes."""
-        storage = self.storage_ref() if self.storage_ref is not None else None
-        return storage if storage is not None and storage.nbytes() >= self.last else None
-
-    @property
     def changed(self) -> bool:
         """Whether the storage was changed in place since it was saved."""
         return self.probe is not None and self.probe._version != self.version
