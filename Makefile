@@ -10,8 +10,8 @@ WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks docs/site_hooks.py
 
-# Three steps warm up, three are timed, one measures activation memory; two rounds of four modes.
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 7 --packing true
+# Four steps warm up, five are timed, one measures activation memory; two rounds of four modes.
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 10 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead bound faults sft sft_types families scaling examples loading

@@ -18,6 +18,7 @@ from torch import nn
 import ebbtide
 from ebbtide.base.actions import Action
 from ebbtide.base.events import BUS
+from ebbtide.base.runs import SETTLING
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.timed import TimedStep
 from ebbtide.planner.checkpointing import checkpointed
@@ -25,7 +26,7 @@ from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Search, Solution
 from ebbtide.profiling.measured import MEASURED_STEPS, MeasuredPlan
 from ebbtide.profiling.minimal import COUNTED, MinimalPlan, _Range
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS
 from ebbtide.schedule import CopyIn
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import assert_nothing_left, drain

@@ -17,6 +17,9 @@ OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 SCHEMA = 1
+SETTLING = 1
+"""Steps after a new plan whose time does not count: its recipes are compared, and allocators get new sizes."""
+
 BOTH_PHASE = "forward and backward"
 """The phase of a step whose forward and backward cannot be told apart."""
 

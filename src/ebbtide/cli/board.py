@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.errors import DataError
-from ebbtide.base.runs import REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
 from ebbtide.cli.merge import latest_complete_round, merge
 from ebbtide.report import Run, html, load_run, split, verdicts
@@ -86,9 +86,9 @@ class Board:
         runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
         made = max((steps_before_plan(run.events) for run in runs), default=0)
         room = min((int(run.summary["steps"]) for run in runs), default=0) - _LEAST_COUNTED
-        if made <= self._warm_up:
+        if made + SETTLING <= self._warm_up:
             return []
-        warm_up = max(self._warm_up, min(made, room))
+        warm_up = max(self._warm_up, min(made + SETTLING, room))
         if warm_up > self._warm_up:
             self._warm_up = warm_up
             for by_mode in self._rounds.values():

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import check_installed
-from ebbtide.base.runs import EVENTS_FILE, SUMMARY_FILE
+from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, Ended, run_child
 from ebbtide.cli.merge import spread_of
@@ -42,8 +42,8 @@ VARIABLES: dict[str, dict[str, str]] = {
 """Mode → additional environment variables."""
 
 DEFAULT_MODES = ("plain", "checkpointing", "ebbtide")
-DEFAULT_STEPS = 7
-"""Default steps of each child: three warm-up, three timed, one that measures activation memory."""
+DEFAULT_STEPS = 10
+"""Default steps of each child: four warm-up, five timed, one that measures activation memory."""
 
 SCRIPT_STEPS = 12
 """Default steps of each run of a script: enough to time some after the first and the measured plans."""
@@ -168,10 +168,10 @@ def check_packages(extra: str) -> None:
 
 
 def warm_up_steps() -> int:
-    """Return the number of warm-up steps in every mode: those that ``Auto`` needs for its plan."""
+    """Return the number of warm-up steps in every mode: those that ``Auto`` needs for its plan, and its first ones."""
     from ebbtide.profiling.measured import MEASURED_STEPS
 
-    return 1 + MEASURED_STEPS
+    return 1 + MEASURED_STEPS + SETTLING
 
 
 def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None:
@@ -230,9 +230,9 @@ def check_folder(out: Path) -> None:
 def _counted_words(plan: Rounds, warm_up: int) -> str:
     """Describe which steps count, or warn that there are too few."""
     if plan.steps is None or plan.steps >= warm_up + 2:
-        return f"The first {warm_up} steps of every run warm up (Auto makes its plan) and count in no mode.\n"
+        return f"The first {warm_up} steps of every run warm up (Auto makes its plan, which settles) and count in no mode.\n"
     return (
-        f"{plan.steps} steps are too few to measure Auto's plan, which starts after {warm_up}\n"
+        f"{plan.steps} steps are too few to measure Auto's plan, which starts after {warm_up - SETTLING}\n"
         f"hint: {plan.flag} {DEFAULT_STEPS}\n"
     )
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from ebbtide.base.actions import Action
+from ebbtide.base.runs import SETTLING
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.planner.charges import Work, charged, scaled
@@ -33,9 +34,6 @@ CHECKED = 5
 
 MISSES = 2
 """Passes that must agree that a promise was missed: one may have been disturbed."""
-
-SETTLING = 1
-"""Passes after a new plan that are not timed: the store allocates new sizes."""
 
 CORRECTIONS = 3
 """Most corrections of one plan; the last keeps everything."""

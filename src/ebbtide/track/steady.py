@@ -1,11 +1,11 @@
 """The counted steps of a run.
 
 [Note: steady steps]
-The first step warms up allocators and caches, and under ``Auto`` the steps before the last plan do not run it: these
-warm-up steps do not count. A comparison skips the same number of steps in every mode. A process's resident size
-includes freed memory that its allocator keeps; so in one step, the last of a recipe's run, the heap is trimmed at both
-edges of the forward (the event ``trim``). Activation memory is taken from that step, and times from the others, because
-fresh memory from the kernel is slower.
+The first step warms up allocators and caches, and under ``Auto`` the steps before the last plan do not run it, and its
+first ``SETTLING`` steps are slower than all that follow: these warm-up steps do not count. A comparison skips the same
+number of steps in every mode. A process's resident size includes freed memory that its allocator keeps; so in one step,
+the last of a recipe's run, the heap is trimmed at both edges of the forward (the event ``trim``). Activation memory is
+taken from that step, and times from the others, because fresh memory from the kernel is slower.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.base.runs import Event
+from ebbtide.base.runs import SETTLING, Event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ def steady_steps(events: Sequence[Event], warm_up: int | None = None) -> Steady:
 
     Args:
         events: Events of the run file.
-        warm_up: Number of steps to skip; ``None``: those before the last plan, at least one. With too few steps, one is
-            skipped.
+        warm_up: Number of steps to skip; ``None``: those before the last plan, and its first ones if others follow, at
+            least one. With too few steps, one is skipped.
     """
     ends = {event.get("step"): event["t"] for event in events if event["event"] == "step"}
     forwards = [e.get("step") for e in events if e["event"] == "phase" and e.get("name") == "forward"]
     steps = list(dict.fromkeys([*forwards, *ends]))
-    count = warm_up if warm_up is not None else steps_before_plan(events)
+    count = warm_up if warm_up is not None else min(steps_before_plan(events) + SETTLING, len(steps) - 1)
     left_out = tuple(steps[: count if 1 <= count < len(steps) else 1])
     trimmed = frozenset(event.get("step") for event in events if event["event"] == "trim")
     over = max((ends.get(step, -math.inf) for step in left_out), default=-math.inf)

@@ -1,8 +1,8 @@
 """Stands in for a recipe: writes a run folder by mode, with memory that truly rises and falls; no model, no torch.
 
 The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails; --wait
-makes it wait to be interrupted. The first three steps are slow and hold nothing; with ebbtide a plan is made after
-them, or after --plan_after steps.
+makes it wait to be interrupted. The first four steps are slow and hold nothing; with ebbtide a plan is made after three,
+or after --plan_after steps.
 """
 
 import json
@@ -55,7 +55,7 @@ def pages(size):
 def train(name):
     steps, planned = int(flag("--max_steps", 3)), int(flag("--plan_after", 3))
     for step in range(1, steps + 1):
-        warm = step <= min(3, steps - 1)
+        warm = step <= min(4, steps - 1)
         be_seen()
         emit("phase", name="forward", edge="begin", step=step)
         activations = pages(1 if warm else HEIGHT[name] * MIB)

@@ -122,22 +122,22 @@ def test_it_says_at_once_what_it_will_do(done):
     head = done[1].partition("round 1 of 2")[0]
     assert "3 modes, 2 rounds in turn: 6 runs of 7 steps, one after the other" in head
     assert "checkpointing    the trainer's own activation checkpointing" in head
-    assert "The first 3 steps of every run warm up" in head
+    assert "The first 4 steps of every run warm up" in head
     assert "\r" not in done[1] and "1 of 6  round 1, plain  starting" in head
 
 
 def test_steps_before_the_plan_count_in_no_mode(done):
-    """The first three steps of the fake are ten times as slow, and their forwards hold nothing."""
+    """The first four steps of the fake are ten times as slow, and their forwards hold nothing."""
     for mode in done[0].modes:
-        assert (mode["steps"], mode["warm_up_steps"], mode["timed_steps"]) == (7, 3, 4)
+        assert (mode["steps"], mode["warm_up_steps"], mode["timed_steps"]) == (7, 4, 3)
         assert mode["step_seconds_median"] < 0.1
-    assert "The first 3 of 7 steps warm up and do not count." in done[1]
+    assert "The first 4 of 7 steps warm up and do not count." in done[1]
 
 
 def test_too_few_steps_for_a_plan_are_said_to_be(tmp_path):
     screen = console()
     compare(["--max_steps", "3"], modes=["plain"], rounds=1, out=tmp_path, command=CHILD, console=screen)
-    assert "3 steps are too few to measure Auto's plan, which starts after 3\nhint: --max_steps 7" in (
+    assert "3 steps are too few to measure Auto's plan, which starts after 3\nhint: --max_steps 10" in (
         screen.file.getvalue()
     )
 
@@ -146,16 +146,16 @@ def test_a_plan_that_is_corrected_late_prolongs_the_warm_up_of_every_mode(tmp_pa
     screen = console()
     arguments = ["--max_steps", "7", "--plan_after", "4"]
     result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
-    assert [mode["warm_up_steps"] for mode in result.modes] == [4, 4]
-    assert "The first 4 of 7 steps warm up" in screen.file.getvalue()
+    assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
+    assert "The first 5 of 7 steps warm up" in screen.file.getvalue()
     written = json.loads((tmp_path / "round-1" / "plain" / "summary.json").read_text())
-    assert written["warm_up_steps"] == 4
+    assert written["warm_up_steps"] == 5
 
 
 @pytest.mark.parametrize(("after", "left"), [(4, False), (5, True)])
 def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
     screen = console()
-    arguments = ["--max_steps", "7", "--plan_after", str(after)]
+    arguments = ["--max_steps", "8", "--plan_after", str(after)]
     compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
     words = "A plan was corrected after step 5, which left 2 steps of each run to time: more --max_steps time more."
     assert (words in screen.file.getvalue()) is left
@@ -286,7 +286,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         ),
         (["--out", ""], "--out is ''; expected a folder"),
         (["stf"], "no recipe 'stf'; expected one of sft, grpo, video, or a YAML file\nhint: did you mean 'sft'"),
-        (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 7`"),
+        (["nonsense"], "there is no recipe 'nonsense'; .*\nhint: such as `ebbtide compare sft --max_steps 10`"),
         (["sft", "nonsense"], "there is no file 'nonsense'; .*\nhint: give a YAML file, or only flags"),
         (["no.yaml"], "there is no file 'no.yaml'"),
         (

@@ -11,6 +11,7 @@ import pytest
 from ebbtide.base.actions import Action, Candidate, Site
 from ebbtide.base.errors import BudgetError
 from ebbtide.base.events import Bus
+from ebbtide.base.runs import SETTLING
 from ebbtide.config import Auto
 from ebbtide.engine.spans import BlockSpan, Span
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
@@ -19,7 +20,7 @@ from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks
 from ebbtide.profiling.measured import MeasuredPlan
-from ebbtide.profiling.promise import CHECKED, CORRECTIONS, SETTLING, compared
+from ebbtide.profiling.promise import CHECKED, CORRECTIONS, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
 from ebbtide.store.disk import DiskTier
