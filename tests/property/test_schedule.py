@@ -31,7 +31,7 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, device: FakeDevice, words: int, forward: float, backward: float) -> Tensor:
-        saved = torch.full((words,), 1.5)
+        saved = torch.full((words,), 15, dtype=torch.int32)  # whole numbers are written when they are saved
         device.compute(forward, writes=saved)
         ctx.save_for_backward(saved)
         ctx.device, ctx.seconds = device, backward
@@ -40,7 +40,7 @@ class Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         (saved,) = ctx.saved_tensors
-        assert bool((saved == 1.5).all())
+        assert bool((saved == 15).all())
         del saved
         ctx.device.compute(ctx.seconds)
         return grad, None, None, None, None

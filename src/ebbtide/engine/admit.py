@@ -240,7 +240,7 @@ class Admission(RunRecord):
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
         inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
         inner.action = OFFLOAD
-        engine.park(self, inner, small)
+        engine.park(self, inner, small, written=True)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
         if self.builder is not None:
             self.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node: its id stays its own

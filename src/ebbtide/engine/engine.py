@@ -39,6 +39,9 @@ from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide.engine")
 
+_operators_begun: Callable[[], int] = torch._C._autograd._get_sequence_nr  # pyright: ignore
+"""The operators that autograd has seen in this thread, with the one that saves something now."""
+
 TensorFilter = Callable[[torch.Tensor], bool]
 
 
@@ -98,6 +101,7 @@ class Engine:
         self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
         self._stalls = StallBook(tier, bus)
+        self._operator: int | None = None  # autograd's number of the operator that saved what is postponed
         self.restorer = Restorer(self, mover, self._copy_out, self._stalls, bus)
 
     # Passes and blocks
@@ -151,6 +155,7 @@ class Engine:
             self._window.saw_block(run.tally.offloaded)
             self._stalls.set_reader("forward", run.block.name)
             try:
+                self._resume()
                 self._copy_out.begin()
                 self._copy_out.retire()
             except BaseException as error:
@@ -190,11 +195,36 @@ class Engine:
             found = self._empties[kind] = tensor.new_empty(0, dtype=torch.float32)
         return found
 
-    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
-        """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it."""
+    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
+        """Begin to offload the bytes of an entry of a block; it stays, and says so, if the store cannot take it.
+
+        An operator may save a tensor and write it afterwards without a new version, as ``rrelu`` does with its noise.
+        Such a tensor takes no gradient, so the copy of one begins when another operator saves something, or the block
+        ends.
+
+        Args:
+            run: The block.
+            entry: The entry.
+            tensor: The tensor.
+            written: Its bytes are certainly written.
+        """
         entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
         self._stalls.set_reader("forward", run.block.name)
-        self._copy_out.add(entry, run.pass_)
+        if self._operator is not None and _operators_begun() != self._operator:
+            self._resume()
+        if written or tensor.requires_grad or not tensor.is_floating_point():
+            self._copy_out.add(entry, run.pass_)
+        else:
+            self._operator = _operators_begun()
+            self._copy_out.postpone(entry, run.pass_)
+
+    def _resume(self) -> None:
+        """The operator that saved what is postponed has run."""
+        self._operator = None
+        for entry in self._copy_out.postponed:
+            if entry.checksum is not None and entry.source is not None:
+                entry.checksum = checksum(entry.source)
+        self._copy_out.resume()
 
     def keep(self, entry: Entry, storage: torch.UntypedStorage) -> None:
         """Keep an entry's storage on the device, and count its bytes while it lives."""

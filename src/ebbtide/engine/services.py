@@ -56,7 +56,7 @@ class Services(Protocol):
         """Return a tensor of no bytes, of the same class and on the same device."""
         ...
 
-    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor) -> None:
+    def park(self, run: RunRecord, entry: Entry, tensor: torch.Tensor, *, written: bool = False) -> None:
         """Begin to offload the bytes of an entry of a block."""
         ...
 

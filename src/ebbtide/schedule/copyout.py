@@ -40,6 +40,7 @@ class CopyOut(Generic[SavedT]):
         self._held_live = LiveBytes()
         self._gathered: list[_Waiting[SavedT]] = []
         self._gathered_bytes = 0
+        self._postponed: list[_Waiting[SavedT]] = []
         self._expected_bytes = sys.maxsize  # what a forward offers; unknown before the first has ended
 
     @property
@@ -47,18 +48,26 @@ class CopyOut(Generic[SavedT]):
         """Bytes held back for backward."""
         return self._held_live.total
 
-    def add(self, saved: SavedT, forward: Forward) -> None:
-        """Begin the copy of a storage whose source is there, or hold it back; wait while the window is exceeded."""
-        nbytes = saved.nbytes
-        stream = None if self._can_cancel else self._mover.stream_of(saved)
-        waiting = _Waiting(weakref.ref(saved), nbytes, forward, stream)
+    def add(self, saved: SavedT, forward: Forward, *, postponed: _Waiting[SavedT] | None = None) -> None:
+        """Begin the copy of a storage whose source is there, or hold it back; wait while the window is exceeded.
+
+        Args:
+            saved: The storage.
+            forward: What it was saved in.
+            postponed: What ``postpone`` noted of it: its forward has counted it by now.
+        """
+        new, waiting = None, postponed
+        if waiting is None:
+            stream = None if self._can_cancel else self._mover.stream_of(saved)
+            new = waiting = _Waiting(weakref.ref(saved), saved.nbytes, forward, stream)
+        nbytes = waiting.nbytes
         late = forward.offered_bytes >= self._expected_bytes - self.window.held_bytes
         forward.offered_bytes += nbytes
         if self._can_cancel:
             self.in_flight_bytes += nbytes
-            self._begin([waiting], waiting)
+            self._begin([waiting], new)
         elif not late:
-            if not self._gather(waiting, new=waiting) and self._in_window:
+            if not self._gather(waiting, new=new) and self._in_window:
                 return
         else:
             self._held.append(waiting)
@@ -66,8 +75,26 @@ class CopyOut(Generic[SavedT]):
             while self._held and self._held_live.total > self.window.held_bytes:
                 begun = self._held.popleft()
                 self._is_held_no_more(begun)
-                self._gather(begun._replace(stayed=begun.forward is not forward), new=waiting)
-        self.retire(new=waiting)
+                self._gather(begun._replace(stayed=begun.forward is not forward), new=new)
+        self.retire(new=new)
+
+    def postpone(self, saved: SavedT, forward: Forward) -> None:
+        """Leave a storage alone until ``resume``: its bytes may not be written yet."""
+        stream = None if self._can_cancel else self._mover.stream_of(saved)
+        self._postponed.append(_Waiting(weakref.ref(saved), saved.nbytes, forward, stream))
+
+    @property
+    def postponed(self) -> list[SavedT]:
+        """What is postponed now."""
+        return [saved for waiting in self._postponed if (saved := waiting.saved()) is not None]
+
+    def resume(self) -> None:
+        """Treat what is postponed as if it were added now."""
+        postponed, self._postponed = self._postponed, []
+        for waiting in postponed:
+            saved = waiting.saved()
+            if saved is not None:
+                self.add(saved, waiting.forward, postponed=waiting)
 
     @property
     def _in_window(self) -> bool:
@@ -139,6 +166,7 @@ class CopyOut(Generic[SavedT]):
 
     def cancel(self, forward: Forward) -> None:
         """Cancel the copies of a forward that have not begun. See [Note: start of backward]."""
+        self._postponed = [waiting for waiting in self._postponed if waiting.forward is not forward]
         for waiting in self._held:
             if waiting.forward is forward:
                 self._is_held_no_more(waiting)
@@ -159,7 +187,7 @@ class CopyOut(Generic[SavedT]):
         if saved is not None:
             self._held_live.remove(saved)
 
-    def _gather(self, waiting: _Waiting[SavedT], *, new: _Waiting[SavedT]) -> bool:
+    def _gather(self, waiting: _Waiting[SavedT], *, new: _Waiting[SavedT] | None) -> bool:
         """Begin the copy of a storage with those of others; returns whether a group of copies has begun."""
         begun = False
         if self._gathered and self._gathered[-1].stream != waiting.stream:

@@ -1,8 +1,8 @@
 """Stands in for a recipe: writes a run folder by mode, with memory that truly rises and falls; no model, no torch.
 
 The losses are the same in every mode unless --uneven names the mode that differs; --fail names one that fails; --wait
-makes it wait to be interrupted. The first four steps are slow and hold nothing; with ebbtide a plan is made after three,
-or after --plan_after steps.
+makes it wait to be interrupted. The first four steps are slow and hold nothing; with ebbtide a plan is made after
+three, or after --plan_after steps.
 """
 
 import json

@@ -52,7 +52,9 @@ def made_plan_after(steps, *, total):
     for step in range(1, total + 1):
         start = 10.0 * step
         events += phases(step, start, backward=6.0 if step <= steps + SETTLING else 2.0)
-        events.append(event(start + 1, "stall", where="backward", block=0, seconds=1.0 if step <= steps + SETTLING else 0.25))
+        events.append(
+            event(start + 1, "stall", where="backward", block=0, seconds=1.0 if step <= steps + SETTLING else 0.25)
+        )
         if step == steps:
             events.append(event(start + 9, "plan", name="auto", text="measured"))
     return events

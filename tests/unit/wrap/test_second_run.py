@@ -389,3 +389,50 @@ def test_a_parameter_that_its_own_forward_changes_is_treated_tensor_by_tensor() 
             return y
 
     check_checkpointed(lambda: blocks(Decays), squares, count=0)
+
+
+class Seeded(torch.autograd.Function):
+    """Saves memory with other contents in each run, as attention saves seeds that nothing wrote."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, count: int) -> Tensor:
+        ctx.save_for_backward(x, torch.tensor([next(CONTENTS) for _ in range(count)], dtype=dtype))
+        return hard(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, _ = ctx.saved_tensors
+        return gradient * x, None, None
+
+
+CONTENTS = itertools.cycle([True, False, False, True, False])
+"""Two runs that take the same number of these find others."""
+
+
+def seeded(dtype: torch.dtype, count: int) -> type[nn.Module]:
+    class SeededBlock(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + Seeded.apply(x, dtype, count)
+
+    return SeededBlock
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.int64, 1), (torch.int64, 2), (torch.uint64, 2), (torch.uint8, 8)])
+def test_seeds_and_workspaces_that_nothing_wrote_are_not_compared(dtype: torch.dtype, count: int) -> None:
+    check_checkpointed(lambda: blocks(seeded(dtype, count)), squares)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.int64, 3), (torch.bool, 2), (torch.float32, 2)])
+def test_indices_masks_and_noise_of_another_second_forward_are_an_error(dtype: torch.dtype, count: int) -> None:
+    check_refused(lambda: blocks(seeded(dtype, count)), squares, RestoreError, policies=("minimal",))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("verify", [False, True])
+def test_the_noise_of_rrelu_is_saved_before_it_is_drawn(training: bool, verify: bool) -> None:
+    class Noisy(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.rrelu(self.up(x), training=training))
+
+    check_checkpointed(lambda: blocks(Noisy), squares)
+    check(lambda: blocks(Noisy), squares, verify=verify)
