@@ -201,7 +201,7 @@ class BlockRun(Admission):
         """Count what a block that is re-run whole does not hold.
 
         Args:
-            unique: Bytes of storages that such a block saved when its tensors were last treated one by one.
+            unique: Bytes that such a block saves where its tensors are treated one by one.
         """
         dropped = self.tally.add_checkpointed(unique)
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)

@@ -69,8 +69,12 @@ class Tally:
         self.offloaded -= nbytes
         self.kept += nbytes
 
+    def unique_for(self, input_bytes: int) -> int:
+        """Return the bytes that the same block saves with inputs of another size, in proportion."""
+        return self.unique * input_bytes // self.input_bytes if self.input_bytes else self.unique
+
     def add_checkpointed(self, unique: int) -> int:
-        """Count a block that is re-run whole; one by one, its saved tensors took ``unique`` bytes when last seen.
+        """Count a block that is re-run whole; one by one, its saved tensors would take ``unique`` bytes.
 
         Returns:
             The bytes that it does not hold.

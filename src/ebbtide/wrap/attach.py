@@ -239,7 +239,9 @@ class Attachment:
             with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
                 if checkpointed:
                     context = ForwardContext(scope.module, run, state)
-                    output = run_checkpointed(forward, args, kwargs, context, run, seen.unique)
+                    output = run_checkpointed(
+                        forward, args, kwargs, context, run, seen.unique_for(run.tally.input_bytes)
+                    )
                 else:
                     scope.set_run(run)
                     try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
 from tests.helpers.twice import Stack, check, check_refused, difference, only_biases, sgd, step_of, train, two_losses
 
@@ -436,3 +437,20 @@ def test_the_noise_of_rrelu_is_saved_before_it_is_drawn(training: bool, verify: 
 
     check_checkpointed(lambda: blocks(Noisy), squares)
     check(lambda: blocks(Noisy), squares, verify=verify)
+
+
+@pytest.mark.parametrize("count", [4, 16])
+def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int) -> None:
+    """So Auto, too, hears of longer inputs where it has every block checkpointed."""
+
+    def saved(*counts: int) -> tuple[int | None, int]:
+        torch.manual_seed(0)
+        model = blocks()
+        with ebbtide.enable_activation_offloading(model, policy="minimal", min_bytes=0) as handle:
+            for rows in counts:
+                model(torch.randn(rows, 16)).square().mean().backward()
+            stats = handle.stats()
+            return stats.checkpointed_blocks, stats.saved_bytes
+
+    assert saved(8, 8, 8, count) == saved(count, count, count, count)
+    assert saved(8, 8, 8, count)[0] == 3
