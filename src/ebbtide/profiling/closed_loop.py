@@ -2,12 +2,13 @@
 
 [Note: which plan comes next]
 A plan that missed its promise is replaced by one with the prices that were measured under it, which keeps more
-(``ebbtide.profiling.promise``, [Note: the loop]). A first plan that kept its promise usually had time to spare, because
-prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its error bar is taken as its cost; if
-that is clearly below the prediction, all prices fall in proportion, to no less than ``LEAST_PRICE`` of their value at
-once, and the resulting plan, which keeps less, is executed and judged, at most ``LOOSENED`` times. A first plan that
-keeps everything shows no price; then prices fall as far as allowed. If such a plan misses the promise, the one before
-it is restored for good.
+(``ebbtide.profiling.promise``, [Note: the loop]). If that misses it, too, the measured time does not follow the prices,
+and the next plan aims below the promise, by as much as the last one was above. A first plan that kept its promise
+usually had time to spare, because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its
+error bar is taken as its cost; if that is clearly below the prediction, all prices fall in proportion, to no less than
+``LEAST_PRICE`` of their value at once, and the resulting plan, which keeps less, is executed and judged, at most
+``LOOSENED`` times. A first plan that keeps everything shows no price; then prices fall as far as allowed. If such a
+plan misses the promise, the one before it is restored for good.
 
 [Note: the device's memory]
 On an accelerator the measured steps show a plan's peak. If the plan for ``max_slowdown`` would not fit the device, the
@@ -63,6 +64,7 @@ class ClosedLoop:
     def __init__(self, policy: Auto, tier: Tier) -> None:
         self._policy, self._tier = policy, tier
         self._noise, self._corrections, self._loosened = 0.0, 0, 0
+        self._aim = 1.0  # share of the promised slowdown that plans are made for
         self._before: Check | None = None  # the plan that kept its promise, while one that keeps less is tried
         self._warned = False
         self.story: list[str] = []
@@ -86,7 +88,7 @@ class ClosedLoop:
             noise: Relative difference of the equal steps that were measured.
         """
         self._noise, self._corrections, self._loosened = noise, 0, 0
-        self._before, self.story = None, []
+        self._aim, self._before, self.story = 1.0, None, []
         check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
         if check.budget_bytes is not None and self.budget_bytes is None:
             self._record(
@@ -105,6 +107,8 @@ class ClosedLoop:
             return before
         if self._corrections == CORRECTIONS:
             return None
+        if self._corrections:
+            self._aim *= min(check.allowed_share, 1.0)
         self._corrections += 1
         found = self._corrected(check)
         if found is None and check.budget_bytes is not None and not check.over_budget_bytes:
@@ -161,7 +165,8 @@ class ClosedLoop:
     def _solution(self, profile: Profile, budget_bytes: int | None) -> tuple[Solution, int | None]:
         """Return a plan and its memory limit; if none fits, the plan with the least memory."""
         if budget_bytes is None:
-            found, budget_bytes = shrink_hooked(profile, self._policy.max_slowdown), self._device_bytes
+            found = shrink_hooked(profile, self._aim * self._policy.max_slowdown)
+            budget_bytes = self._device_bytes
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:

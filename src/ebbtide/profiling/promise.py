@@ -35,7 +35,7 @@ CHECKED = 5
 MISSES = 2
 """Passes that must agree that a promise was missed: one may have been disturbed."""
 
-CORRECTIONS = 3
+CORRECTIONS = 4
 """Most corrections of one plan; the last keeps everything."""
 
 LEAST_PRICE = 0.25
@@ -206,6 +206,13 @@ class Check:
     def unjudged(self) -> bool:
         """Whether it must be judged by steps that execute it: a plan that keeps everything is ordinary training."""
         return not self.keeps and self.measured is None
+
+    @property
+    def allowed_share(self) -> float:
+        """The slowdown that was promised, as a share of the measured one; 1 if there was none."""
+        plain, measured = self.solution.profile.step_seconds, self.measured
+        slower = 0.0 if measured is None else measured.seconds - plain
+        return (self.allowed_seconds - plain) / slower if slower > 0 else 1.0
 
     @property
     def over_budget_bytes(self) -> int:

@@ -254,6 +254,20 @@ def test_a_missed_promise_is_corrected_by_keeping_more(caplog: pytest.LogCapture
     assert all("promised at most" in line and "measured 16.25 s" in line for line in told)
 
 
+def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
+    """Prices that explain one plan need not explain the next: else the last one, too, would be just too slow."""
+    plan, shares = planned(Auto(max_slowdown=0.2)), list[float]()
+    for _ in range(3):
+        check = plan._check
+        assert check is not None and not check.keeps
+        profile = check.solution.profile
+        allowed = check.allowed_seconds - profile.step_seconds
+        shares.append(check.solution.predicted.overhead_seconds / allowed)
+        missed = profile.step_seconds + 1.5 * allowed - profile.tail_seconds
+        carry_out(plan, *[missed] * CHECKED)
+    assert shares[1] > 1 / 1.5 >= shares[2] > 0
+
+
 def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
     plan = planned(Auto(max_slowdown=0.0))
     rounds = 0
