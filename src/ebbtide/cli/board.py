@@ -85,7 +85,9 @@ class Board:
         """Exclude the steps before the last plan of any run from every run; report plans that came too late."""
         runs = [run for by_mode in self._rounds.values() for run in by_mode.values()]
         made = max((steps_before_plan(run.events) for run in runs), default=0)
-        room = min((int(run.summary["steps"]) for run in runs), default=0) - _LEAST_COUNTED
+        steps = min((int(run.summary["steps"]) for run in runs), default=0)
+        # A plan that came too late to be timed is no reason to time fewer steps.
+        room = steps - (_LEAST_COUNTED if made + SETTLING <= steps - _LEAST_COUNTED else 1 + _FEW_TIMED)
         if made + SETTLING <= self._warm_up:
             return []
         warm_up = max(self._warm_up, min(made + SETTLING, room))

@@ -163,10 +163,10 @@ def test_a_plan_that_leaves_few_steps_to_time_is_named(tmp_path, after, left):
 
 def test_a_plan_that_is_corrected_too_late_is_named(tmp_path):
     screen = console()
-    arguments = ["--max_steps", "7", "--plan_after", "6"]
+    arguments = ["--max_steps", "9", "--plan_after", "8"]
     result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=screen)
     assert [mode["warm_up_steps"] for mode in result.modes] == [5, 5]
-    assert "A plan was corrected after step 6, so some of the counted steps" in screen.file.getvalue()
+    assert "A plan was corrected after step 8, so some of the counted steps" in screen.file.getvalue()
 
 
 def test_what_holds_the_peak_is_said_from_the_runs_own_record(done):
