@@ -17,6 +17,7 @@ import torch
 
 from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
+from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
 from ebbtide.engine.marks import marked
 from ebbtide.engine.mover import SlotMover
@@ -71,6 +72,7 @@ class Restorer:
         self._window = copy_out.window
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
+        self._timer: RecomputeTimer | None = None  # while a step is measured
 
     def read(self, entry: Entry, run: RunRecord, task: int) -> torch.Tensor:
         """Return an entry's bytes; recompute them if that is how it has them.
@@ -83,11 +85,15 @@ class Restorer:
         backward = self.backwards.get(task)
         content = self.content(entry, backward, run)
         if content is None:
-            began = time.perf_counter()
+            began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
             keep = functools.partial(self._keep, backward)
             work = functools.partial(recompute, self._engine.trust, entry, run.block.name, read, keep)
+            if timer is not None:
+                timer.begin(run.where)
             content = self._with_room("recompute", _flow_of(backward, run), work)
+            if timer is not None:
+                timer.end(run.where)
             self.recomputes += 1
             self.recompute_seconds += time.perf_counter() - began
         if entry.checksum is not None and checksum(content_bytes(content, entry.nbytes)) != entry.checksum:
@@ -153,7 +159,10 @@ class Restorer:
         if run is not None:
             self._stalls.set_reader("backward", run.block.name, entry.nbytes)
         try:
-            content = self._with_room("copy_in", flow, slot.take)
+            take, timer = slot.take, self._timer
+            if timer is not None and run is not None and target is not None and entry is not target:
+                take = functools.partial(timer.operand, slot.take, run.where)
+            content = self._with_room("copy_in", flow, take)
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -199,6 +208,7 @@ class Restorer:
         self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
         if self._engine.timer is not None:
             self._engine.timer.backward_begins(run)
+            self._timer = self._engine.timer.recomputes
         flow.reach(run.number)
         flow.advance()
 
@@ -223,9 +233,12 @@ class Restorer:
             self._stalls.flush()
             if self._engine.timer is not None:
                 self._engine.timer.backward_ends()
+                self._timer = None
             self._engine.trust.end_backward()
 
     def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
+        if self._timer is not None:
+            self._timer.made((entry.site, entry.nbytes))
         if backward is not None:
             entry.restored, entry.restored_on = content, self._engine.tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))

@@ -4,8 +4,8 @@
 Events divide a step into consecutive parts: a block's forward begins or ends, a block's backward begins, the backward
 ends. A part belongs to the block that began it, and time between two blocks to the earlier one; the time from the last
 forward to the first backward is counted apart, and so is that from the end of backward to the next pass, the tail.
-Blocks of other graphs in between end a part and are not counted. Each kind of saved tensor with a recipe is recomputed
-right after it was saved, from operands in memory, and timed: the cost of recomputing an operand is its own.
+Blocks of other graphs in between end a part and are not counted. Recomputes are timed in forward and in backward
+(``ebbtide.engine.executed``).
 
 [Note: plain blocks]
 A block that runs *plain* runs without hooks, as in ordinary training: nothing is packed, autograd keeps what it saves
@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ebbtide.base.actions import Action, Candidate, Site
+from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.passes import Pass, PlainRun, RunRecord
 from ebbtide.engine.spans import SpanTimer
 from ebbtide.engine.timed import TimedBlock, TimedStep, TimedUnit
@@ -69,8 +70,8 @@ class _Unit:
     block_input: bool
     movable: bool
     action: Action
-    recompute: Edges | None
     flops: float | None
+    recipe: bool
     host_seconds: float
 
 
@@ -91,14 +92,14 @@ class _Block:
 class _Pass:
     """What is known so far of the pass that is measured."""
 
-    def __init__(self, measured: Pass, waited: dict[str, float]) -> None:
+    def __init__(self, measured: Pass, waited: dict[str, float], recomputes: RecomputeTimer) -> None:
         self.measured, self.waited = weakref.ref(measured), waited
         self.blocks: list[_Block] = []
         self.by_run: weakref.WeakKeyDictionary[RunRecord | PlainRun, _Block] = weakref.WeakKeyDictionary()
         self.between = _Stretches()  # since the latest forward ended
         self.tail: _Stretches | None = None
         self.turned = False
-        self.recomputes: dict[tuple[Site, int], Edges | None] = {}
+        self.recomputes = recomputes
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
     def resident_bytes(self, known: int) -> int:
@@ -140,6 +141,7 @@ class StepTimer:
         self._open: tuple[_Stretches, Timestamp] | None = None
         self.began: Timestamp | None = None  # the first block of the latest pass that is measured
         self._known = 0  # how much of what was not kept was known when the open stretch began
+        self.recomputes: RecomputeTimer | None = None  # of the pass that is measured, if there is one
         self.marks = False  # note when the gradient of a block's output is there
         self.plain: frozenset[str] = frozenset()  # blocks that run plain in the pass that is measured
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
@@ -215,7 +217,8 @@ class StepTimer:
                 self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
         if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
-            self._pass, self._open = _Pass(run.pass_, dict(self._waited())), None
+            self.recomputes = RecomputeTimer(self._meter)
+            self._pass, self._open = _Pass(run.pass_, dict(self._waited()), self.recomputes), None
             self.began = self._meter.timestamp(self._where)
         now = self._pass
         if run.pass_ is not now.measured() or now.turned:
@@ -295,30 +298,23 @@ class StepTimer:
         block = None if self._pass is None else self._pass.by_run.get(run)
         if self._pass is None or block is None:
             return
-        key, recomputes = (unit.site, unit.bytes_), self._pass.recomputes
-        if prepare is not None and key not in recomputes:
-            began = self._meter.timestamp(run.where or self._where)
-            recompute = prepare()
-            recomputes[key] = None if recompute is None else self._time(recompute, run.where or self._where)
-            block.aside.append((began, self._meter.timestamp(run.where or self._where)))
+        kind, where, recomputes = (unit.site, unit.bytes_), run.where or self._where, self._pass.recomputes
+        if prepare is not None and not recomputes.knows(kind):
+            began = self._meter.timestamp(where)
+            recomputes.time(kind, prepare(), where)
+            block.aside.append((began, self._meter.timestamp(where)))
         if action is not Action.KEEP:
             self._pass.left.append((weakref.ref(storage), unit))
         block.units.append(
             _Unit(
                 site=unit.site, nbytes=unit.bytes_, narrow_bytes=narrow_bytes, block_input=unit.block_input,
                 movable=movable, action=action,
-                recompute=None if prepare is None else recomputes[key], flops=unit.recompute_flops,
+                flops=None if prepare is None else unit.recompute_flops, recipe=prepare is not None,
                 host_seconds=host_seconds,
             )
         )  # fmt: skip
 
     # Inside
-
-    def _time(self, recompute: Callable[[], object], where: torch.device | None) -> Edges:
-        recompute()  # warms up
-        began = self._meter.timestamp(where)
-        recompute()
-        return began, self._meter.timestamp(where)
 
     def _cut(self, then: _Stretches | None) -> None:
         """End the stretch that is open, and begin one of ``then``."""
@@ -333,6 +329,7 @@ class StepTimer:
 
     def _finish(self, found: _Pass) -> None:
         meter, waited = self._meter, self._waited()
+        prices = found.recomputes.prices()
 
         def own(stretches: _Stretches, where: str, aside: list[Edges]) -> float:
             stall = waited.get(where, 0.0) - found.waited.get(where, 0.0)
@@ -346,8 +343,8 @@ class StepTimer:
                     TimedUnit(
                         site=u.site, nbytes=u.nbytes, narrow_bytes=u.narrow_bytes, block_input=u.block_input,
                         movable=u.movable, action=u.action,
-                        recompute_seconds=None if u.recompute is None else meter.seconds(*u.recompute),
-                        recompute_flops=None if u.recompute is None else u.flops,
+                        recompute_seconds=prices.get((u.site, u.nbytes)) if u.recipe else None,
+                        recompute_flops=u.flops if u.recipe and (u.site, u.nbytes) in prices else None,
                         host_seconds=u.host_seconds,
                     )
                     for u in block.units
@@ -372,5 +369,5 @@ class StepTimer:
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
         )
-        self._pass = self._open = None
+        self._pass = self._open = self.recomputes = None
         self._wanted = self._done(step)
