@@ -5,6 +5,8 @@ from tests.helpers.mutants import Mutant
 OPERANDS = ("tests/unit/engine/test_operands.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
+PRICES = ("tests/unit/profiling/test_promise.py", "tests/unit/wrap/test_measured_step.py")
+
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
 
 MUTANTS = (
@@ -557,5 +559,40 @@ MUTANTS = (
             "tests/unit/engine/test_cases_second_run.py",
             "tests/unit/engine/test_numerics.py",
         ),
+    ),
+    Mutant(
+        "price: copies of operands count as recompute",
+        "ebbtide/engine/executed.py",
+        "            self._open.waits.append((began, self._meter.timestamp(where)))\n",
+        "            pass\n",
+        PRICES,
+    ),
+    Mutant(
+        "price: what backward executes is not timed",
+        "ebbtide/engine/restore.py",
+        "            self._timer = self._engine.timer.recomputes\n",
+        "",
+        PRICES,
+    ),
+    Mutant(
+        "price: an embedding's backward counts as the first block's",
+        "ebbtide/wrap/plain.py",
+        "if timer.times_blocks and timer.is_first(run):",
+        "if False:",
+        PRICES,
+    ),
+    Mutant(
+        "price: a slower backward is the plan's also where nothing is copied",
+        "ebbtide/profiling/promise.py",
+        "backwards or forwards",
+        "forwards",
+        PRICES,
+    ),
+    Mutant(
+        "price: a backward behind copies shows the machine's speed",
+        "ebbtide/profiling/promise.py",
+        "quiet = pairs[: min(moves, default=len(pairs))]",
+        "quiet = pairs",
+        PRICES,
     ),
 )

@@ -1,7 +1,8 @@
 """Time whole passes and their blocks while a plan is executed.
 
 [Note: a span]
-A span is the time from the first block of a pass to the end of its backward. Each block has two parts in it: its
+A span is the time from the first block of a pass to the end of that block's backward (``ebbtide.engine.timing``,
+[Note: a measured step]). Each block has two parts in it: its
 forward, up to the next block, and its backward, from the arrival of its output's gradient. Timestamps are read when the
 next pass begins, if the device has reached them, else one pass later, so nothing waits for a device. A pass is skipped
 if it had no backward, if another pass ran in between, or if it saved other amounts than the measured one.
@@ -49,8 +50,8 @@ class Span:
     """One pass that carried out a plan.
 
     Attributes:
-        seconds: From its first block to the end of its backward.
-        peak_bytes: Most memory in that time; None if not asked for, or not known.
+        seconds: From its first block's forward to the end of that block's backward.
+        peak_bytes: Most memory until the end of the whole backward; None if not asked for, or not known.
         saved_bytes: What its blocks saved.
         blocks: In the order in which their forwards began.
         system_seconds: The kernel's part of the time, in seconds of one core; None as for the memory.
@@ -77,6 +78,7 @@ class _Open:
 
     def __init__(self, pass_: Pass, began: Timestamp) -> None:
         self.pass_, self.began = weakref.ref(pass_), began
+        self.reached: Timestamp | None = None  # the gradient of the first block's input is there
         self.ended: Timestamp | None = None
         self.peak_bytes: int | None = None
         self.system_seconds: float | None = None  # when it began; then its own
@@ -192,11 +194,21 @@ class SpanTimer:
             now.left = None
         now.cut(self._meter.timestamp(self._device), block.backward)
 
+    def is_first(self, run: RunRecord | PlainRun) -> bool:
+        """Whether a block that has begun is the first of a pass that is timed."""
+        return self._open is not None and run in self._open.by_run and self._open.by_run[run] is self._open.blocks[0]
+
+    def backward_leaves(self, run: RunRecord | PlainRun) -> None:
+        """The gradient of the first block's input is there."""
+        if self._open is not None and run in self._open.by_run:
+            self._open.reached = self._meter.timestamp(self._device)
+
     def backward_ends(self) -> None:
         """A backward is over."""
         now = self._open
         if now is not None and now.ended is None:
-            now.ended = self._meter.timestamp(self._device)
+            last = now.stretch is not None and now.stretch[0] is now.blocks[0].backward
+            now.ended = now.reached if last and now.reached is not None else self._meter.timestamp(self._device)
             now.cut(now.ended, None)
             now.peak_bytes = self._meter.take_peak_bytes(self._device) if self._memory else None
             if now.system_seconds is not None:

@@ -82,7 +82,7 @@ class TimedStep:
     Attributes:
         blocks: In the order in which their forwards began.
         head_seconds: Between the last forward and the first backward.
-        tail_seconds: From the end of the backward to the first block of the next pass.
+        tail_seconds: From the end of the first block's backward to the first block of the next pass.
         head_peak_bytes: Most memory in the former; None if not asked for, or not known.
         head_resident_bytes: Bytes that were there then though the step had not kept them.
     """

@@ -3,7 +3,9 @@
 [Note: a measured step]
 Events divide a step into consecutive parts: a block's forward begins or ends, a block's backward begins, the backward
 ends. A part belongs to the block that began it, and time between two blocks to the earlier one; the time from the last
-forward to the first backward is counted apart, and so is that from the end of backward to the next pass, the tail.
+forward to the first backward is counted apart, and so is the tail, from the end of the first block's backward to the
+next pass. Where autograd goes on beyond the blocks, to an embedding, that backward ends when the gradient of the
+block's input is there (``marks``): an embedding's gradient, as large as its weight, would look like time of the block.
 Blocks of other graphs in between end a part and are not counted. Recomputes are timed in forward and in backward
 (``ebbtide.engine.executed``).
 
@@ -87,6 +89,8 @@ class _Block:
     backward: _Stretches = field(default_factory=_Stretches)
     units: list[_Unit] = field(default_factory=list[_Unit])
     aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what was spent on timing recomputes
+    left: Timestamp | None = None  # the gradient of the first block's input is there
+    beyond: list[Edges] = field(default_factory=list[Edges])  # of its backward, what is the tail's
 
 
 class _Pass:
@@ -252,13 +256,30 @@ class StepTimer:
             self._pass.turned = self._pass.turned or block is not None
             self._cut(None if block is None else block.backward)
 
+    def is_first(self, run: RunRecord | PlainRun) -> bool:
+        """Whether a block that has begun is the first of a pass that is timed."""
+        if self._pass is not None and run in self._pass.by_run:
+            return self._pass.by_run[run] is self._pass.blocks[0]
+        return self.spans is not None and self.spans.is_first(run)
+
+    def backward_leaves(self, run: RunRecord | PlainRun) -> None:
+        """The gradient of the first block's input is there."""
+        if self.spans is not None:
+            self.spans.backward_leaves(run)
+        block = None if self._pass is None else self._pass.by_run.get(run)
+        if block is not None:
+            block.left = self._meter.timestamp(self._where)
+
     def backward_ends(self) -> None:
         """A backward is over."""
         if self.spans is not None:
             self.spans.backward_ends()
         if self._pass is not None and self._pass.turned and self._pass.tail is None:
             self._pass.tail = _Stretches()
+            first, open_ = self._pass.blocks[0], self._open
             self._cut(self._pass.tail)
+            if open_ is not None and open_[0] is first.backward and first.left is not None:
+                first.beyond.append((first.left, self._open[1]))
 
     def finish(self) -> None:
         """End the step whose backward is over, if there is one: another begins, or none follows."""
@@ -350,7 +371,7 @@ class StepTimer:
                     for u in block.units
                 ),
                 forward_seconds=own(block.forward, f"forward {block.name}", block.aside),
-                backward_seconds=own(block.backward, f"backward {block.name}", []),
+                backward_seconds=own(block.backward, f"backward {block.name}", block.beyond),
                 forward_peak_bytes=block.forward.peak_bytes,
                 backward_peak_bytes=block.backward.peak_bytes,
                 forward_resident_bytes=block.forward.resident_bytes,
@@ -365,7 +386,8 @@ class StepTimer:
         step = TimedStep(
             blocks=blocks,
             head_seconds=found.between.seconds(meter),
-            tail_seconds=0.0 if found.tail is None else found.tail.seconds(meter),
+            tail_seconds=sum(meter.seconds(*edges) for block in found.blocks for edges in block.beyond)
+            + (0.0 if found.tail is None else found.tail.seconds(meter)),
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
         )

@@ -17,6 +17,7 @@ that keeps less (``ebbtide.profiling.closed_loop``). Every rank does this indepe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -87,29 +88,34 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     profile = solution.profile
     if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
         return None
-    # Only forwards: other blocks' copies, absent from an ordinary step, run during their backward.
-    speeds = [
-        found.forward_seconds / block.forward_seconds
-        for found, block in zip(span.blocks, profile.blocks, strict=True)
-        if found.plain and block.forward_seconds
-    ]
-    if not speeds:
+    pairs = list(zip(span.blocks, profile.blocks, strict=True))
+    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in pairs if found.plain])
+    if forwards is None:
         return None
-    one = len(speeds) == 1
-    low, high = quartile(speeds) * (1 - ALONE * one), quartile(speeds, upper=True) * (1 + ALONE * one)
+    # Of backwards only those in which no other block's copies run, which an ordinary step has not.
+    moves = [place for place, actions in enumerate(solution.assignment) if Action.OFFLOAD in actions]
+    quiet = pairs[: min(moves, default=len(pairs))]
+    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet if found.plain])
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
-    plain = sum(block.forward_seconds + block.backward_seconds for block in profile.blocks)
+    plain_forward = sum(block.forward_seconds for block in profile.blocks)
+    plain_backward = sum(block.backward_seconds for block in profile.blocks)
     others = max(span.seconds - sum(block.seconds for block in span.blocks), 0.0) + profile.tail_seconds
 
-    def seconds(speed: float) -> float:
-        return profile.step_seconds * (planned + others) / (speed * plain + others)
+    def seconds(forward: float, backward: float) -> float:
+        return (
+            profile.step_seconds * (planned + others) / (forward * plain_forward + backward * plain_backward + others)
+        )
 
-    return Measured(
-        seconds=seconds(median(speeds)),
-        low_seconds=seconds(high),
-        high_seconds=seconds(low),
-        peak_bytes=span.peak_bytes,
-    )
+    low, middle, high = map(seconds, forwards, backwards or forwards)
+    return Measured(seconds=middle, low_seconds=high, high_seconds=low, peak_bytes=span.peak_bytes)
+
+
+def _speeds(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
+    """Return by how many times the first of each pair is longer: lower quartile, median and upper quartile."""
+    found = [now / before for now, before in pairs if before]
+    if len(found) == 1:
+        return found[0] * (1 - ALONE), found[0], found[0] * (1 + ALONE)
+    return (quartile(found), median(found), quartile(found, upper=True)) if found else None
 
 
 def _planned_seconds(blocks: tuple[BlockSpan, ...], solution: Solution, place: int) -> float:

@@ -124,6 +124,9 @@ class PlainBlocks:
         for node in set(map(node_of, tensors_in(output))) - input_nodes:
             if node is not None:
                 node.register_prehook(functools.partial(self._backward_begins, run))
+        if timer.times_blocks and timer.is_first(run):
+            for node in filter(None, input_nodes):
+                node.register_prehook(functools.partial(self._backward_leaves, run))
 
     def _backward_begins(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
         with self._engine.lock:
@@ -135,6 +138,11 @@ class PlainBlocks:
                     self._engine.restorer.begin_block(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
+
+    def _backward_leaves(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
+        with self._engine.lock:
+            if self._engine.timer is not None:
+                self._engine.timer.backward_leaves(run)
 
 
 def _elements(inputs: Sequence[torch.Tensor]) -> int:

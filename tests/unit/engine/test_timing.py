@@ -363,3 +363,51 @@ def test_passes_that_overlap_or_were_dropped_are_not_timed() -> None:
     for _ in range(3):
         scene.step(1.0)
     assert [span.seconds for span in scene.told] == [3.0]
+
+
+def test_backward_beyond_the_first_block_is_the_tail() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "b")
+    assert scene.timer.is_first(runs[0]) and not scene.timer.is_first(runs[1])
+    scene.timer.backward_begins(runs[1])
+    scene.spend(2.0)
+    scene.timer.backward_begins(runs[0])
+    scene.spend(3.0)
+    scene.timer.backward_leaves(runs[0])
+    scene.spend(10.0)  # an embedding
+    scene.timer.backward_ends()
+    scene.spend(5.0)  # the optimizer
+    scene.forward(Pass(), "a", "b")
+    (step,) = scene.found
+    assert [block.backward_seconds for block in step.blocks] == [3.0, 2.0]
+    assert step.tail_seconds == 15.0
+
+
+def test_a_block_that_shows_after_the_first_ends_what_was_beyond_it() -> None:
+    scene, one = Scene(), Pass()
+    runs = scene.forward(one, "a", "b")
+    scene.timer.backward_begins(runs[0])
+    scene.timer.backward_leaves(runs[0])
+    scene.spend(3.0)
+    scene.timer.backward_begins(runs[1])
+    scene.spend(2.0)
+    scene.timer.backward_ends()
+    scene.forward(Pass(), "a", "b")
+    (step,) = scene.found
+    assert [block.backward_seconds for block in step.blocks] == [3.0, 2.0]
+    assert step.tail_seconds == 0.0
+
+
+def test_a_span_ends_with_the_first_blocks_backward() -> None:
+    scene = Spans()
+    scene.clock.ahead = True
+    runs = scene.full(Pass(), 1.0)
+    assert scene.timer.is_first(runs[0])
+    scene.timer.backward_begins(runs[0])
+    scene.spend(2.0)
+    scene.timer.backward_leaves(runs[0])
+    scene.spend(10.0)  # an embedding
+    scene.timer.backward_ends()
+    scene.timer.runs_plain("a")
+    (span,) = scene.told
+    assert (span.seconds, span.blocks[0].backward_seconds) == (3.0, 2.0)

@@ -329,6 +329,31 @@ def test_a_plan_is_compared_with_blocks_of_the_same_pass(speed: float) -> None:
     assert found.low_seconds == found.seconds == found.high_seconds
 
 
+def slow_backwards(span: Span, factor: float) -> Span:
+    return replace(span, blocks=tuple(replace(b, backward_seconds=factor * b.backward_seconds) for b in span.blocks))
+
+
+def test_backwards_without_copies_show_the_machines_speed() -> None:
+    plan = judged_plan()
+    assert plan._check is not None
+    solution = plan._check.solution
+    last = len(solution.assignment) - 1
+    blocks = [tuple(Action.KEEP for _ in actions) for actions in solution.assignment]
+
+    def found(place: int, action: Action, plain: int) -> float:
+        actions = [tuple(action for _ in b) if i == place else b for i, b in enumerate(blocks)]
+        one = compared(slow_backwards(span_of(plan, 1.0, plain=(plain,)), 1.3), replace(solution, assignment=actions))
+        assert one is not None
+        return one.seconds / solution.profile.step_seconds
+
+    # All backwards took 1.3 times as long, those of ordinary training, too: nothing is slower than that.
+    assert found(last, Action.RECOMPUTE, plain=0) == pytest.approx(1.0)
+    assert found(last, Action.OFFLOAD, plain=0) == pytest.approx(1.0)
+    assert found(0, Action.RECOMPUTE, plain=last) == pytest.approx(1.0)
+    # Behind a block that offloads, a slower backward may be the doing of its copies.
+    assert found(0, Action.OFFLOAD, plain=last) > 1.1
+
+
 def test_without_a_block_without_hooks_or_with_other_blocks_nothing_is_compared() -> None:
     plan = judged_plan()
     assert plan._check is not None
