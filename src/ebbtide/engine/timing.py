@@ -276,10 +276,10 @@ class StepTimer:
             self.spans.backward_ends()
         if self._pass is not None and self._pass.turned and self._pass.tail is None:
             self._pass.tail = _Stretches()
-            first, open_ = self._pass.blocks[0], self._open
+            first, last = self._pass.blocks[0], None if self._open is None else self._open[0]
+            if first.left is not None and last is first.backward:
+                first.beyond.append((first.left, self._meter.timestamp(self._where)))
             self._cut(self._pass.tail)
-            if open_ is not None and open_[0] is first.backward and first.left is not None:
-                first.beyond.append((first.left, self._open[1]))
 
     def finish(self) -> None:
         """End the step whose backward is over, if there is one: another begins, or none follows."""
