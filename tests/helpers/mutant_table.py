@@ -5,7 +5,11 @@ from tests.helpers.mutants import Mutant
 OPERANDS = ("tests/unit/engine/test_operands.py",)
 MEMO = ("tests/unit/engine/test_memo.py",)
 TRUST = ("tests/unit/engine/test_trust.py",)
-PRICES = ("tests/unit/profiling/test_promise.py", "tests/unit/wrap/test_measured_step.py")
+PRICES = (
+    "tests/unit/profiling/test_measured.py",
+    "tests/unit/profiling/test_promise.py",
+    "tests/unit/wrap/test_measured_step.py",
+)
 
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
 
@@ -559,6 +563,13 @@ MUTANTS = (
             "tests/unit/engine/test_cases_second_run.py",
             "tests/unit/engine/test_numerics.py",
         ),
+    ),
+    Mutant(
+        "price: larger steps are measured under the plan for smaller ones",
+        "ebbtide/profiling/measured.py",
+        "if self.table is None or self._measures else",
+        "if self.table is None else",
+        PRICES,
     ),
     Mutant(
         "price: copies of operands count as recompute",

@@ -5,8 +5,8 @@ The first pass warms up and follows the heuristic (``ebbtide.planner.rules``): c
 offloaded. That needs close to the least memory, so even a model that ran out of memory gets this far. The next passes
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
-whose saved tensors are all kept runs without hooks. A pass that saves clearly more than the measured one is measured,
-too, and gets a new plan.
+whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
+too, again under the heuristic, and get a new plan.
 """
 
 from __future__ import annotations
@@ -95,6 +95,11 @@ class MeasuredPlan:
     # The plan, as the engine uses it
 
     @property
+    def _measures(self) -> bool:
+        """Whether steps are measured now: under the heuristic, which moves and recomputes what is to be priced."""
+        return self._timer is not None and self._timer.wanted
+
+    @property
     def name(self) -> str:
         """Short name for logs and reports."""
         return self._by_rule.name
@@ -108,12 +113,13 @@ class MeasuredPlan:
         """Return the action of a storage."""
         if candidate.block_name in self._kept_under_hooks:
             return Action.KEEP
-        return (self.table or self._by_rule).choose(candidate)
+        return (self._by_rule if self.table is None or self._measures else self.table).choose(candidate)
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether RECOMPUTE may be chosen. In measured steps every recipe is built, to be timed."""
-        measures = self._timer is not None and self._timer.wanted
-        return measures or self.table is None or self.table.needs_recipe(candidate)
+        if candidate.block_name in self._kept_under_hooks:
+            return False
+        return self._measures or self.table is None or self.table.needs_recipe(candidate)
 
     def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
         """Return KEEP: saved tensors are decided one by one."""
@@ -121,8 +127,7 @@ class MeasuredPlan:
 
     def checkpoints(self, block_name: str) -> bool:
         """Whether a block is checkpointed. While steps are measured, none is."""
-        measures = self._timer is not None and self._timer.wanted
-        return self.table is not None and not measures and self.table.checkpoints(block_name)
+        return self.table is not None and not self._measures and self.table.checkpoints(block_name)
 
     def may_checkpoint(self, block_name: str) -> bool:
         """Whether to observe if a block can be checkpointed: in the first step, and for checkpointed blocks."""

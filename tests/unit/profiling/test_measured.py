@@ -96,6 +96,29 @@ def test_the_first_step_warms_up_two_are_measured_and_the_faster_counts() -> Non
     assert plan.table.predicted.overhead_percent <= 5.0 + 1e-6
 
 
+def test_larger_steps_are_measured_under_the_heuristic() -> None:
+    plan = MeasuredPlan(Auto(max_slowdown=0.0), tier(), None, Bus())
+    by_rule = ask(plan, "dear")
+    for _ in range(3):
+        plan.saw_step(step())
+    assert ask(plan, "dear") is Action.KEEP is not by_rule
+    timer: Any = SimpleNamespace(wanted=True)  # inputs grew
+    plan._timer = timer
+    # The table moves nothing, which would leave copies without a price in the next profile.
+    assert ask(plan, "dear") is by_rule
+    timer.wanted = False
+    assert ask(plan, "dear") is Action.KEEP
+
+
+def test_blocks_that_show_the_cost_of_hooks_build_no_recipes() -> None:
+    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    site = Site("Layer", "light", "Node", 0)
+    candidate = Candidate(site=site, block_name="layers.1", block=1, bytes_=8, block_input=False, recompute_flops=None)
+    assert plan.needs_recipe(candidate)
+    plan._kept_under_hooks = frozenset({"layers.1"})
+    assert not plan.needs_recipe(candidate) and plan.choose(candidate) is Action.KEEP
+
+
 def test_steps_that_differ_are_not_mixed() -> None:
     plan = MeasuredPlan(Auto(), tier(), None, Bus())
     plan.saw_step(step())
