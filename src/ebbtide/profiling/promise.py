@@ -102,12 +102,11 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     others = max(span.seconds - sum(block.seconds for block in span.blocks), 0.0) + profile.tail_seconds
 
     def seconds(forward: float, backward: float) -> float:
-        return (
-            profile.step_seconds * (planned + others) / (forward * plain_forward + backward * plain_backward + others)
-        )
+        plain = forward * plain_forward + backward * plain_backward
+        return profile.step_seconds * (planned + others) / (plain + others)
 
-    low, middle, high = map(seconds, forwards, backwards or forwards)
-    return Measured(seconds=middle, low_seconds=high, high_seconds=low, peak_bytes=span.peak_bytes)
+    longest, middle, shortest = map(seconds, forwards, backwards or forwards)
+    return Measured(seconds=middle, low_seconds=shortest, high_seconds=longest, peak_bytes=span.peak_bytes)
 
 
 def _speeds(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float] | None:
