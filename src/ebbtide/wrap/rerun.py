@@ -31,7 +31,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.collectives import Collectives
-from ebbtide.wrap.state import State, generators_of
+from ebbtide.wrap.state import State, States, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -55,6 +55,7 @@ class Reruns:
         self._plan, self._votes, self._collectives = plan, votes, Collectives()
         self._names = plan if isinstance(plan, NamesBlocks) else None
         self._refused: dict[str, str] = {}  # kind → logged reason why not
+        self._states = States()
         self._looked: set[str] = set()  # blocks that were searched for generators and iterators
 
     def decide(
@@ -119,7 +120,7 @@ class Reruns:
         if not self._possible(block):
             yield None
             return
-        kind, state = block.kind, State(module.modules())
+        kind, state = block.kind, self._states.before(module)
         first = block.name not in self._looked
         self._looked.add(block.name)
         if first and generators_of(module):
@@ -134,6 +135,7 @@ class Reruns:
             with looked:
                 yield state
         finally:
+            self._states.after(module, state)
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
             if run.jagged:

@@ -5,6 +5,9 @@ adapter, a tuple set before each call, values of the previous step, a counter. S
 the modules' attributes are recorded: dictionaries (which hold attributes, parameters, buffers and submodules), lists,
 sets, subclasses of these (``Counter``), numpy arrays, and the attributes and slots of other objects. Contents are
 compared by identity; only references and arrays are copied.
+
+A block reaches some hundred containers, and searching for them costs a millisecond, but usually none has changed since
+the block's last forward. So a state is used again where all its containers still hold the same: see ``States``.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import random
 import sys
 import types
@@ -31,6 +35,9 @@ values of the second forward are compared."""
 MOST_ARRAY_BYTES = 1024**2
 """Larger numpy arrays are not recorded: each forward of the block would copy them."""
 
+_SIZED = (dict, OrderedDict, set, list)
+"""Classes whose instances' length is certainly the number of what they hold."""
+
 _LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
 _FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
 """Packages whose objects belong to the machinery around a block."""
@@ -45,6 +52,9 @@ class State:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
+        self._objects: list[Any] = []
+        self._attributes: list[Any] = []  # the dictionary of each object's attributes
+        self._ids: tuple[list[Any], list[tuple[Any, list[int]]]] | None = None  # empty containers; others with ids
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
@@ -69,17 +79,17 @@ class State:
                 case Role.DICT:
                     pending += _followed(self._hold(value).values())
                     if kind is not dict and _has_attributes(kind):
-                        pending.append(vars(value))
+                        pending.append(self._attributes_of(value))
                 case Role.CONTAINER:
                     pending += _followed(self._hold(value))
                     if _has_attributes(kind):
-                        pending.append(vars(value))
+                        pending.append(self._attributes_of(value))
                 case Role.ARRAY:
                     if value.flags.writeable and value.nbytes <= MOST_ARRAY_BYTES:
                         self._hold(_Array(value))
                 case Role.OBJECT:
                     if _has_attributes(kind):
-                        pending.append(vars(value))
+                        pending.append(self._attributes_of(value))
                     if slots := _slots_of(kind):
                         pending += _followed(self._hold(_Slots(value, slots)).values())
                 case Role.PLAIN:  # a class may return a dictionary of another type
@@ -91,8 +101,34 @@ class State:
         self._held.append((container, held))
         return held
 
+    def _attributes_of(self, value: Any) -> Any:
+        held = vars(value)
+        self._objects.append(value)
+        self._attributes.append(held)
+        return held
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has everything that the modules can reach, so that ``same`` tells whether anything changed."""
+        return len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
+
+    def same(self) -> bool:
+        """Whether all containers still hold the same objects, in the same order. Arrays are left out: see ``whole``."""
+        if self._ids is None:
+            empty = [container for container, held in self._held if not held and type(container) in _SIZED]
+            known = set(map(id, empty))
+            self._ids = empty, [(container, _ids(held)) for container, held in self._held if id(container) not in known]
+        empty, filled = self._ids
+        return (
+            not any(map(len, empty))
+            and all(_ids(container) == ids for container, ids in filled)
+            and all(map(operator.is_, map(vars, self._objects), self._attributes))
+        )
+
     def now(self) -> State:
         """Return the current contents of the same containers."""
+        if self.whole and self.same():
+            return self
         state = State(())
         state._held = [(container, _copied(container)) for container, _ in self._held]
         return state
@@ -104,6 +140,8 @@ class State:
             instead: Id of a value → its replacement.
             tensors: Restore tensors too. FSDP replaces those of its modules itself.
         """
+        if not instead and self.whole and self.same():
+            return
         for container, then in self._held:
             if isinstance(container, _Array):
                 container.put_back(then)
@@ -123,6 +161,26 @@ class State:
                     base: Any = deque if isinstance(container, deque) else list
                     base.clear(container)
                     base.extend(container, values)
+
+
+class States:
+    """The last state of each block, used again where nothing changed.
+
+    A kept state holds references: it is dropped where the forward changed something, and if it would keep a graph alive.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[nn.Module, State] = {}
+
+    def before(self, module: nn.Module) -> State:
+        """Return the state before a forward of the block ``module``."""
+        last = self._last.pop(module, None)
+        return last if last is not None and last.same() else State(module.modules())
+
+    def after(self, module: nn.Module, state: State) -> None:
+        """Keep the state after a forward, if the next forward probably begins with it."""
+        if state.whole and all(tensor.is_leaf for tensor in state.tensors) and state.same():
+            self._last[module] = state
 
 
 class _Array:
@@ -172,6 +230,19 @@ def _copied(container: Any) -> Any:
     if base is not None:
         return base.copy(container)
     return list(container) if isinstance(container, deque) else container.copy()
+
+
+def _ids(container: Any) -> list[int]:
+    """Return the ids of what a container holds, by the built-in methods and not those of a subclass."""
+    if type(container) is dict or type(container) is OrderedDict:  # the most
+        return [*map(id, container), *map(id, container.values())]
+    if isinstance(container, _Slots):
+        container = container.copy()
+    if isinstance(container, dict):
+        base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+        return [*map(id, base.keys(container)), *map(id, base.values(container))]
+    base = next(base for base in (list, set, deque) if isinstance(container, base))
+    return list(map(id, base.__iter__(container)))
 
 
 def _followed(values: Iterable[Any]) -> list[Any]:
