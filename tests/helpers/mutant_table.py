@@ -12,6 +12,7 @@ PRICES = (
 )
 
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
+STATE = ("tests/unit/wrap/test_state.py",)
 
 MUTANTS = (
     Mutant(
@@ -563,6 +564,55 @@ MUTANTS = (
             "tests/unit/engine/test_cases_second_run.py",
             "tests/unit/engine/test_numerics.py",
         ),
+    ),
+    Mutant(
+        "state: used again although an object changed",
+        "ebbtide/wrap/state.py",
+        "return last if last is not None and last.same() else",
+        "return last if last is not None else",
+        STATE,
+    ),
+    Mutant(
+        "state: what was empty is not compared",
+        "ebbtide/wrap/state.py",
+        "            not any(map(len, empty))\n            and ",
+        "            ",
+        STATE,
+    ),
+    Mutant(
+        "state: replaced attributes are not seen",
+        "ebbtide/wrap/state.py",
+        "            and all(map(operator.is_, map(vars, self._objects), self._attributes))\n",
+        "",
+        STATE,
+    ),
+    Mutant(
+        "state: one that holds a graph is kept",
+        "ebbtide/wrap/state.py",
+        "if state.whole and all(tensor.is_leaf for tensor in state.tensors) and state.same():",
+        "if state.whole and state.same():",
+        STATE,
+    ),
+    Mutant(
+        "state: one that the forward changed is kept",
+        "ebbtide/wrap/state.py",
+        "for tensor in state.tensors) and state.same():",
+        "for tensor in state.tensors):",
+        STATE,
+    ),
+    Mutant(
+        "state: arrays are not looked at, and count as unchanged",
+        "ebbtide/wrap/state.py",
+        "return len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
+        "return len(self._held) < MOST",
+        STATE,
+    ),
+    Mutant(
+        "state: a dictionary's order is not restored",
+        "ebbtide/wrap/state.py",
+        "keys != then.keys() or (tensors and [*map(id, keys)] != [*map(id, then)])",
+        "keys != then.keys()",
+        STATE,
     ),
     Mutant(
         "price: larger steps are measured under the plan for smaller ones",

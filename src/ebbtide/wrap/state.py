@@ -258,7 +258,8 @@ def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) ->
     if not tensors:
         then = {k: base.get(container, k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
         then |= {k: v for k, v in base.items(container) if k not in then and isinstance(v, torch.Tensor)}
-    if base.keys(container) != then.keys():
+    keys = base.keys(container)
+    if keys != then.keys() or (tensors and [*map(id, keys)] != [*map(id, then)]):
         base.clear(container)  # the order of keys is that of parameters and submodules
         base.update(container, then)
         return

@@ -1,0 +1,137 @@
+"""The state of a block's objects: when it is used again, and that it then has what the objects hold."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ebbtide.wrap.state import State, States
+
+
+class _Noted:
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class _Free:
+    def __init__(self) -> None:
+        self.value = 1
+
+
+def _block() -> Any:
+    block: Any = nn.Sequential(nn.Linear(2, 2), nn.Identity())
+    block.list, block.set, block.queue = [1, 2], {1}, deque([1])
+    block.dict, block.order, block.counter = {"a": 1, "b": 2}, OrderedDict(a=1, b=2), Counter("aab")
+    block.noted, block.free, block.inside, block.empty = _Noted(1), _Free(), ([1], "x"), _Noted(None)
+    del block.empty.value
+    return block
+
+
+def _reverse(block: Any) -> None:
+    block.order.move_to_end("a")
+
+
+def _replace_attributes(block: Any) -> None:
+    block.free.__dict__ = {"value": 1}
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an attribute": lambda block: setattr(block, "scale", 2.0),
+    "an attribute that is equal": lambda block: setattr(block, "list", [1, 2]),
+    "a parameter": lambda block: setattr(block[0], "weight", nn.Parameter(torch.ones(2, 2))),
+    "a submodule": lambda block: block.append(nn.Identity()),
+    "the mode": lambda block: block[1].eval(),
+    "a list": lambda block: block.list.append(3),
+    "a list that stays as long": lambda block: block.list.reverse(),
+    "a set": lambda block: block.set.add(2),
+    "a queue": lambda block: block.queue.rotate() or block.queue.append(0),
+    "a dictionary's value": lambda block: block.dict.update(a=5),
+    "a dictionary's key": lambda block: block.dict.update(c=block.dict.pop("b")),
+    "a dictionary's order": _reverse,
+    "a counter": lambda block: block.counter.update("b"),
+    "a slot": lambda block: setattr(block.noted, "value", 2),
+    "a slot that was empty": lambda block: setattr(block.empty, "value", 2),
+    "an object": lambda block: setattr(block.free, "value", 2),
+    "an object's dictionary": _replace_attributes,
+    "a list in a tuple": lambda block: block.inside[0].append(1),
+    "an empty dictionary": lambda block: block[1]._buffers.update(one=torch.ones(1)),
+}
+
+
+def test_a_state_is_used_again_while_nothing_changes() -> None:
+    states, block = States(), _block()
+    first = states.before(block)
+    states.after(block, first)
+    assert states.before(block) is first
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_is_not_used_again_after_a_change(change: str) -> None:
+    states, block = States(), _block()
+    first = states.before(block)
+    states.after(block, first)
+    CHANGES[change](block)
+    assert not first.same()
+    later = states.before(block)
+    assert later is not first
+    assert later.same()
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if change != "an object's dictionary"])
+def test_what_changed_since_is_put_back_and_taken_again(change: str) -> None:
+    block = _block()
+    before = State(block.modules())
+    assert before.now() is before
+    CHANGES[change](block)
+    after = before.now()
+    assert after is not before
+    before.put_back()
+    assert before.same()
+    assert not after.same()
+    after.put_back()
+    assert after.same()
+
+
+def test_a_block_with_an_array_is_searched_each_time() -> None:
+    states, block = States(), _block()
+    block.array = np.zeros(2)
+    first = states.before(block)
+    assert not first.whole
+    states.after(block, first)
+    block.array[0] = 1
+    later = states.before(block)
+    assert later is not first
+    block.array[0] = 2
+    later.put_back()
+    assert block.array[0] == 1
+
+
+def test_a_state_is_dropped_where_the_forward_changes_something() -> None:
+    states, block = States(), _block()
+    block.last = torch.ones(2)
+    first, last = states.before(block), weakref.ref(block.last)
+    block.last = torch.zeros(2)
+    states.after(block, first)
+    del first
+    gc.collect()
+    assert last() is None
+
+
+def test_a_state_that_would_keep_a_graph_is_dropped() -> None:
+    states, block = States(), _block()
+    block.last = torch.ones(2, requires_grad=True) * 2
+    first, graph = states.before(block), weakref.ref(block.last)
+    states.after(block, first)
+    del first, block.last
+    gc.collect()
+    assert graph() is None
