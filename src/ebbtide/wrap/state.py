@@ -166,7 +166,7 @@ class State:
 class States:
     """The last state of each block, used again where nothing changed.
 
-    A kept state holds references: it is dropped where the forward changed something, and if it would keep a graph alive.
+    A kept state holds references: it is dropped where the forward changed something, or if it would keep a graph alive.
     """
 
     def __init__(self) -> None:
