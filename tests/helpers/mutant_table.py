@@ -603,8 +603,8 @@ MUTANTS = (
     Mutant(
         "state: arrays are not looked at, and count as unchanged",
         "ebbtide/wrap/state.py",
-        "return len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
-        "return len(self._held) < MOST",
+        "self.whole = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
+        "self.whole = len(self._held) < MOST",
         STATE,
     ),
     Mutant(

@@ -46,6 +46,11 @@ _FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiproc
 class State:
     """The current contents of the containers that some modules can reach. See [Note: state].
 
+    Attributes:
+        tensors: All that were found.
+        generators: Likewise.
+        whole: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
+
     Args:
         modules: A block and all modules in it.
     """
@@ -58,6 +63,7 @@ class State:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
+        self.whole = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
 
     def _collect(self, pending: list[Any]) -> None:
         seen: set[int] = set()
@@ -107,11 +113,6 @@ class State:
         self._attributes.append(held)
         return held
 
-    @property
-    def whole(self) -> bool:
-        """Whether it has everything that the modules can reach, so that ``same`` tells whether anything changed."""
-        return len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
-
     def same(self) -> bool:
         """Whether all containers still hold the same objects, in the same order. Arrays are left out: see ``whole``."""
         if self._ids is None:
@@ -130,7 +131,7 @@ class State:
         if self.whole and self.same():
             return self
         state = State(())
-        state._held = [(container, _copied(container)) for container, _ in self._held]
+        state._held, state.whole = [(container, _copied(container)) for container, _ in self._held], self.whole
         return state
 
     def put_back(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
