@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Four steps warm up, five are timed, one measures activation memory; two rounds of four modes.
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 10 --packing true
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 12 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead bound faults sft sft_types families scaling examples loading
@@ -35,8 +35,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[recipes,dev]' -c constraints.txt
 	@touch $@
 
-demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare: some 7 minutes
-	@echo "Fine-tunes SmolLM2-135M in four modes and compares them: some 7 minutes on two slow cores, 3 on eight."
+demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebbtide, and compare: some 8 minutes
+	@echo "Fine-tunes SmolLM2-135M in four modes and compares them: some 8 minutes on two slow cores, 3 on eight."
 	@echo "The first time the model is fetched (89 MiB) and converted, once, before the first run."
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 2 --out runs/demo

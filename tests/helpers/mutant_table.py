@@ -146,7 +146,7 @@ MUTANTS = (
         "ebbtide/engine/run.py",
         "if memo is not None and not self.weights.include(tensor) and",
         "if memo is not None and",
-        ("tests/property/test_replay.py",),
+        ("tests/unit/wrap/test_replay.py",),
     ),
     Mutant(
         "weights: the version of a watched weight is not compared",
@@ -589,8 +589,8 @@ MUTANTS = (
     Mutant(
         "state: one that holds a graph is kept",
         "ebbtide/wrap/state.py",
-        "if state.whole and all(tensor.is_leaf for tensor in state.tensors) and state.same():",
-        "if state.whole and state.same():",
+        "if state.complete and all(tensor.is_leaf for tensor in state.tensors) and state.same():",
+        "if state.complete and state.same():",
         STATE,
     ),
     Mutant(
@@ -603,8 +603,8 @@ MUTANTS = (
     Mutant(
         "state: arrays are not looked at, and count as unchanged",
         "ebbtide/wrap/state.py",
-        "self.whole = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
-        "self.whole = len(self._held) < MOST",
+        "self.complete = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
+        "self.complete = len(self._held) < MOST",
         STATE,
     ),
     Mutant(

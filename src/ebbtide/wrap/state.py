@@ -49,7 +49,7 @@ class State:
     Attributes:
         tensors: All that were found.
         generators: Likewise.
-        whole: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
+        complete: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
 
     Args:
         modules: A block and all modules in it.
@@ -63,7 +63,7 @@ class State:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
-        self.whole = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
+        self.complete = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
 
     def _collect(self, pending: list[Any]) -> None:
         seen: set[int] = set()
@@ -114,7 +114,7 @@ class State:
         return held
 
     def same(self) -> bool:
-        """Whether all containers still hold the same objects, in the same order. Arrays are left out: see ``whole``."""
+        """Whether all containers still hold the same objects, in the same order. Arrays are left out: see ``complete``."""
         if self._ids is None:
             empty = [container for container, held in self._held if not held and type(container) in _SIZED]
             known = set(map(id, empty))
@@ -128,10 +128,10 @@ class State:
 
     def now(self) -> State:
         """Return the current contents of the same containers."""
-        if self.whole and self.same():
+        if self.complete and self.same():
             return self
         state = State(())
-        state._held, state.whole = [(container, _copied(container)) for container, _ in self._held], self.whole
+        state._held, state.complete = [(container, _copied(container)) for container, _ in self._held], self.complete
         return state
 
     def put_back(self, instead: Mapping[int, Any] = MappingProxyType({}), *, tensors: bool = True) -> None:
@@ -141,7 +141,7 @@ class State:
             instead: Id of a value → its replacement.
             tensors: Restore tensors too. FSDP replaces those of its modules itself.
         """
-        if not instead and self.whole and self.same():
+        if not instead and self.complete and self.same():
             return
         for container, then in self._held:
             if isinstance(container, _Array):
@@ -180,7 +180,7 @@ class States:
 
     def after(self, module: nn.Module, state: State) -> None:
         """Keep the state after a forward, if the next forward probably begins with it."""
-        if state.whole and all(tensor.is_leaf for tensor in state.tensors) and state.same():
+        if state.complete and all(tensor.is_leaf for tensor in state.tensors) and state.same():
             self._last[module] = state
 
 

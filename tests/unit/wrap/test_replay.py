@@ -198,3 +198,32 @@ def test_verify_analyses_every_tensor() -> None:
         for seed in range(2):
             model(batch(8, seed)).sum().backward()
         assert handle.stats().packs > 0 and handle.stats().replayed == 0
+
+
+class _Scaled(nn.Module):
+    """Multiplies by an activation or, from some step on, by a buffer of the same description."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.table: Tensor
+        self.register_buffer("table", torch.full((2, 8, WIDTH), 0.5))
+        self.by_table = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * (self.table if self.by_table else x.detach() + 1)
+
+
+def test_a_weight_where_an_activation_was_saved_is_not_moved() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(_Scaled() for _ in range(3)))
+    twin = copy.deepcopy(model)
+    with ebbtide.enable_activation_offloading(model, policy="offload", min_bytes=0, target="disk") as handle:
+        for step in range(6):
+            for module in (*model, *twin):
+                module.by_table = step > 3
+            one_step(model, twin, batch(8, step))
+            if step == 3:
+                before = handle.stats().offloaded_bytes
+                assert share(handle) == 1
+        assert handle.stats().offloaded_bytes == before - 3 * model[0].table.nbytes

@@ -106,7 +106,7 @@ def test_a_block_with_an_array_is_searched_each_time() -> None:
     states, block = States(), _block()
     block.array = np.zeros(2)
     first = states.before(block)
-    assert not first.whole
+    assert not first.complete
     states.after(block, first)
     block.array[0] = 1
     later = states.before(block)
