@@ -603,7 +603,7 @@ MUTANTS = (
     Mutant(
         "state: arrays are not looked at, and count as unchanged",
         "ebbtide/wrap/state.py",
-        "self.complete = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)",
+        "self.complete = len(self._held) < MOST and not arrays",
         "self.complete = len(self._held) < MOST",
         STATE,
     ),

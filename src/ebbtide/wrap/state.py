@@ -63,7 +63,8 @@ class State:
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
-        self.complete = len(self._held) < MOST and not any(isinstance(container, _Array) for container, _ in self._held)
+        arrays = any(isinstance(container, _Array) for container, _ in self._held)
+        self.complete = len(self._held) < MOST and not arrays
 
     def _collect(self, pending: list[Any]) -> None:
         seen: set[int] = set()
@@ -114,7 +115,7 @@ class State:
         return held
 
     def same(self) -> bool:
-        """Whether all containers still hold the same objects, in the same order. Arrays are left out: see ``complete``."""
+        """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
         if self._ids is None:
             empty = [container for container, held in self._held if not held and type(container) in _SIZED]
             known = set(map(id, empty))
