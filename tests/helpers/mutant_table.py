@@ -589,15 +589,15 @@ MUTANTS = (
     Mutant(
         "state: one that holds a graph is kept",
         "ebbtide/wrap/state.py",
-        "if state.complete and all(tensor.is_leaf for tensor in state.tensors) and state.same():",
+        "if state.complete and not graph and state.same():",
         "if state.complete and state.same():",
         STATE,
     ),
     Mutant(
         "state: one that the forward changed is kept",
         "ebbtide/wrap/state.py",
-        "for tensor in state.tensors) and state.same():",
-        "for tensor in state.tensors):",
+        "if state.complete and not graph and state.same():",
+        "if state.complete and not graph:",
         STATE,
     ),
     Mutant(

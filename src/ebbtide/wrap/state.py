@@ -181,7 +181,9 @@ class States:
 
     def after(self, module: nn.Module, state: State) -> None:
         """Keep the state after a forward, if the next forward probably begins with it."""
-        if state.complete and all(tensor.is_leaf for tensor in state.tensors) and state.same():
+        # Not ``is_leaf``: autograd refuses that question of FSDP1's views, which are written in place.
+        graph = any(t.requires_grad and not isinstance(t, nn.Parameter) for t in state.tensors)
+        if state.complete and not graph and state.same():
             self._last[module] = state
 
 

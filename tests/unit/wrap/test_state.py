@@ -135,3 +135,15 @@ def test_a_state_that_would_keep_a_graph_is_dropped() -> None:
     del first, block.last
     gc.collect()
     assert graph() is None
+
+
+def test_a_view_that_autograd_refuses_to_describe_is_not_asked() -> None:
+    states, block = States(), _block()
+    flat = torch.ones(4, requires_grad=True).clone()
+    block.first, _ = flat.split(2)
+    first = states.before(block)
+    flat.mul_(2)
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        _ = block.first.is_leaf
+    states.after(block, first)
+    assert states.before(block) is not first
