@@ -31,6 +31,7 @@ from ebbtide.load.reader import SliceReader
 from ebbtide.load.relay import Client, send_slices, servers_of
 from ebbtide.load.targets import Target, attach, targets_of
 from ebbtide.load.together import Meet, Ranks
+from ebbtide.store.pages import use_huge_pages
 
 logger = logging.getLogger("ebbtide.load")
 
@@ -259,6 +260,9 @@ class Loading:
 
     def _read(self, targets: dict[str, Target]) -> None:
         """Fill this rank's memory from the checkpoint."""
+        for target in targets.values():
+            if target.local.device.type == "cpu" and target.local.is_contiguous():
+                use_huge_pages(target.local.data_ptr(), target.local.nbytes)
         if self.checkpoint is not None and self.path != "initialise":
             filling = Filling(self.plan, targets, self.checkpoint.entries, self._four)
             self._total_bytes = filling.total_bytes

@@ -21,7 +21,7 @@ from typing import Any
 from ebbtide.store.share import ranks_of
 
 HUGE_PAGE_BYTES = 2 << 20
-_POPULATE_READ, _POPULATE_WRITE = 22, 23
+_HUGE_PAGE, _POPULATE_READ, _POPULATE_WRITE = 14, 22, 23
 _PIECE_BYTES = 64 << 20
 _MOST_THREADS = 8
 _PROCESSORS = Path("/sys/devices/system/cpu")
@@ -78,6 +78,27 @@ def give_pages(address: int, nbytes: int) -> int:
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - begin)
     return 0 if _libc().madvise(ctypes.c_void_p(begin), length, _POPULATE_WRITE) == 0 else ctypes.get_errno()
+
+
+def use_huge_pages(address: int, nbytes: int) -> bool:
+    """Let the system back memory that was not used yet with huge pages, where whole ones fit in.
+
+    One fault then clears 2 MiB instead of 4 KiB: a fifth to a half of the time. Nothing beside the memory is backed.
+
+    Args:
+        address: Address of memory that is mapped.
+        nbytes: Its size.
+
+    Returns:
+        Whether the system was asked; it may still use small pages, and does if huge ones are off (``"never"``).
+    """
+    if sys.platform != "linux":  # the advice's number may differ there
+        return False
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if length < HUGE_PAGE_BYTES:
+        return False
+    return _libc().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), _HUGE_PAGE) == 0
 
 
 def fetch_pages(fd: int, offset_bytes: int, nbytes: int) -> int:

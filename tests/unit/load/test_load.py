@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import mmap
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
 from ebbtide.load import load as load_module
+from tests.helpers.pages import asked_for_huge_pages
 
 
 class Rotary(nn.Module):
@@ -289,6 +292,16 @@ def test_slices_are_read_in_the_order_of_the_files(
     loaded = ebbtide.load_sharded(meta(), [tmp_path / "0.safetensors", tmp_path / "1.safetensors"])
     assert {k: torch.equal(v, values[k]) for k, v in loaded.state_dict().items()} == dict.fromkeys(values, True)
     assert places == sorted(places) and len(places) == len(values)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
+def test_large_shards_ask_for_huge_pages(tmp_path: Path) -> None:
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this kernel has no huge pages")
+    save_file({"weight": torch.randn(2048, 1024)}, tmp_path / "model.safetensors")
+    loaded = ebbtide.load_sharded(nn.Linear(1024, 2048, bias=False, device="meta"), tmp_path)
+    first = loaded.weight.data_ptr()
+    assert asked_for_huge_pages(first + mmap.PAGESIZE, first + loaded.weight.nbytes - mmap.PAGESIZE)
 
 
 def test_ranks_on_several_machines_read_only_their_slices(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

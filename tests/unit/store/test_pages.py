@@ -1,0 +1,47 @@
+"""Huge pages: who has them, and what lies beside."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from pathlib import Path
+
+import pytest
+
+from ebbtide.store.pages import HUGE_PAGE_BYTES, use_huge_pages
+from tests.helpers.pages import asked_for_huge_pages
+
+MAPPED_BYTES = 5 * HUGE_PAGE_BYTES
+
+
+@pytest.fixture
+def address() -> int:
+    memory = mmap.mmap(-1, MAPPED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    loan = (ctypes.c_ubyte * MAPPED_BYTES).from_buffer(memory)
+    address = ctypes.addressof(loan)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(loan))  # mapped until the process ends
+    return address
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are asked for on Linux")
+def test_only_whole_pages_inside_of_the_memory_are_huge(address: int) -> None:
+    first, last = address + 100, address + MAPPED_BYTES - 100
+    if not use_huge_pages(first, last - first):
+        pytest.skip("this kernel has no huge pages")
+    assert asked_for_huge_pages(address + mmap.PAGESIZE, address + MAPPED_BYTES - mmap.PAGESIZE)
+    assert not asked_for_huge_pages(address, address + 1)
+    assert not asked_for_huge_pages(last, last + 1)
+
+
+def test_little_memory_is_left_alone(address: int) -> None:
+    assert not use_huge_pages(address, HUGE_PAGE_BYTES - 1)
+    assert not use_huge_pages(address + 1, HUGE_PAGE_BYTES)
+    if sys.platform == "linux":
+        assert not asked_for_huge_pages(address, address + HUGE_PAGE_BYTES)
+
+
+def test_other_systems_are_not_asked(address: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not use_huge_pages(address, MAPPED_BYTES)
+    assert Path("/proc/self/smaps").exists() is False or not asked_for_huge_pages(address, address + MAPPED_BYTES)
