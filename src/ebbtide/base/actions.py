@@ -8,6 +8,7 @@ actions; the engine queries it once per storage.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -112,6 +113,28 @@ class Plan(Protocol):
 
     def explain(self) -> str:
         """Describe the plan and its reasons in one or two lines."""
+        ...
+
+
+ALWAYS = sys.maxsize
+"""Of ``StandingPlan.stands_until``: however much is kept."""
+
+
+class StandingPlan(Plan, Protocol):
+    """A plan that does not change: its answer for a description may be remembered.
+
+    A plan that changes may have one as its attribute ``current``; None while it has none.
+    """
+
+    def stands_until(self, candidate: Candidate) -> int | None:
+        """Return up to how many kept bytes ``choose`` gives the same answer for a candidate that is else equal.
+
+        Args:
+            candidate: As passed to ``choose``.
+
+        Returns:
+            The most ``kept_bytes``; ``ALWAYS``: they do not matter; None: ask each time.
+        """
         ...
 
 

@@ -6,10 +6,11 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.actions import Action, Candidate, Site, StandingPlan
 from ebbtide.engine.build import Builder
 from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
@@ -52,6 +53,9 @@ class Admission(RunRecord):
         self.recipes = engine.plan.recomputes  # operands of recipes are noted
         self._reads_kept: bool = getattr(engine.plan, "reads_kept_bytes", True)
         self._needs_recipe: Callable[[Candidate], bool] | None = getattr(engine.plan, "needs_recipe", None)
+        current: Any = getattr(engine.plan, "current", engine.plan)
+        self._standing: StandingPlan | None = current if hasattr(current, "stands_until") else None
+        self.saved: list[tuple[Site, Action, int, bool]] = []  # what was replayed, until ``close`` counts it
         self._inputs = Inputs(inputs)
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
@@ -95,7 +99,7 @@ class Admission(RunRecord):
         if self.replays and self._memo is None:
             self._memo = memo_of(tensor, self.engine.empty(tensor))
         if self._memo is not None:
-            self._memo.candidate = candidate
+            self._memo.candidate, self._memo.decision = candidate, None
 
     def _known_value(self, tensor: torch.Tensor, layout: Layout) -> Entry | None:
         """Return the entry of the same value under another storage: what was narrowed is saved again later."""
@@ -251,51 +255,6 @@ class Admission(RunRecord):
         self.entries.append(weakref.ref(inner))
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
-
-    def _admit_known(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo, candidate: Candidate
-    ) -> Ticket | KeptTicket | None:
-        """Carry out the action for a new storage that a memo describes; None if it is at another site now."""
-        engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
-        came_in, base = id(storage) in self._inputs.storages, tensor if base is None else base
-        node = base.grad_fn
-        if came_in is not candidate.block_input or (node is None and self._casts) or not self._sites.take(site):
-            return None
-        kept_bytes = 0
-        if self._reads_kept:
-            kept_bytes = engine.kept.total
-            candidate = candidate.with_kept(kept_bytes)
-        recipe, settled = None, False
-        if self.recipes and not came_in and self.builder is not None and node is not None:
-            settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
-            recipe = None if settled else self.builder.recipe(node, base.output_nr)
-        if recipe is not None:
-            candidate = self._sites.candidate(
-                site, nbytes, block_input=False, kept_bytes=kept_bytes, flops=recipe.flops
-            )
-        action = engine.plan.choose(candidate)
-        if action is KEEP:
-            kept = KeptStorage(storage, nbytes, site)
-            engine.kept_storages[id(storage)] = weakref.ref(kept)
-            engine.kept.add(kept)
-            ticket = KeptTicket(tensor, self, kept)
-        else:
-            live, layout, moved = engine.live_entries, memo.layout, (0, nbytes)
-            if recipe is None and not settled and (layout.first, layout.last) != moved:
-                moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
-            entry = Entry(memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=live)
-            if recipe is None and engine.tensor_filter is None:
-                entry.action = OFFLOAD
-                engine.park(self, entry, tensor)
-            else:
-                self._carry_out(action, entry, tensor, base, recipe)
-            action = entry.action
-            engine.index.remember(storage, entry)
-            ticket = self._ticket_of(tensor, entry, memo.layout, storage)
-            nbytes = entry.nbytes
-        self.pass_.add_site(site, nbytes, action)
-        self.tally.add(action, nbytes, must_keep=not (recipe or settled or came_in))
-        return ticket
 
     def _ticket_of(
         self,

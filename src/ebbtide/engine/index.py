@@ -21,11 +21,11 @@ class StorageIndex:
     """Finds the entry of a storage while both are alive; keeps neither alive. See [Note: identity]."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self.known: dict[int, _Known] = {}
 
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry of bytes ``first`` to ``last`` of a storage at this version."""
-        known = self._known.get(id(storage))
+        known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
             return None
         for reference in known[1]:
@@ -38,7 +38,7 @@ class StorageIndex:
 
     def bytes_apart(self, storage: torch.UntypedStorage, version: Version) -> int:
         """Return how many bytes of a storage at this version are in entries that stand for a part of it."""
-        known = self._known.get(id(storage))
+        known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
             return 0
         entries, size = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
@@ -52,9 +52,9 @@ class StorageIndex:
             entry: Stands for it.
             same_bytes: The storage, while it lives, is where the entry's bytes are.
         """
-        known = self._known.get(id(storage))
+        known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
-            key, all_known = id(storage), self._known
+            key, all_known = id(storage), self.known
 
             def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
                 dead = all_known.get(key)

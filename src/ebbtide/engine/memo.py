@@ -11,10 +11,30 @@ which site it is, and the plan's action.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from ebbtide.base.actions import Candidate
+from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.engine.layout import Layout
+
+
+class Decision(NamedTuple):
+    """What a plan decided for a storage, and under which conditions it decides so again.
+
+    Attributes:
+        plan: The plan.
+        limit_bytes: See ``StandingPlan.stands_until``.
+        settled: It needed to know of no recipe.
+        flops: The recipe's; None: there was none.
+        action: The decision.
+    """
+
+    plan: Plan
+    limit_bytes: int
+    settled: bool
+    flops: float | None
+    action: Action
 
 
 class Memo:
@@ -28,13 +48,14 @@ class Memo:
         layout: Its layout.
         base_layout: The layout of what it is a view of, if of anything; else its own.
         candidate: What a plan decides on when the storage is new; None: that does not follow from the description.
+        decision: What it decided the last time, if that stands.
         nbytes: Size of its storage.
         empty: As given.
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "candidate", "empty",
-        "layout", "nbytes",
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "candidate", "decision",
+        "empty", "layout", "nbytes",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
@@ -52,6 +73,7 @@ class Memo:
         self.nbytes = tensor.untyped_storage().nbytes()
         self.empty = empty
         self.candidate: Candidate | None = None
+        self.decision: Decision | None = None
 
     def matching(self, tensor: torch.Tensor) -> torch.UntypedStorage | None:
         """Return the storage of a tensor that this memo describes; None if it describes another."""
@@ -72,7 +94,18 @@ class Memo:
             return None
         storage, made = tensor.untyped_storage(), tensor
         if (base := tensor._base) is not None:
-            if not _is_base(base, storage) or Layout.of(base) != self.base_layout:
+            whole = self.base_layout
+            if (
+                type(base) is not torch.Tensor
+                or base.layout is not torch.strided
+                or base.is_nested
+                or base._has_symbolic_sizes_strides
+                or base.untyped_storage() is not storage
+                or base.dtype is not whole.dtype
+                or base.size() != whole.size
+                or base.stride() != whole.stride
+                or base.storage_offset() != whole.offset
+            ):
                 return None
             made = base
         elif self._is_view:

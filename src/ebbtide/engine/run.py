@@ -6,16 +6,16 @@ import torch
 
 from ebbtide.base.actions import Action, Site
 from ebbtide.base.errors import note_place
-from ebbtide.engine.admit import KEEP, Admission
+from ebbtide.engine.admit import KEEP
 from ebbtide.engine.layout import Layout, has_layout
-from ebbtide.engine.memo import Memo
 from ebbtide.engine.modules import Running
+from ebbtide.engine.replay import Replay
 from ebbtide.engine.sites import OUTSIDE
 from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 
-class BlockRun(Admission):
+class BlockRun(Replay):
     """The forward of one block, open while it runs."""
 
     # Forward
@@ -37,38 +37,25 @@ class BlockRun(Admission):
         if tensor.is_nested or tensor._has_symbolic_sizes_strides:
             return self._pack(tensor, outer)
         memo = position.memos[number].get(tensor.size()) if number < len(position.memos) else None
-        if memo is not None and not self.weights.include(tensor) and (storage := memo.matching(tensor)) is not None:
-            ticket = self._replay(tensor, storage, memo)
+        if memo is not None and (storage := memo.matching(tensor)) is not None and not self.weights.hold(storage):
+            engine, tally = self.engine, self.tally
+            try:
+                with engine.lock:
+                    ticket = self._replay(tensor, storage, memo)
+            except BaseException as error:
+                self._note_place(error, tensor)
+                raise
             if ticket is not None:
+                tally.packs += 1
+                tally.replayed += 1
+                tally.saved += memo.layout.logical_bytes
+                if self.recipes:
+                    self._note(tensor, ticket)
                 return ticket
             self._memo = memo
         ticket = self._pack(tensor, outer)
         if self._memo is not memo:
             position.remember(tensor.size(), self._memo)
-        return ticket
-
-    def _replay(self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo) -> Ticket | LightTicket | None:
-        """Return the ticket of a tensor that a memo describes; None if more than that must be found out."""
-        engine, layout, tally, ticket = self.engine, memo.layout, self.tally, None
-        try:
-            with engine.lock:
-                kept = self._find_kept(storage) if id(storage) in engine.kept_storages else None
-                if kept is not None:
-                    ticket = KeptTicket(tensor, self, kept)
-                elif (entry := engine.index.find(storage, 0, layout.first, layout.last)) is not None:
-                    if entry.recipe is None or not engine.weights.move:
-                        ticket = self._ticket_of(tensor, entry, layout, storage)
-                elif memo.candidate is not None and not self._narrow:
-                    ticket = self._admit_known(tensor, storage, memo, memo.candidate)
-        except BaseException as error:
-            self._note_place(error, tensor)
-            raise
-        if ticket is not None:
-            tally.packs += 1
-            tally.replayed += 1
-            tally.saved += layout.logical_bytes
-            if self.recipes:
-                self._note(tensor, ticket)
         return ticket
 
     def _note_place(self, error: BaseException, tensor: torch.Tensor) -> None:
@@ -125,6 +112,10 @@ class BlockRun(Admission):
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.is_open = False
+        saved, self.saved = self.saved, []
+        for site, action, nbytes, must_keep in saved:
+            self.pass_.add_site(site, nbytes, action)
+            self.tally.add(action, nbytes, must_keep=must_keep)
         self.builder = None
         self._inputs.forget()
         self.running.clear()

@@ -54,7 +54,11 @@ class Weights:
             return True
         if tensor.layout is not torch.strided or tensor.is_nested:
             return False
-        key, model = tensor.untyped_storage()._cdata, self.model
+        return self.hold(tensor.untyped_storage())
+
+    def hold(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is that of a weight."""
+        key, model = storage._cdata, self.model
         return key in model.keys or key in self._own or key in self._passing or (model.move and model.lasts(key))
 
     def usable(self, weight: torch.Tensor) -> bool:

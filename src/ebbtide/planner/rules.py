@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ebbtide.base.actions import Action, Candidate, Plan
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Inputs, Keep, Minimal, Offload, Policy
 
@@ -30,6 +30,9 @@ class _PolicyPlan:
     @property
     def reads_kept_bytes(self) -> bool:
         return False
+
+    def stands_until(self, candidate: Candidate) -> int:
+        return ALWAYS
 
     def explain(self) -> str:
         return self.text

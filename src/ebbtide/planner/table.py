@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.actions import Action, Candidate, Plan, Site
+from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
 from ebbtide.base.errors import DataError
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
@@ -106,6 +106,14 @@ class TablePlan:
         if action is Action.KEEP and candidate.kept_bytes + candidate.bytes_ > self.predicted.kept_bytes:
             return self.by_rule.choose(candidate)
         return action
+
+    def stands_until(self, candidate: Candidate) -> int | None:
+        """Return up to how many kept bytes ``choose`` gives the same answer. See ``StandingPlan``."""
+        action = self.actions.get((candidate.block_name, candidate.site))
+        if action is not Action.KEEP or candidate.block_name in self._inputs:
+            return ALWAYS
+        most = self.predicted.kept_bytes - candidate.bytes_
+        return most if candidate.kept_bytes <= most else None
 
     def needs_recipe(self, candidate: Candidate) -> bool:
         """Whether ``choose`` may answer RECOMPUTE for the candidate."""

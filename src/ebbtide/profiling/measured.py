@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from ebbtide.base.actions import Action, Candidate
+from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
 from ebbtide.config import Auto
@@ -108,6 +108,13 @@ class MeasuredPlan:
     def recomputes(self) -> bool:
         """Whether recipes are needed."""
         return True
+
+    @property
+    def current(self) -> Plan | None:
+        """The plan that answers now; None while steps are measured. See ``StandingPlan``."""
+        if self._measures or self._kept_under_hooks:
+            return None
+        return self._by_rule if self.table is None else self.table
 
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""

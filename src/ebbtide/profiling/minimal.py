@@ -75,6 +75,11 @@ class MinimalPlan:
         """Whether recipes are needed."""
         return True
 
+    @property
+    def current(self) -> Plan:
+        """The plan that answers now. See ``StandingPlan``."""
+        return self._by_rule
+
     def choose(self, candidate: Candidate) -> Action:
         """Return the action of a storage."""
         return self._by_rule.choose(candidate)

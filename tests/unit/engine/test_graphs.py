@@ -325,7 +325,7 @@ def test_a_hundred_steps_do_not_grow() -> None:
             del y
             assert_nothing_left(engine)
             known = (
-                engine.index._known,
+                engine.index.known,
                 engine.restorer.backwards,
                 engine.orders,
                 engine.trust._verdicts,

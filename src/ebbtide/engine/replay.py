@@ -1,0 +1,109 @@
+"""The quick path of a saved tensor: a memo describes it, so what was decided is looked up and carried out.
+
+It runs for each saved tensor of each step, and costs what Python costs: some of what elsewhere are small functions
+is in line here.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ebbtide.base.actions import ALWAYS, Candidate
+from ebbtide.engine.admit import KEEP, OFFLOAD, Admission
+from ebbtide.engine.layout import region
+from ebbtide.engine.memo import Decision, Memo
+from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Ticket
+
+
+class Replay(Admission):
+    """The part of a block's forward that saves what a memo describes. See [Note: memo]."""
+
+    def _replay(self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo) -> Ticket | KeptTicket | None:
+        """Return the ticket of a tensor that a memo describes; None if more than that must be found out."""
+        engine, key = self.engine, id(storage)
+        if key in engine.kept_storages and (kept := self._find_kept(storage)) is not None:
+            return KeptTicket(tensor, self, kept)
+        if key in engine.index.known:
+            entry = engine.index.find(storage, 0, memo.layout.first, memo.layout.last)
+            if entry is not None:
+                same = entry.recipe is None or not engine.weights.move
+                return self._ticket_of(tensor, entry, memo.layout, storage) if same else None
+        candidate = memo.candidate
+        return None if candidate is None or self._narrow else self._admit_known(tensor, storage, memo, candidate)
+
+    def _admit_known(
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, memo: Memo, candidate: Candidate
+    ) -> Ticket | KeptTicket | None:
+        """Carry out the action for a new storage that a memo describes; None if it is at another site now."""
+        engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
+        base, came_in = tensor if base is None else base, id(storage) in self._inputs.storages
+        node = base.grad_fn
+        if came_in is not candidate.block_input or (node is None and self._casts) or not self._sites.take(site):
+            return None
+        builder = None if came_in or node is None or not self.recipes else self.builder
+        decision, recipe = memo.decision, None
+        if decision is not None:
+            stands = decision.plan is self._standing
+            if stands and builder is not None and node is not None and not decision.settled:
+                recipe = builder.recipe(node, base.output_nr)
+                stands = decision.flops == (None if recipe is None else recipe.flops)
+            if not stands or (decision.limit_bytes != ALWAYS and engine.kept.total > decision.limit_bytes):
+                decision = None
+        if decision is None:
+            decision, recipe = self._decide(memo, candidate, base, may_recompute=builder is not None)
+        action, settled = decision.action, decision.settled
+        if action is KEEP:
+            kept = KeptStorage(storage, nbytes, site)
+            engine.kept_storages[id(storage)] = weakref.ref(kept)
+            engine.kept.add(kept)
+            ticket = KeptTicket(tensor, self, kept)
+        else:
+            layout, moved = memo.layout, (0, nbytes)
+            if recipe is None and not settled and (layout.first, layout.last) != moved:
+                moved = region(layout, nbytes, engine.index.bytes_apart(storage, 0))
+            entry = Entry(
+                memo.empty, site=site, region=moved, base_layout=memo.base_layout, at=0, live=engine.live_entries
+            )
+            if recipe is None and engine.tensor_filter is None:
+                entry.action = OFFLOAD
+                engine.park(self, entry, tensor)
+            else:
+                self._carry_out(action, entry, tensor, base, recipe)
+            engine.index.remember(storage, entry)
+            ticket = self._ticket_of(tensor, entry, layout, storage)
+            action, nbytes = entry.action, entry.nbytes
+        self.saved.append((site, action, nbytes, not (recipe or settled or came_in)))
+        return ticket
+
+    def _decide(
+        self, memo: Memo, candidate: Candidate, base: torch.Tensor, *, may_recompute: bool
+    ) -> tuple[Decision, Expr | None]:
+        """Ask the plan, and remember its answer while that stands.
+
+        Args:
+            memo: Of the saved tensor.
+            candidate: The memo's.
+            base: The tensor, or what it is a view of.
+            may_recompute: A recipe may be looked for.
+
+        Returns:
+            What it decided, and the recipe, if there is one.
+        """
+        plan, kept_bytes, recipe, node = self.engine.plan, 0, None, base.grad_fn
+        if self._reads_kept:
+            kept_bytes = self.engine.kept.total
+            candidate = candidate.with_kept(kept_bytes)
+        settled = may_recompute and self._needs_recipe is not None and not self._needs_recipe(candidate)
+        if may_recompute and not settled and self.builder is not None and node is not None:
+            recipe = self.builder.recipe(node, base.output_nr)
+        if recipe is not None:
+            candidate = self._sites.candidate(
+                candidate.site, memo.nbytes, block_input=False, kept_bytes=kept_bytes, flops=recipe.flops
+            )
+        standing, flops = self._standing, None if recipe is None else recipe.flops
+        limit_bytes = None if standing is None else standing.stands_until(candidate)
+        decision = Decision(standing or plan, limit_bytes or 0, settled, flops, plan.choose(candidate))
+        memo.decision = None if limit_bytes is None else decision
+        return decision, recipe
