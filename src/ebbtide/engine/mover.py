@@ -44,7 +44,9 @@ class SlotMover:
             i: entry.source
             for i, entry in enumerate(group)
             # Changed, or its memory taken away, meanwhile: plain autograd could not read it either.
-            if entry.source is not None and not entry.changed and entry.source.untyped_storage().nbytes() >= entry.last
+            if entry.source is not None
+            and (entry.probe is None or entry.probe._version == entry.version)
+            and entry.source.untyped_storage().nbytes() >= entry.last
         }
         outcomes = [Outcome.NOT_NEEDED] * len(group)
         if not sources:
@@ -70,20 +72,22 @@ class SlotMover:
             # As text: a log record may be kept, and an error holds the frames it came through.
             logger.warning("what the store cannot take stays on the device: %s", str(error))
 
-    def release_source(self, saved: Entry, *, wait: bool) -> bool:
-        """Release the source of an entry whose copy-out is done, if it has one."""
-        if saved.source is None or saved.slot is None:
-            return True
+    def release_sources(self, group: Sequence[Entry], *, wait: bool) -> bool:
+        """Release the sources of entries whose copies-out began together and are done."""
+        copied = [entry for entry in group if entry.source is not None and entry.slot is not None]
+        slots: list[Slot] = [entry.slot for entry in copied if entry.slot is not None]
         try:
             if wait:
-                saved.slot.wait_parked()
-            elif not saved.slot.parked:
+                self._tier.wait_parked(slots)
+            elif not self._tier.have_parked(slots):
                 return False
         except BaseException as error:
-            note_place(error, f"while copying out {_named(saved)}")
+            note_place(error, f"while copying out {_named(copied[0])}")
             raise
-        saved.tainted = saved.changed
-        saved.source = None
+        for entry in copied:
+            probe = entry.probe
+            entry.tainted = probe is not None and probe._version != entry.version
+            entry.source = None
         return True
 
     def cancel_copy_out(self, saved: Entry) -> bool:

@@ -133,25 +133,23 @@ class RunRecord:
     def close(self) -> None:
         """Forget what only the block's forward needed."""
 
-    def backward_order(self) -> Iterator[weakref.ref[Any]]:
-        """Yield the entries in the expected order of backward's reads.
+    def backward_order(self) -> list[weakref.ref[Any]]:
+        """Return the entries in the expected order of backward's reads.
 
         The recorded order of another run of this kind of block with as many saved tensors; else the reverse of the
         forward's.
         """
         order = self._orders.get(self.order_key)
-        return reversed(self.entries) if order is None else (self.entries[i] for i in order)
+        return self.entries[::-1] if order is None else [self.entries[i] for i in order]
 
-    def upcoming(self) -> Iterator[tuple[weakref.ref[Any], int]]:
+    def upcoming(self) -> Iterator[tuple[list[weakref.ref[Any]], int]]:
         """Yield what a backward that begins here will read, with the number of its run: this block's, and those before.
 
         References: a suspended generator would keep an entry, and with it a slot, alive.
         """
         run: RunRecord | None = self
         while run is not None:
-            number = run.number
-            for reference in run.backward_order():
-                yield reference, number
+            yield run.backward_order(), run.number
             run = run.previous
 
     @property

@@ -152,14 +152,16 @@ class _Step:
             each.done = begins  # a group is done as a whole
         return [Outcome.BEGUN] * len(group)
 
-    def release_source(self, saved: _Offloaded, *, wait: bool) -> bool:
+    def release_sources(self, group: Sequence[_Offloaded], *, wait: bool) -> bool:
+        done = max(saved.done for saved in group)
         if wait:
-            self._wait_until(saved.done)
-        if saved.done > self.now:
+            self._wait_until(done)
+        if done > self.now:
             return False
-        if saved.on_device:
-            saved.on_device = False
-            self.held -= saved.nbytes
+        for saved in group:
+            if saved.on_device:
+                saved.on_device = False
+                self.held -= saved.nbytes
         return True
 
     def cancel_copy_out(self, saved: _Offloaded) -> bool:
@@ -220,9 +222,9 @@ class _Step:
         for place in reversed(range(len(self.profile.blocks))):
             self._block_backward(place, coming)
 
-    def _upcoming(self) -> Iterator[tuple[weakref.ref[_Offloaded], int]]:
+    def _upcoming(self) -> Iterator[tuple[list[weakref.ref[_Offloaded]], int]]:
         for (place, _), saved in reversed(self.offloaded.items()):
-            yield weakref.ref(saved), place
+            yield [weakref.ref(saved)], place
 
     def _block_backward(self, place: int, coming: CopyIn[_Offloaded]) -> None:
         self._place = place

@@ -240,6 +240,12 @@ class FakeTensorTier:
     def park_all(self, sources: Sequence[torch.Tensor], *, compute: object = None) -> list[Slot | CapError]:
         return [self.park(source) for source in sources]
 
+    def have_parked(self, slots: Sequence[Slot]) -> bool:
+        return True
+
+    def wait_parked(self, slots: Sequence[Slot]) -> None:
+        pass
+
     def prefetch(self, slots: Sequence[Slot]) -> int:
         return 0
 

@@ -10,9 +10,9 @@ from typing import Generic
 from ebbtide.schedule.mover import Mover, SavedT
 from ebbtide.schedule.window import Window
 
-Upcoming = Iterator[tuple[weakref.ref[SavedT], int]]
-"""Storages in the order in which a backward reads them, with the number of their block's run. As references: a
-suspended generator would keep what it yields alive."""
+Upcoming = Iterator[tuple[Sequence[weakref.ref[SavedT]], int]]
+"""Storages in the order in which a backward reads them: those of a block's run at a time, with the run's number. As
+references: a suspended generator would keep what it yields alive."""
 
 
 class CopyIn(Generic[SavedT]):
@@ -57,8 +57,14 @@ class CopyIn(Generic[SavedT]):
         group: list[tuple[SavedT, int]] = []
         grouped: set[weakref.ref[SavedT]] = set()  # what two blocks saved is in the orders of both
         ahead_bytes = self.ahead_bytes
-        while (upcoming := self._later.popleft() if self._later else next(self._upcoming, None)) is not None:
-            reference, number = upcoming
+        while True:
+            if not self._later:
+                references, number = next(self._upcoming, (None, 0))
+                if references is None:
+                    break
+                self._later.extend([(reference, number) for reference in references])
+                continue
+            upcoming = reference, number = self._later.popleft()
             saved = reference()
             if saved is None or reference in self._requested or reference in grouped:
                 continue

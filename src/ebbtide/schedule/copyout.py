@@ -23,6 +23,21 @@ class _Waiting(NamedTuple, Generic[SavedT]):
     stayed: bool = False  # its forward, which is over, counted it as kept
 
 
+class _Group(NamedTuple, Generic[SavedT]):
+    """Storages whose copies began together, and are done together."""
+
+    members: Sequence[_Waiting[SavedT]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, members: Sequence[_Waiting[SavedT]]) -> _Group[SavedT]:
+        return cls(members, sum([waiting.nbytes for waiting in members]))
+
+    @property
+    def alive(self) -> list[SavedT]:
+        return [saved for waiting in self.members if (saved := waiting.saved()) is not None]
+
+
 class CopyOut(Generic[SavedT]):
     """Copies from the device to the store: under way, or held back; oldest first.
 
@@ -35,7 +50,7 @@ class CopyOut(Generic[SavedT]):
         self.window = window
         self.in_flight_bytes = self.refused_bytes = 0
         self._mover, self._can_cancel = mover, mover.can_cancel
-        self._queue: deque[_Waiting[SavedT]] = deque()
+        self._queue: deque[_Group[SavedT]] = deque()
         self._held: deque[_Waiting[SavedT]] = deque()
         self._held_live = LiveBytes()
         self._gathered: list[_Waiting[SavedT]] = []
@@ -67,6 +82,18 @@ class CopyOut(Generic[SavedT]):
             self.in_flight_bytes += nbytes
             self._begin([waiting], new)
         elif not late:
+            gathered, most = self._gathered, self.window
+            if (
+                gathered
+                and gathered[-1].stream == waiting.stream
+                and self._gathered_bytes + nbytes < most.gathered_bytes
+                and not self._held
+                and self.in_flight_bytes + nbytes <= most.out_bytes
+            ):
+                gathered.append(waiting)
+                self._gathered_bytes += nbytes
+                self.in_flight_bytes += nbytes
+                return
             if not self._gather(waiting, new=new) and self._in_window:
                 return
         else:
@@ -151,17 +178,17 @@ class CopyOut(Generic[SavedT]):
     def _release_copied(self, limit_bytes: int) -> None:
         """Release sources of finished copies, oldest first; compute waits for one while more bytes are in flight."""
         while self._queue:
-            saved = self._queue[0].saved()
+            group = self._queue[0].alive
             try:
-                if saved is not None and not self._mover.release_source(saved, wait=False):
+                if group and not self._mover.release_sources(group, wait=False):
                     if self.in_flight_bytes + self._held_live.total <= limit_bytes:
                         break
-                    self._mover.release_source(saved, wait=True)
+                    self._mover.release_sources(group, wait=True)
             except BaseException:
-                # It keeps its source. Said once: the block that this error leaves asks again when it ends.
+                # They keep their sources. Said once: the block that this error leaves asks again when it ends.
                 self.in_flight_bytes -= self._queue.popleft().nbytes
                 raise
-            del saved
+            del group
             self.in_flight_bytes -= self._queue.popleft().nbytes
 
     def cancel(self, forward: Forward) -> None:
@@ -173,14 +200,18 @@ class CopyOut(Generic[SavedT]):
         self._held = deque(waiting for waiting in self._held if waiting.forward is not forward)
         self._gathered = [waiting for waiting in self._gathered if waiting.forward is not forward]
         self._gathered_bytes = sum(waiting.nbytes for waiting in self._gathered)
-        remaining: deque[_Waiting[SavedT]] = deque()
-        for waiting in self._queue:
-            saved = waiting.saved()
-            if saved is None or (waiting.forward is forward and self._mover.cancel_copy_out(saved)):
-                continue
-            remaining.append(waiting)
+        remaining: deque[_Group[SavedT]] = deque()
+        for group in self._queue:
+            members = [waiting for waiting in group.members if not self._cancelled(waiting, forward)]
+            if members:
+                remaining.append(_Group.of(members))
         self._queue = remaining
-        self.in_flight_bytes = self._gathered_bytes + sum(waiting.nbytes for waiting in remaining)
+        self.in_flight_bytes = self._gathered_bytes + sum(group.nbytes for group in remaining)
+
+    def _cancelled(self, waiting: _Waiting[SavedT], forward: Forward) -> bool:
+        """Cancel a copy if it is of a forward and has not begun; return whether it needs no more attention."""
+        saved = waiting.saved()
+        return saved is None or (waiting.forward is forward and self._mover.cancel_copy_out(saved))
 
     def _is_held_no_more(self, waiting: _Waiting[SavedT]) -> None:
         saved = waiting.saved()
@@ -204,15 +235,18 @@ class CopyOut(Generic[SavedT]):
     def _begin(self, group: Sequence[_Waiting[SavedT]], new: _Waiting[SavedT] | None) -> None:
         """Ask the mover to copy storages that were made on one stream and count as in flight."""
         alive = [(waiting, saved) for waiting in group if (saved := waiting.saved()) is not None]
-        self.in_flight_bytes -= sum(waiting.nbytes for waiting in group)
+        self.in_flight_bytes -= sum([waiting.nbytes for waiting in group])
         if not alive:
             return
         outcomes = self._mover.copy_out([saved for _, saved in alive], group[0].stream)
+        begun = [waiting for (waiting, _), outcome in zip(alive, outcomes, strict=True) if outcome is Outcome.BEGUN]
+        if begun:
+            self._queue.append(_Group.of(begun))
+            self.in_flight_bytes += self._queue[-1].nbytes
+        if len(begun) == len(alive):
+            return
         for (waiting, saved), outcome in zip(alive, outcomes, strict=True):
-            if outcome is Outcome.BEGUN:
-                self.in_flight_bytes += waiting.nbytes
-                self._queue.append(waiting)
-            elif outcome is Outcome.REFUSED:
+            if outcome is Outcome.REFUSED:
                 self.refused_bytes += waiting.nbytes
                 if not waiting.stayed and waiting is not new:  # its forward has counted it as offloaded
                     waiting.forward.stayed(saved.site, waiting.nbytes)

@@ -64,12 +64,12 @@ class Mover(Protocol[_MovedT]):
         """Begin to copy out sources that were made on one stream; return what became of each."""
         ...
 
-    def release_source(self, saved: _MovedT, *, wait: bool) -> bool:
-        """Release a source whose copy-out is done, or is not needed any more; return whether that is so.
+    def release_sources(self, group: Sequence[_MovedT], *, wait: bool) -> bool:
+        """Release sources whose copies began together and are done, or not needed any more; return whether that is so.
 
         Args:
-            saved: The storage.
-            wait: Make compute wait for the copy.
+            group: The storages.
+            wait: Make compute wait for the copies.
         """
         ...
 

@@ -239,6 +239,15 @@ class DiskTier:
                 found.append(error.with_traceback(None))  # whose frames would keep this list and its slots alive
         return found
 
+    def have_parked(self, slots: Sequence[DiskSlot]) -> bool:
+        """Whether the copies-out of several slots are done."""
+        return all(slot.parked for slot in slots)
+
+    def wait_parked(self, slots: Sequence[DiskSlot]) -> None:
+        """Make compute wait for the copies-out of several slots."""
+        for slot in slots:
+            slot.wait_parked()
+
     def prefetch(self, slots: Sequence[DiskSlot]) -> int:
         """Request the bytes of several slots; see ``DiskSlot.prefetch``. Returns 0: the reader waits for room."""
         for slot in slots:

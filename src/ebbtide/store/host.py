@@ -194,6 +194,23 @@ class HostTier:
         with self._lock:
             self._arena.expect(nbytes)
 
+    def have_parked(self, slots: Sequence[HostSlot]) -> bool:
+        """Whether the copies-out of several slots are done."""
+        for done in {id(slot.done): slot.done for slot in slots}.values():
+            if done is not None and not self.copies.is_done(done):
+                return False
+        for slot in slots:
+            slot.source = None
+        return True
+
+    def wait_parked(self, slots: Sequence[HostSlot]) -> None:
+        """Make compute wait for the copies-out of several slots: once for those that were queued together."""
+        for slot in {id(slot.done): slot for slot in slots}.values():
+            if slot.done is not None:
+                self.copies.stall(slot.compute, slot.done)
+        for slot in slots:
+            slot.source = None
+
     def prefetch(self, slots: Sequence[HostSlot]) -> int:
         """Begin the copy-ins of several slots, unless they have begun; see ``Tier.prefetch`` and [Note: headroom].
 

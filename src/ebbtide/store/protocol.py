@@ -139,6 +139,14 @@ class Tier(Protocol):
         """
         ...
 
+    def have_parked(self, slots: Sequence[Any]) -> bool:
+        """Whether the copies-out of several slots of this tier are done. Raises the error of a failed copy."""
+        ...
+
+    def wait_parked(self, slots: Sequence[Any]) -> None:
+        """Make compute wait for the copies-out of several slots of this tier. Raises the error of a failed copy."""
+        ...
+
     def prefetch(self, slots: Sequence[Any]) -> int:
         """Begin the copy-ins of several slots of this tier together, as with ``Slot.prefetch``.
 

@@ -95,6 +95,12 @@ class SpillSlot:
                 slot.free()
 
 
+def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
+    """Return the slots in host memory; one that was passed on to disk has none any more."""
+    stages = [slot if isinstance(slot, HostSlot) else slot.stage for slot in slots]
+    return [stage for stage in stages if stage is not None]
+
+
 def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
     """Return a slot and its stage; ``None`` if it is dead or freed."""
     slot = reference()
@@ -229,6 +235,14 @@ class SpillTier:
     def expect(self, nbytes: int) -> None:
         """Reserve host memory for this many further bytes, within the budget."""
         self.host.expect(nbytes)
+
+    def have_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> bool:
+        """Whether the bytes of several slots have arrived in host memory."""
+        return self.host.have_parked(_stages(slots))
+
+    def wait_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> None:
+        """Make compute wait for the copies-out of several slots to host memory."""
+        self.host.wait_parked(_stages(slots))
 
     def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""

@@ -57,8 +57,11 @@ class Entry:
         self.source: Tensor | None = torch.zeros(1) if source else None
         self.restored: Tensor | None = None
         self.live_storage: torch.UntypedStorage | None = None
-        self.changed = self.tainted = False
+        self.tainted, self.version, self.probe = False, 0, torch.zeros(1)
         self.action, self.site = Action.OFFLOAD, "site"
+
+    def change(self) -> None:
+        self.probe.add_(1)
 
     @property
     def residence(self) -> Residence:
@@ -105,6 +108,13 @@ class Tier:
                 found.append(error)
         return found
 
+    def have_parked(self, slots: list[Slot]) -> bool:
+        return all(slot.parked for slot in slots)
+
+    def wait_parked(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            slot.wait_parked()
+
     def prefetch(self, slots: list[Slot]) -> int:
         self.brought.append(len(slots))
         for begun, slot in enumerate(slots):
@@ -135,6 +145,12 @@ def offer(out: Any, *entries: Any, pass_: Pass | None = None) -> Pass:
     return pass_
 
 
+def offer_apart(out: Any, *entries: Any) -> None:
+    """Offer entries whose copies do not begin together."""
+    for entry in entries:
+        offer(out, entry)
+
+
 def begun(entries: list[Any]) -> list[bool]:
     return [entry.slot is not None for entry in entries]
 
@@ -144,15 +160,27 @@ def test_a_source_is_dropped_when_its_copy_is_done() -> None:
     tier.parked = [True, False]
     done, flying = Entry(), Entry()
     out = copy_out(100, tier)
-    offer(out, done, flying)
+    offer_apart(out, done, flying)
     assert out.in_flight_bytes == 10
     assert done.source is None and flying.source is not None and tier.slots[1].asked == []
+
+
+def test_what_was_copied_together_is_done_together() -> None:
+    tier = Tier()
+    tier.parked = [True, False]
+    entries = [Entry() for _ in range(2)]
+    out = copy_out(100, tier)
+    offer(out, *entries)
+    assert out.in_flight_bytes == 20 and all(entry.source is not None for entry in entries)
+    tier.slots[1].parked = True
+    out.retire()
+    assert out.in_flight_bytes == 0 and all(entry.source is None for entry in entries)
 
 
 def test_beyond_the_window_compute_waits_for_the_oldest_copy() -> None:
     entries = [Entry() for _ in range(3)]
     out = copy_out(15)
-    offer(out, *entries)
+    offer_apart(out, *entries)
     assert out.in_flight_bytes == 10
     assert [e.slot.asked for e in entries] == [["wait"], ["wait"], []]
 
@@ -160,7 +188,7 @@ def test_beyond_the_window_compute_waits_for_the_oldest_copy() -> None:
 def test_a_dead_entry_is_in_flight_no_more() -> None:
     entry, other = Entry(), Entry()
     out = copy_out(100)
-    offer(out, entry, other)
+    offer_apart(out, entry, other)
     del entry
     out.retire()
     assert out.in_flight_bytes == 10
@@ -170,7 +198,8 @@ def test_a_source_that_was_changed_is_marked() -> None:
     entry = Entry()
     out = copy_out(100)
     offer(out, entry)
-    entry.changed = entry.slot.parked = True
+    entry.change()
+    entry.slot.parked = True
     out.retire()
     assert entry.source is None and entry.tainted
 
@@ -274,7 +303,7 @@ def test_what_changed_while_it_was_held_is_not_copied() -> None:
     one_pass(out, 1)
     changed, next_ = Entry(), Entry()
     offer(out, changed)
-    changed.changed = True
+    changed.change()
     offer(out, next_)
     assert changed.slot is None and changed.source is not None and out.held_bytes == 10
 
@@ -331,7 +360,7 @@ def test_what_is_gathered_begins_when_the_window_is_full() -> None:
     out, entries = copy_out(40, tier), [Entry(nbytes=5) for _ in range(9)]
     gather(out, *entries)
     assert tier.groups == [2, 2, 2, 2, 1] and entries[0].slot.asked == ["wait"], "the last one did not fit"
-    assert out.in_flight_bytes == 40
+    assert out.in_flight_bytes == 35, "compute waited for a group, which is done as a whole"
 
 
 class Streams(Tier):
@@ -388,7 +417,7 @@ def test_what_died_or_changed_while_it_was_gathered_is_not_copied() -> None:
     out, dead, changed, emptied, sound = copy_out(1000, tier), Entry(), Entry(), Entry(), Entry()
     gather(out, dead, changed, emptied, sound)
     del dead
-    changed.changed = True
+    changed.change()
     assert emptied.source is not None
     emptied.source.untyped_storage().resize_(0)
     out.begin()
