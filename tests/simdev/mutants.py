@@ -100,8 +100,8 @@ MUTANTS = (
     without(
         "places of a region share its guard",
         "arena.py",
-        "self.guard = region.guard",
-        "self.guard = Guard()",
+        "guard = region.guard",
+        "guard = Guard()",
     ),
     without(
         "sources are copied after the stream that made them",
@@ -119,7 +119,15 @@ MUTANTS = (
         tests=("tests/unit/store/test_guards.py",),
     ),
     without("unclaimed guard passes on", "guards.py", "yield from guard.leaves()"),
-    without("one wait for one event", "hostcopies.py", "if last is not event or by != stream:", "if last is None:"),
+    without(
+        "one wait for one event", "host.py", "if event is not ahead.done or stream != compute:", "if event is None:"
+    ),
+    without(
+        "a group is parked when its copies are done",
+        "host.py",
+        "            if done is not None and not self.copies.is_done(done):\n                return False\n",
+        "            pass\n",
+    ),
     without("places inherit guards", "arena.py", "Guard(self._cooling.over(spans)))", "Guard())"),
     without("places given back cool", "arena.py", "self._cooling.add(span, record.guard)"),
     without(

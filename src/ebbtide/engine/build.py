@@ -120,7 +120,8 @@ class NodeView:
 
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
-        found = self.slot(name) if name else None
+        saved = getattr(self.node, "_raw_saved_" + name, None) if name else None
+        found = None if saved is None else self._builder.packed_operand(saved.data)
         if found is None:
             functions = self.node.next_functions
             found = self._builder.value(*functions[index]) if index < len(functions) else None

@@ -100,7 +100,7 @@ class Engine:
         self._copy_out: CopyOut[Entry] = CopyOut(mover, self._window)
         self.index, self.tensor_types = StorageIndex(), tensor_types
         self._empties: dict[tuple[type[torch.Tensor], torch.device], torch.Tensor] = {}
-        self._stalls = StallBook(tier, bus)
+        self._stalls, self._waits = StallBook(tier, bus), tier.stalls
         self._operator: int | None = None  # autograd's number of the operator that saved what is postponed
         self.restorer = Restorer(self, mover, self._copy_out, self._stalls, bus)
 
@@ -209,7 +209,7 @@ class Engine:
             written: Its bytes are certainly written.
         """
         entry.source = byte_view(tensor.untyped_storage(), entry.first, entry.last, tensor)
-        self._stalls.set_reader("forward", run.block.name)
+        self._waits.reader = run.forward_reader
         if self._operator is not None and _operators_begun() != self._operator:
             self._resume()
         if written or tensor.requires_grad or not tensor.is_floating_point():

@@ -9,6 +9,7 @@ within one forward; keyed by address, gradients are silently wrong.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 
 import torch
 
@@ -22,6 +23,18 @@ class StorageIndex:
 
     def __init__(self) -> None:
         self.known: dict[int, _Known] = {}
+        self._keys: dict[weakref.ref[torch.UntypedStorage], int] = {}
+        self._dead: deque[weakref.ref[torch.UntypedStorage]] = deque()
+
+    def _forget_dead(self) -> None:
+        """Remove storages that died."""
+        while self._dead:
+            reference = self._dead[0]
+            key = self._keys.get(reference)
+            if key is not None and (known := self.known.get(key)) is not None and known[0] is reference:
+                del self.known[key]
+            self._keys.pop(reference, None)
+            self._dead.popleft()  # last: an interrupted step is repeated
 
     def find(self, storage: torch.UntypedStorage, version: Version, first: int, last: int) -> Entry | None:
         """Return the entry of bytes ``first`` to ``last`` of a storage at this version."""
@@ -54,14 +67,11 @@ class StorageIndex:
         """
         known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
-            key, all_known = id(storage), self.known
-
-            def forget(reference: weakref.ref[torch.UntypedStorage]) -> None:
-                dead = all_known.get(key)
-                if dead is not None and dead[0] is reference:
-                    del all_known[key]
-
-            known = all_known[key] = weakref.ref(storage, forget), [weakref.ref(entry)]
+            if self._dead:
+                self._forget_dead()
+            reference = weakref.ref(storage, self._dead.append)  # nothing interrupts a deque's ``append``
+            known = self.known[id(storage)] = reference, [weakref.ref(entry)]
+            self._keys[reference] = id(storage)
         else:
             known[1][:] = [*(r for r in known[1] if r() is not None), weakref.ref(entry)]
         if same_bytes and entry.storage_ref is None:

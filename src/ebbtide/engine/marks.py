@@ -9,6 +9,9 @@ import torch
 
 T = TypeVar("T")
 
+recording: Callable[[], bool] = torch.autograd._profiler_enabled  # pyright: ignore[reportPrivateImportUsage]
+"""Whether a profiler of torch records."""
+
 
 def marked(name: str, work: Callable[[], T]) -> T:
     """Return what ``work`` returns; where a profiler of torch records, as a span ``ebbtide::<name>``.
@@ -17,8 +20,7 @@ def marked(name: str, work: Callable[[], T]) -> T:
         name: What is done.
         work: Does it.
     """
-    recording = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    if not recording:  # entering a span costs microseconds even where nobody records
+    if not recording():  # entering a span costs microseconds even where nobody records
         return work()
     with torch.autograd.profiler.record_function(f"ebbtide::{name}"):
         return work()

@@ -102,7 +102,7 @@ class SlotMover:
 
     def is_stored(self, saved: Entry) -> bool:
         """Whether an entry's bytes are in its slot and nowhere on the device."""
-        return saved.residence is Residence.STORED
+        return saved.slot is not None and saved.residence is Residence.STORED
 
     def copy_in(self, group: Sequence[Entry]) -> int:
         """Prefetch the slots of entries; return for how many, at the end, there was no room."""

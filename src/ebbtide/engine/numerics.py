@@ -14,6 +14,7 @@ that must change are written. Checked with torch 2.13.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class _Setting(NamedTuple):
 
 def current_numerics() -> Numerics:
     """Return the numerics that are in force."""
-    return tuple([read() for read in _readers()])
+    return tuple(map(operator.call, _readers()))
 
 
 def exactly(device_type: str, numerics: Numerics | None, work: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -152,7 +153,8 @@ def _settings() -> tuple[_Setting, ...]:
     return (
         *tree,
         *flags,
-        _Setting(_deterministic, _set_deterministic),
+        _Setting(own._get_deterministic_algorithms, _set_deterministic),
+        _Setting(own._get_deterministic_algorithms_warn_only, _set_warn_only),
         _Setting(torch.get_num_threads, torch.set_num_threads),
         _Setting(torch.get_default_dtype, torch._C._set_default_dtype),
     )
@@ -163,10 +165,10 @@ def _set(setter: Callable[..., object], value: Any) -> None:
     setter(*value) if isinstance(value, tuple) else setter(value)
 
 
-def _deterministic() -> tuple[bool, bool]:
-    return torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
+def _set_deterministic(value: bool) -> None:
     # torch.use_deterministic_algorithms also changes Inductor's configuration, which no kernel of a recipe reads.
-    torch._C._set_deterministic_algorithms(value[0], warn_only=value[1])
+    torch._C._set_deterministic_algorithms(value, warn_only=torch._C._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(value: bool) -> None:
+    torch._C._set_deterministic_algorithms(torch._C._get_deterministic_algorithms(), warn_only=value)

@@ -55,6 +55,13 @@ class Pass:
         storages, total = self.sites.get((site, action), (0, 0))
         self.sites[site, action] = (storages + count, total + nbytes)
 
+    def add_sites(self, saved: Iterable[tuple[Site, Action, int, bool]]) -> None:
+        """Count storages: as ``add_site``, each."""
+        sites = self.sites
+        for site, action, nbytes, _ in saved:
+            storages, total = sites.get((site, action), (0, 0))
+            sites[site, action] = storages + 1, total + nbytes
+
     def move_site(self, site: Site, nbytes: int, before: Action, after: Action) -> None:
         """Count ``nbytes`` of a storage at its site under another action than the plan's."""
         self.add_site(site, -nbytes, before, 0)
@@ -116,6 +123,7 @@ class RunRecord:
         checkpointed: bool,
     ) -> None:
         self.block, self.pass_, self.live_tickets = block, pass_, live_tickets
+        self.forward_reader = "forward", block.name, None  # whose stalls they are: see ``Stalls.reader``
         self._orders = orders
         self.previous: RunRecord | None = pass_.latest
         self.number: int = 0 if self.previous is None else self.previous.number + 1

@@ -110,10 +110,13 @@ def _in_order(
             stack.pop()
             continue
         if isinstance(node, Entry):
-            content = None if node is target else read(node)  # who evaluates an entry has read it in vain
+            recipe, content = node.recipe, None
+            made = recipe is not None and id(recipe) in values
+            if node is not target and not made:  # who evaluates an entry has read it in vain
+                content = read(node)
             if content is None:
-                recipe = _recipe_of(node)
-                if id(recipe) not in values:
+                recipe = recipe or _recipe_of(node)
+                if not made:
                     stack.append(recipe)
                     continue
                 content = with_layout(values.pop(id(recipe)), node.base_layout)

@@ -40,8 +40,14 @@ class Replay(Admission):
         engine, site, nbytes, base = self.engine, candidate.site, memo.nbytes, tensor._base
         base, came_in = tensor if base is None else base, id(storage) in self._inputs.storages
         node = base.grad_fn
-        if came_in is not candidate.block_input or (node is None and self._casts) or not self._sites.take(site):
+        counts, counted = self._sites.counts, (site.module, site.node)
+        if (
+            came_in is not candidate.block_input
+            or (node is None and self._casts)
+            or counts.get(counted, 0) != site.ordinal
+        ):
             return None
+        counts[counted] = site.ordinal + 1
         builder = None if came_in or node is None or not self.recipes else self.builder
         decision, recipe = memo.decision, None
         if decision is not None:
@@ -72,7 +78,15 @@ class Replay(Admission):
             else:
                 self._carry_out(action, entry, tensor, base, recipe)
             engine.index.remember(storage, entry)
-            ticket = self._ticket_of(tensor, entry, layout, storage)
+            probe, alias = tensor.detach(), entry.kept is storage
+            if not alias:
+                probe.data = memo.empty  # [Note: version probe]
+            ticket = Ticket(entry, layout, self, probe, 0, alias=alias)
+            if node is None and tensor.is_leaf:
+                ticket.leaf = weakref.ref(tensor)
+            if entry.action is not KEEP:
+                self._seen.add(id(entry))
+                self.entries.append(weakref.ref(entry))
             action, nbytes = entry.action, entry.nbytes
         self.saved.append((site, action, nbytes, not (recipe or settled or came_in)))
         return ticket

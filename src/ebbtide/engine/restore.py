@@ -19,7 +19,7 @@ from ebbtide.base.errors import RestoreError, note_place
 from ebbtide.base.events import Bus
 from ebbtide.engine.executed import RecomputeTimer
 from ebbtide.engine.layout import byte_view, checksum, content_bytes
-from ebbtide.engine.marks import marked
+from ebbtide.engine.marks import marked, recording
 from ebbtide.engine.mover import SlotMover
 from ebbtide.engine.passes import RunRecord
 from ebbtide.engine.recompute import recompute
@@ -69,7 +69,7 @@ class Restorer:
         self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
     ) -> None:
         self._engine, self._mover, self._copy_out, self._stalls, self._bus = engine, mover, copy_out, stalls, bus
-        self._window = copy_out.window
+        self._window, self._waits = copy_out.window, engine.tier.stalls
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
         self._timer: RecomputeTimer | None = None  # while a step is measured
@@ -82,8 +82,13 @@ class Restorer:
             run: The block that reads it.
             task: Autograd's number for the backward; -1: none runs.
         """
-        backward = self.backwards.get(task)
-        content = self.content(entry, backward, run)
+        backward, slot = self.backwards.get(task), entry.slot
+        if slot is not None and entry.source is None and entry.residence is Residence.STORED:
+            if run.unordered and backward is not None:
+                run.reads.append(weakref.ref(entry))
+            content = self._copied_in(entry, slot, backward, run, None)
+        else:
+            content = self.content(entry, backward, run)
         if content is None:
             began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
@@ -155,14 +160,21 @@ class Restorer:
             run: See ``content``.
             target: See ``content``.
         """
-        flow = _flow_of(backward, run)
+        flow = None if backward is None or run is None else backward.flows.get(id(run.pass_))
         if run is not None:
-            self._stalls.set_reader("backward", run.block.name, entry.nbytes)
+            self._waits.reader = "backward", run.block.name, entry.nbytes
         try:
             take, timer = slot.take, self._timer
             if timer is not None and run is not None and target is not None and entry is not target:
                 take = functools.partial(timer.operand, slot.take, run.where)
-            content = self._with_room("copy_in", flow, take)
+            if recording():
+                content = self._with_room("copy_in", flow, take)
+            else:
+                try:
+                    content = take()
+                except torch.OutOfMemoryError:
+                    self._make_room(flow)
+                    content = take()
         except BaseException as error:
             if target is not None and entry is not target:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
@@ -179,11 +191,15 @@ class Restorer:
         try:
             return marked(name, work)
         except torch.OutOfMemoryError:
-            if flow is None or not flow.ahead_bytes:
-                raise
-            self._window.shrink(flow.ahead_bytes)
-            flow.discard()
+            self._make_room(flow)
             return marked(name, work)
+
+    def _make_room(self, flow: CopyIn[Entry] | None) -> None:
+        """Discard what was brought in ahead; raise the error that is handled now if nothing was."""
+        if flow is None or not flow.ahead_bytes:
+            raise
+        self._window.shrink(flow.ahead_bytes)
+        flow.discard()
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """A block shows in a backward: cancel what need not be copied out, and bring in what comes next."""

@@ -49,8 +49,12 @@ class BlockRun(Replay):
                 tally.packs += 1
                 tally.replayed += 1
                 tally.saved += memo.layout.logical_bytes
-                if self.recipes:
-                    self._note(tensor, ticket)
+                if self.recipes and (builder := self.builder) is not None:
+                    node = tensor.grad_fn
+                    if node is None or tensor._base is not None:
+                        self._note(tensor, ticket)
+                    else:
+                        builder.note_ticket(node, tensor.output_nr, ticket)
                 return ticket
             self._memo = memo
         ticket = self._pack(tensor, outer)
@@ -112,16 +116,19 @@ class BlockRun(Replay):
     def close(self) -> None:
         """Forget what only the block's forward needed."""
         self.is_open = False
-        saved, self.saved = self.saved, []
-        for site, action, nbytes, must_keep in saved:
-            self.pass_.add_site(site, nbytes, action)
-            self.tally.add(action, nbytes, must_keep=must_keep)
+        self._count()
         self.builder = None
         self._inputs.forget()
         self.running.clear()
         self._seen.clear()
         self._narrow.clear()
         self.weights.forget()
+
+    def _count(self) -> None:
+        """Count what was replayed."""
+        saved, self.saved = self.saved, []
+        self.pass_.add_sites(saved)
+        self.tally.add_storages(saved)
 
     def _light(self, tensor: torch.Tensor, outer: Outer | None) -> LightTicket | WrapperTicket | Layout:
         """Return the ticket of a tensor that stays, or of one whose inner tensors have their own; else its layout."""
@@ -194,5 +201,6 @@ class BlockRun(Replay):
         Args:
             unique: Bytes that such a block saves where its tensors are treated one by one.
         """
+        self._count()
         dropped = self.tally.add_checkpointed(unique)
         self.pass_.add_site(Site(self.block.kind, "", "forward", 0), dropped, Action.CHECKPOINT)

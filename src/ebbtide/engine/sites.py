@@ -78,13 +78,14 @@ class Sites:
         known: From earlier runs of the block; updated in place.
 
     Attributes:
+        counts: Tensors saved so far, by module and node.
         positions: Of the modules that ran, by name.
         position: Of the innermost running module.
     """
 
     def __init__(self, block: Block, known: Known) -> None:
         self._block, self._known, self._memos = block, known.candidates, known.memos
-        self._counts: dict[tuple[str, str], int] = {}
+        self.counts: dict[tuple[str, str], int] = {}
         self.positions: dict[str, Position] = {}
         self.go_to(OUTSIDE)
 
@@ -94,14 +95,6 @@ class Sites:
         if found is None:
             found = self.positions[module] = Position(self._memos.setdefault(module, []))
         self.position = found
-
-    def take(self, site: Site) -> bool:
-        """Count a tensor at a site that is known from before; False, and nothing is counted: it is at another one."""
-        key = site.module, site.node
-        if self._counts.get(key, 0) != site.ordinal:
-            return False
-        self._counts[key] = site.ordinal + 1
-        return True
 
     def next(self, module: str, node_name: str) -> Site:
         """Return the site of a tensor that is saved now.
@@ -113,8 +106,8 @@ class Sites:
         key = (module, node_name)
         if node_name.startswith(FUSED_ATTENTION):
             key = (module, FUSED_ATTENTION)
-        ordinal = self._counts.get(key, 0)
-        self._counts[key] = ordinal + 1
+        ordinal = self.counts.get(key, 0)
+        self.counts[key] = ordinal + 1
         return _site(self._block.kind, *key, ordinal)
 
     def candidate(

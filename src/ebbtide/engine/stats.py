@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,15 +41,24 @@ class Tally:
 
     def add(self, action: Action, nbytes: int, *, must_keep: bool) -> None:
         """A storage was met for the first time."""
-        self.unique += nbytes
-        if action is Action.KEEP:
-            self.kept += nbytes
-        elif action is Action.OFFLOAD:
-            self.offloaded += nbytes
-        else:
-            self.recomputed += nbytes
-        if must_keep and action is not Action.RECOMPUTE:
-            self.must_keep += nbytes
+        self.add_storages([(None, action, nbytes, must_keep)])
+
+    def add_storages(self, saved: Iterable[tuple[object, Action, int, bool]]) -> None:
+        """Storages were met for the first time.
+
+        Args:
+            saved: Of each the site, the action, the bytes, and whether they can only be kept or offloaded.
+        """
+        for _, action, nbytes, must_keep in saved:
+            self.unique += nbytes
+            if action is Action.KEEP:
+                self.kept += nbytes
+            elif action is Action.OFFLOAD:
+                self.offloaded += nbytes
+            else:
+                self.recomputed += nbytes
+            if must_keep and action is not Action.RECOMPUTE:
+                self.must_keep += nbytes
 
     def add_small(self, nbytes: int) -> None:
         """A storage below ``min_bytes``, which stays, was met for the first time."""

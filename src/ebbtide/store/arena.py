@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,7 +62,7 @@ class Region:
         self.spans, self.guard, self.live = spans, guard, dict(enumerate(sizes))
 
 
-class Place:
+class Place(NamedTuple):
     """Host memory for one storage, released when the last reference is dropped.
 
     Attributes:
@@ -72,11 +73,11 @@ class Place:
         guard: Of the region: the last copy from it or into it.
     """
 
-    __slots__ = ("guard", "nbytes", "number", "parts", "region")
-
-    def __init__(self, nbytes: int, region: Region, number: int, parts: tuple[torch.Tensor, ...]) -> None:
-        self.nbytes, self.region, self.number, self.parts = nbytes, region, number, parts
-        self.guard = region.guard
+    nbytes: int
+    region: Region
+    number: int
+    parts: tuple[torch.Tensor, ...]
+    guard: Guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +190,7 @@ class Arena:
         """
         self._audit()
         self._cooling.prune(self._device)
-        nbytes, rounded = sum(sizes), [round_up(n, PLACE_ALIGN_BYTES) for n in sizes]
+        nbytes, rounded = sum(sizes), [-(-n // PLACE_ALIGN_BYTES) * PLACE_ALIGN_BYTES for n in sizes]
         need = sum(rounded)
         if spare_bytes and self._budget_bytes is not None and self._budget_left() < need + spare_bytes:
             raise self._full(nbytes)
@@ -199,11 +200,15 @@ class Arena:
             self._grow(nbytes, need)
             spans = self._find(need) or []
         region = Region(sizes, tuple(spans), Guard(self._cooling.over(spans)))
-        starts = itertools.accumulate(rounded, initial=0)
-        places = [
-            Place(size, region, number, self._parts(spans, start, size))
-            for (number, size), start in zip(enumerate(sizes), starts, strict=False)
-        ]
+        whole = self._parts(spans, 0, need)
+        if len(whole) == 1:
+            memory = whole[0].split_with_sizes(rounded)
+            parts = [(m if n == r else m[:n],) for m, n, r in zip(memory, sizes, rounded, strict=True)]
+        else:
+            starts = itertools.accumulate(rounded, initial=0)
+            parts = [self._parts(spans, start, size) for size, start in zip(sizes, starts, strict=False)]
+        guard = region.guard
+        places = [Place(n, region, i, p, guard) for i, (n, p) in enumerate(zip(sizes, parts, strict=True))]
         self._records[spans[0][0]] = _Record(weakref.ref(region, self._lost.append), region.spans, region.guard)
         self._used_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._used_bytes)

@@ -45,21 +45,27 @@ class Headroom:
         Raises:
             torch.OutOfMemoryError: The first does not fit. The allocator was not called and keeps its cache.
         """
+        left, total = self._left_bytes.get(where, 0), sum(sizes)
+        if total <= left:
+            self._left_bytes[where] = left - total
+            return len(sizes)
         for taken, nbytes in enumerate(sizes):
             try:
-                self._take(nbytes, where)
+                if not self._take(nbytes, where):
+                    return len(sizes)
             except torch.OutOfMemoryError:
                 if not taken:
                     raise
                 return taken
         return len(sizes)
 
-    def _take(self, nbytes: int, where: torch.device) -> None:
+    def _take(self, nbytes: int, where: torch.device) -> bool:
+        """Count the bytes of one; return False on a device that does not tell what is free."""
         left = self._left_bytes.get(where, 0)
         if left < nbytes:
             room = self._device.free_memory(where)
             if room is None:
-                return
+                return False
             flushed = room.flushes > self._flushes.setdefault(where, room.flushes)
             self._flushes[where] = room.flushes
             if flushed or room.free_bytes < nbytes:
@@ -70,3 +76,4 @@ class Headroom:
                 )
             left = max(min(room.free_bytes // 2, _MOST_BYTES), nbytes)
         self._left_bytes[where] = left - nbytes
+        return True

@@ -155,7 +155,11 @@ class HostTier:
         """
         self._check(None)
         for source in sources:
-            _check_source(source)
+            if source.dtype is not torch.uint8 or source.dim() != 1 or not source.is_contiguous() or not source.numel():
+                raise ConfigError(
+                    f"source is {source.dtype} of shape {tuple(source.shape)}",
+                    expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
+                )
         found: dict[int, HostSlot | CapError] = {}
         for where in dict.fromkeys([source.device for source in sources]):
             numbers = [i for i, source in enumerate(sources) if source.device == where]
@@ -219,7 +223,8 @@ class HostTier:
             TargetError: A slot was freed, or the tier is closed.
         """
         for slot in slots:
-            self._check(slot)
+            if self._closed or slot.freed:
+                self._check(slot)
         # Each once: a second copy-in would drop the target of the first while that copy writes to it.
         fresh = [] if self.synchronous else [s for s in dict.fromkeys(slots) if s.ahead is None or s.ahead.done is None]
         begun = 0
@@ -260,7 +265,9 @@ class HostTier:
             (ahead,) = self.copies.into([slot])
         elif ahead.compute != compute:  # whose memory would be reused while this one still reads
             self.device.record_use(ahead.target, compute)
-        self.copies.wait_once(compute, ahead.done)
+        event, stream = self.copies.waited
+        if event is not ahead.done or stream != compute:
+            self.copies.wait_once(compute, ahead.done)
         slot.ahead = None  # only after compute waits: the memory must not be dropped while the copy runs
         return ahead.target
 
@@ -337,16 +344,3 @@ class HostTier:
             self._dead.popleft()
         while self._leaving and self._leaving[0].parked:
             self._leaving.popleft()
-
-
-def _check_source(source: torch.Tensor) -> None:
-    """Raise if a tensor cannot be parked.
-
-    Raises:
-        ConfigError: It is not.
-    """
-    if source.dtype is not torch.uint8 or source.dim() != 1 or not source.is_contiguous() or not source.numel():
-        raise ConfigError(
-            f"source is {source.dtype} of shape {tuple(source.shape)}",
-            expected="a contiguous, one-dimensional, not empty torch.uint8 tensor",
-        )

@@ -46,7 +46,7 @@ class HostCopies:
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
         self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
-        self._waited: tuple[EventHandle, StreamHandle] = None, None
+        self.waited: tuple[EventHandle, StreamHandle] = None, None  # the latest wait
         self._completed: EventHandle = None
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
 
@@ -87,7 +87,7 @@ class HostCopies:
         begin = self._begin(out)
         for guard in guards:
             guard.claim(out)
-        device.copy_all([pair for _, place, source in group for pair in pieces(place, source)], out)
+        device.copy_all(_pairs([(place, source) for _, place, source in group]), out)
         done = device.record(out, timed=begin is not None)
         for guard in guards:
             guard.finish(done)
@@ -113,7 +113,7 @@ class HostCopies:
         for slot in slots:
             if slot.ahead is not None:
                 self.drop(slot)
-            place = slot.has_place()
+            place = slot.place or slot.has_place()
             try:
                 group.append((slot, place, device.allocate(slot.nbytes, where)))
             except torch.OutOfMemoryError:
@@ -132,7 +132,7 @@ class HostCopies:
             slot.ahead = ahead
         for guard in guards:
             guard.claim(into)
-        device.copy_all([(piece, part) for _, place, target in group for part, piece in pieces(place, target)], into)
+        device.copy_all([(piece, part) for part, piece in _pairs([(place, to) for _, place, to in group])], into)
         done = device.record(into, timed=begin is not None)
         for guard in guards:
             guard.finish(done)
@@ -160,11 +160,9 @@ class HostCopies:
         self._note_span("stall", functools.partial(stalls.add, reader=stalls.reader), begin, end)
 
     def wait_once(self, stream: StreamHandle, event: EventHandle) -> None:
-        """Make ``stream`` wait for ``event``, unless it was the last to do so: copies of a group share one."""
-        last, by = self._waited
-        if last is not event or by != stream:
-            self.stall(stream, event)
-            self._waited = event, stream
+        """Make ``stream`` wait for ``event``, and note that: copies of a group share one, so the next need not wait."""
+        self.stall(stream, event)
+        self.waited = event, stream
 
     def is_done(self, event: EventHandle) -> bool:
         """Whether ``event`` has completed; the device is asked once for the copies of a group."""
@@ -208,6 +206,13 @@ class HostCopies:
     ) -> None:
         if begin is not None:
             self._spans[kind].append((count, begin, end))
+
+
+def _pairs(copies: Sequence[tuple[Place, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the parts of places, each with its piece of the tensor of that place."""
+    if max([len(place.parts) for place, _ in copies], default=1) == 1:
+        return [(place.parts[0], tensor) for place, tensor in copies]
+    return [pair for place, tensor in copies for pair in pieces(place, tensor)]
 
 
 def pieces(place: Place, tensor: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:

@@ -50,7 +50,9 @@ class HostSlot:
         self.freed = False
 
     def __del__(self) -> None:
-        self.free()
+        if not self.freed:  # as ``free``
+            self._tier.release(self)
+            self.freed = True
 
     @property
     def parked(self) -> bool:

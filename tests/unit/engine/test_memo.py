@@ -13,7 +13,18 @@ from torch import Tensor
 from ebbtide.base.actions import Action, Candidate
 from ebbtide.engine import Engine
 from ebbtide.engine.memo import memo_of
-from tests.helpers.engines import ByTable, Leaves, assert_nothing_left, block, compare, leaf, observe, open_engine
+from ebbtide.planner import plan_for
+from tests.helpers.engines import (
+    POLICIES,
+    ByTable,
+    Leaves,
+    assert_nothing_left,
+    block,
+    compare,
+    leaf,
+    observe,
+    open_engine,
+)
 
 EMPTY = torch.empty(0)
 
@@ -147,6 +158,67 @@ def test_a_plan_that_changes_its_mind_is_asked_each_time() -> None:
             assert len(plan.asked) == 3 == len({candidate.site for candidate in plan.asked})
             assert_nothing_left(engine)
         assert stats.replayed == 3
+
+
+class _KeepsSome(_Alternates):
+    """A plan that does not change: it keeps up to a number of bytes and offloads the rest."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()
+        self.most_bytes = most_bytes
+
+    def choose(self, candidate: Candidate) -> Action:
+        self.asked.append(candidate)
+        return Action.KEEP if candidate.kept_bytes + candidate.bytes_ <= self.most_bytes else Action.OFFLOAD
+
+    def stands_until(self, candidate: Candidate) -> int | None:
+        most = self.most_bytes - candidate.bytes_
+        return most if candidate.kept_bytes <= most else None
+
+
+def passes(engine: Engine, count: int) -> tuple[int, int]:
+    """Return what the latest of some passes that are alive together kept and offloaded."""
+    outputs: list[Tensor] = []
+    for _ in range(count):
+        engine.begin_pass()
+        with block(engine, x := leaf(4, 6)):
+            outputs.append(x.sin().exp().tanh())
+        engine.end_pass()
+    stats = engine.stats()
+    torch.autograd.backward([output.sum() for output in outputs])
+    return stats.kept_bytes, stats.offloaded_bytes
+
+
+def test_a_plan_that_stands_is_asked_once_until_its_limit_is_reached() -> None:
+    plan = _KeepsSome(288)
+    with open_engine(plan, window_bytes=1) as engine:
+        assert [passes(engine, 1) for _ in range(4)] == [(288, 0)] * 4
+        plan.asked.clear()
+        assert passes(engine, 1) == (288, 0) and not plan.asked
+        assert passes(engine, 2) == (0, 288), "the first pass holds all that may be kept"
+        assert passes(engine, 1) == (288, 0)
+        assert_nothing_left(engine)
+
+
+def test_what_one_plan_decided_does_not_stand_for_another() -> None:
+    with open_engine("keep", window_bytes=1) as engine:
+        for policy, expected in (("keep", (288, 0)), ("offload", (0, 288))) * 3:
+            engine.plan = plan_for(POLICIES[policy])
+            assert [passes(engine, 1) for _ in range(3)] == [expected] * 3
+
+
+def test_a_decision_stands_only_for_a_recipe_of_the_same_work() -> None:
+    """A product of the same size, which sums over another length: cheap enough to recompute, or not."""
+
+    def program(leaves: Leaves) -> list[Tensor]:
+        return [(leaves["a"] @ leaves["b"]).sin()]
+
+    with open_engine("auto", window_bytes=1) as engine:
+        for length in (2, 2, 2, 64, 64, 2, 64):
+            leaves = {"a": leaf(4, length), "b": leaf(length, 6)}
+            observe(program, leaves, engine)
+            recomputed = {str(site) for site, action in engine.last_pass.sites if action is Action.RECOMPUTE}
+            assert any("Mm" in site for site in recomputed) is (length == 2), length
 
 
 def two_blocks(engine: Engine, x: Tensor, *, shared: bool, outside: bool) -> Tensor:

@@ -37,7 +37,7 @@ def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:
         values = {keyword: n.constant(attribute) for keyword, attribute in constants.items()}
         return expression(n, lambda x: fn(x, **values), [n.operand(slot, 0)])
 
-    return rule
+    return rule if constants else lambda n: expression(n, fn, [n.operand(slot, 0)])
 
 
 def typed(fn: Fn, *constants: str) -> Rule:
