@@ -6,6 +6,7 @@ turn, so that what else the machine does meets each. Gradients are compared with
 red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes. On a device the chain's kernels
 are enqueued behind one another and waited for at the end. The window there is far below what the chain saves, and the
 suite checks that every pass copies the rest; a pass that fits into the window is held back whole and has its own row.
+Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing.
 
     python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
 """
@@ -25,12 +26,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.case import synchronize
 from benchmarks.cases import device_name
+from benchmarks.nodevice import NoDevice
 from benchmarks.results_folder import result_folder, summary, write_result
 from ebbtide.base.events import Bus
 from ebbtide.config import Keep, Minimal, Offload, Options, Policy
 from ebbtide.engine import Block, Engine
 from ebbtide.planner import plan_for
 from ebbtide.store import open_tier
+from ebbtide.store.host import HostTier
+from ebbtide.store.protocol import Tier
 from ebbtide.wrap.hooks import offloading
 
 SAVED = 200
@@ -94,10 +98,14 @@ def variants() -> dict[str, Variant]:
     """Return every variant by the name of its row."""
 
     def engine(
-        policy: Policy, min_bytes: int, window_bytes: int | None = WINDOW_BYTES, least_bytes: int = 0
+        policy: Policy,
+        min_bytes: int,
+        window_bytes: int | None = WINDOW_BYTES,
+        least_bytes: int = 0,
+        tier: Tier | None = None,
     ) -> Variant:
         options = Options(min_bytes=min_bytes, window_bytes=window_bytes)
-        made = Engine(plan_for(policy), open_tier("auto"), options, Bus())
+        made = Engine(plan_for(policy), tier or open_tier("auto"), options, Bus())
         return Variant(scope=lambda: under(made), engine=made, least_bytes=least_bytes)
 
     found = {
@@ -107,12 +115,13 @@ def variants() -> dict[str, Variant]:
         "keep": engine(Keep(), 0),
         "recompute": engine(Minimal(), 0),
     }
+    least_bytes = SAVED * SHAPE[0] * SHAPE[1] * torch.float32.itemsize - WINDOW_BYTES
     if torch.accelerator.is_available():
-        saved_bytes = SAVED * SHAPE[0] * SHAPE[1] * torch.float32.itemsize
-        found["offload"] = engine(Offload(), 0, least_bytes=saved_bytes - WINDOW_BYTES)
+        found["offload"] = engine(Offload(), 0, least_bytes=least_bytes)
         found["offload, held back"] = engine(Offload(), 0, None)
     else:  # the disk tier copies at once and withdraws what is not needed
-        found["offload"] = engine(Offload(), 0)
+        found["offload, host memory"] = engine(Offload(), 0, least_bytes=least_bytes, tier=HostTier(NoDevice()))
+        found["offload, disk"] = engine(Offload(), 0)
     return found
 
 
@@ -154,7 +163,7 @@ def main() -> None:
             "# What a saved tensor costs",
             "",
             f"A chain of {SAVED} `sin` on {SHAPE[0]} x {SHAPE[1]} float32, one thread; {device_name()}.",
-            "`offload` includes a copy of 16 KiB out and in (on a CPU: a direct write and read), `recompute` one",
+            "`offload` includes a copy of 16 KiB out and in (to disk: a direct write and read), `recompute` one",
             "`sin`; a training step moves tensors of MiB, where the bytes count and this does not.",
             "",
             *rows,

@@ -54,8 +54,8 @@ class Memo:
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "base_layout", "candidate", "decision",
-        "empty", "layout", "nbytes",
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "_whole", "base_layout", "candidate",
+        "decision", "empty", "layout", "nbytes",
     )  # fmt: skip
 
     def __init__(self, tensor: torch.Tensor, empty: torch.Tensor) -> None:
@@ -69,7 +69,8 @@ class Memo:
             None if node is None else node.name(),
         )
         self._is_view = base is not None
-        self.base_layout = self.layout if base is None else Layout.of(base)
+        whole = self.base_layout = self.layout if base is None else Layout.of(base)
+        self._whole = whole.dtype, whole.size, whole.stride, whole.offset
         self.nbytes = tensor.untyped_storage().nbytes()
         self.empty = empty
         self.candidate: Candidate | None = None
@@ -94,17 +95,13 @@ class Memo:
             return None
         storage, made = tensor.untyped_storage(), tensor
         if (base := tensor._base) is not None:
-            whole = self.base_layout
             if (
                 type(base) is not torch.Tensor
                 or base.layout is not torch.strided
                 or base.is_nested
                 or base._has_symbolic_sizes_strides
                 or base.untyped_storage() is not storage
-                or base.dtype is not whole.dtype
-                or base.size() != whole.size
-                or base.stride() != whole.stride
-                or base.storage_offset() != whole.offset
+                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._whole
             ):
                 return None
             made = base

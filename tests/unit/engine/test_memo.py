@@ -221,6 +221,22 @@ def test_a_decision_stands_only_for_a_recipe_of_the_same_work() -> None:
             assert any("Mm" in site for site in recomputed) is (length == 2), length
 
 
+@pytest.mark.parametrize("policy", ["keep", "offload", "minimal"])
+def test_a_tensor_may_be_at_another_site_than_its_like(policy: str) -> None:
+    """The second result of ``exp`` in one step is the first in another, and the second saved tensor in both."""
+    with open_engine(policy, window_bytes=1) as engine, open_engine(policy, window_bytes=1) as anew:
+        anew.replays = False
+        for twice in (True, True, False, True, False):
+
+            def program(leaves: Leaves, twice: bool = twice) -> list[Tensor]:
+                x = leaves["x"]
+                return [(x.exp() if twice else x.tanh()) + x.exp()]
+
+            for each in (engine, anew):
+                observe(program, {"x": leaf(4, 6)}, each)
+            assert engine.last_pass.sites == anew.last_pass.sites
+
+
 def two_blocks(engine: Engine, x: Tensor, *, shared: bool, outside: bool) -> Tensor:
     """The second saves a tensor like the one that it made in another step; ``shared``: it was made before.
 
