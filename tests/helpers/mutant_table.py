@@ -81,7 +81,7 @@ MUTANTS = (
     Mutant(
         "memo: the layout of the base is not compared",
         "ebbtide/engine/memo.py",
-        "                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._whole\n",
+        "                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._owner\n",
         "",
         MEMO,
     ),

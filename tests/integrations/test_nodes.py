@@ -66,7 +66,7 @@ def losses(record: Path) -> dict[str, float]:
 def test_ebbtide_starts_its_ranks_on_each_node(
     model: Path, rows: Path, plain: dict[str, dict[str, float]], tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "ebbtide", "sft", *flags(model, rows, tmp_path / "out")]
+    command = [sys.executable, "-m", "ebbtide", "sft", *flags(model, rows, tmp_path / "out", policy="minimal")]
     told = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NPROC_PER_NODE": "2"}
     with Nodes() as nodes:
         started = [nodes.start(command, **told, NODE_RANK=str(node)) for node in range(2)]

@@ -123,7 +123,7 @@ MUTANTS = (
         "one wait for one event", "host.py", "if event is not ahead.done or stream != compute:", "if event is None:"
     ),
     without(
-        "a group is parked when its copies are done",
+        "a group's sources are released when its copies are done",
         "host.py",
         "            if done is not None and not self.copies.is_done(done):\n                return False\n",
         "            pass\n",

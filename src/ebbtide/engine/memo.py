@@ -6,7 +6,8 @@ layout, memory, and the node that made it) is found out once for each position: 
 a block saves. The next tensor at that position is compared with the memo, field by field. Only if every field is equal
 is the memo used, so that a changed length, graph or routing costs time and changes nothing. What may change without a
 trace in the description is asked each time: whether the memory is a weight's, whether the storage was saved before, at
-which site it is, and the plan's action.
+which site it is, and which recipe there is. The plan is asked again if it, the recipe's work, or the bytes that are
+kept may have changed its answer.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Memo:
     """
 
     __slots__ = (
-        "_device", "_dtype", "_is_view", "_node", "_offset", "_size", "_stride", "_whole", "base_layout", "candidate",
+        "_device", "_dtype", "_is_view", "_node", "_offset", "_owner", "_size", "_stride", "base_layout", "candidate",
         "decision", "empty", "layout", "nbytes",
     )  # fmt: skip
 
@@ -69,8 +70,8 @@ class Memo:
             None if node is None else node.name(),
         )
         self._is_view = base is not None
-        whole = self.base_layout = self.layout if base is None else Layout.of(base)
-        self._whole = whole.dtype, whole.size, whole.stride, whole.offset
+        owner = self.base_layout = self.layout if base is None else Layout.of(base)
+        self._owner = owner.dtype, owner.size, owner.stride, owner.offset
         self.nbytes = tensor.untyped_storage().nbytes()
         self.empty = empty
         self.candidate: Candidate | None = None
@@ -101,7 +102,7 @@ class Memo:
                 or base.is_nested
                 or base._has_symbolic_sizes_strides
                 or base.untyped_storage() is not storage
-                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._whole
+                or (base.dtype, base.size(), base.stride(), base.storage_offset()) != self._owner
             ):
                 return None
             made = base

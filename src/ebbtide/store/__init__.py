@@ -16,7 +16,8 @@ from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.location import check_directory
 from ebbtide.store.protocol import Slot, Tier
 from ebbtide.store.share import fair_share_bytes
-from ebbtide.store.spill import SpillSlot, SpillTier
+from ebbtide.store.spill import SpillTier
+from ebbtide.store.spillslot import SpillSlot
 
 __all__ = [
     "DiskSlot",

@@ -200,9 +200,9 @@ class Arena:
             self._grow(nbytes, need)
             spans = self._find(need) or []
         region = Region(sizes, tuple(spans), Guard(self._cooling.over(spans)))
-        whole = self._parts(spans, 0, need)
-        if len(whole) == 1:
-            memory = whole[0].split_with_sizes(rounded)
+        pieces = self._parts(spans, 0, need)
+        if len(pieces) == 1:
+            memory = pieces[0].split_with_sizes(rounded)
             parts = [(m if n == r else m[:n],) for m, n, r in zip(memory, sizes, rounded, strict=True)]
         else:
             starts = itertools.accumulate(rounded, initial=0)

@@ -22,94 +22,14 @@ from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.arena import ArenaState
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
-from ebbtide.store.disk import DiskSlot, DiskTier
+from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
 from ebbtide.store.hostslot import HostSlot, freed_error
+from ebbtide.store.spillslot import SpillSlot, staged, stages
 
 _LOG = logging.getLogger("ebbtide.store")
 _MOST_STAGE_BYTES = 512 << 20
 _STAGE_DIVISOR = 8
-
-
-class SpillSlot:
-    """One storage on its way to disk. See [Note: spilling]; made by ``SpillTier.park``, who owns its fields."""
-
-    __slots__ = ("__weakref__", "freed", "_nbytes", "on_disk", "stage", "_tier", "wanted", "where")
-
-    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
-        self._tier, self._nbytes, self.where = tier, stage.nbytes, stage.where
-        self.stage: HostSlot | None = stage
-        self.on_disk: DiskSlot | None = None
-        self.wanted = self.freed = False
-
-    def __del__(self) -> None:
-        self.free()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes parked."""
-        return self._nbytes
-
-    @property
-    def parked(self) -> bool:
-        """Whether the bytes have arrived in host memory, so that the source is no longer needed."""
-        stage = self.stage
-        return stage is None or stage.parked
-
-    def wait_parked(self) -> None:
-        """Make compute wait for the copy-out to host memory."""
-        if (stage := self.stage) is not None:
-            stage.wait_parked()
-
-    def cancel(self) -> bool:
-        """Return False: a copy queued on a stream cannot be cancelled."""
-        return False
-
-    def prefetch(self) -> None:
-        """Begin the copy-in from the stage, or the read from disk.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            DiskError: The disk tier cannot be used.
-        """
-        self._tier.prefetch_one(self)
-
-    def put_back(self) -> None:
-        """Discard an unused copy-in or read."""
-        self._tier.put_back(self)
-
-    def take(self) -> torch.Tensor:
-        """Return the bytes on the device they came from.
-
-        Raises:
-            TargetError: The slot was freed, or the tier is closed.
-            DiskError: They cannot be read.
-        """
-        return self._tier.take(self)
-
-    def free(self) -> None:
-        """Free its places; at any time, in any thread, repeatedly."""
-        self.freed = True
-        for slot in (self.stage, self.on_disk):
-            if slot is not None:
-                slot.free()
-
-
-def _stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
-    """Return the slots in host memory; one that was passed on to disk has none any more."""
-    stages = [slot if isinstance(slot, HostSlot) else slot.stage for slot in slots]
-    return [stage for stage in stages if stage is not None]
-
-
-def _staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
-    """Return a slot and its stage; ``None`` if it is dead or freed."""
-    slot = reference()
-    if slot is None or slot.stage is None:
-        return None
-    if slot.freed:
-        slot.free()  # an interrupt may have prevented that
-        return None
-    return slot, slot.stage
 
 
 class SpillTier:
@@ -238,11 +158,11 @@ class SpillTier:
 
     def have_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> bool:
         """Whether the bytes of several slots have arrived in host memory."""
-        return self.host.have_parked(_stages(slots))
+        return self.host.have_parked(stages(slots))
 
     def wait_parked(self, slots: Sequence[HostSlot | SpillSlot]) -> None:
         """Make compute wait for the copies-out of several slots to host memory."""
-        self.host.wait_parked(_stages(slots))
+        self.host.wait_parked(stages(slots))
 
     def prefetch(self, slots: Sequence[HostSlot | SpillSlot]) -> int:
         """Begin the copy-ins of several slots; see ``Tier.prefetch``."""
@@ -365,7 +285,7 @@ class SpillTier:
         # An entry is removed after its step, so an interrupted step is repeated. Slots may be freed in other threads
         # meanwhile; errors from their places are not the disk's fault.
         while self._staged:
-            found = _staged(self._staged[0])
+            found = staged(self._staged[0])
             if found is None:
                 freed = True
             else:
@@ -381,7 +301,7 @@ class SpillTier:
                     freed = self._fail(slot, error) or freed
             self._staged.popleft()
         while self._written:
-            found = _staged(self._written[0])
+            found = staged(self._written[0])
             if found is None:
                 freed = True
             elif (slot := found[0]).on_disk is not None:

@@ -25,9 +25,9 @@ BLOCK = Block(name="chain", kind="chain", index=0, count=1, weights=tuple)
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        pytest.param(Keep(), 17, id="keep"),
-        pytest.param(Offload(), 72, id="offload"),
-        pytest.param(Minimal(), 72, id="recompute"),
+        pytest.param(Keep(), 12, id="keep"),
+        pytest.param(Offload(), 54, id="offload"),
+        pytest.param(Minimal(), 54, id="recompute"),
     ],
 )
 def test_calls_for_each_saved_tensor(policy: Policy, most: int) -> None:

@@ -20,7 +20,8 @@ from ebbtide.base.errors import CapError, DiskError, TargetError
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostSlot, HostTier
 from ebbtide.store.protocol import Tier
-from ebbtide.store.spill import SpillSlot, SpillTier
+from ebbtide.store.spill import SpillTier
+from ebbtide.store.spillslot import SpillSlot
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import enable_over
 from tests.helpers.interrupts import Fuse

@@ -1,0 +1,96 @@
+"""The engine's handle of a storage on its way to disk; ``SpillTier`` does the work. See [Note: spilling]."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ebbtide.store.disk import DiskSlot
+from ebbtide.store.hostslot import HostSlot
+
+if TYPE_CHECKING:
+    from ebbtide.store.spill import SpillTier
+
+
+class SpillSlot:
+    """One storage on its way to disk; made by ``SpillTier.park``, who owns its fields."""
+
+    __slots__ = ("__weakref__", "freed", "_nbytes", "on_disk", "stage", "_tier", "wanted", "where")
+
+    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
+        self._tier, self._nbytes, self.where = tier, stage.nbytes, stage.where
+        self.stage: HostSlot | None = stage
+        self.on_disk: DiskSlot | None = None
+        self.wanted = self.freed = False
+
+    def __del__(self) -> None:
+        self.free()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes parked."""
+        return self._nbytes
+
+    @property
+    def parked(self) -> bool:
+        """Whether the bytes have arrived in host memory, so that the source is no longer needed."""
+        stage = self.stage
+        return stage is None or stage.parked
+
+    def wait_parked(self) -> None:
+        """Make compute wait for the copy-out to host memory."""
+        if (stage := self.stage) is not None:
+            stage.wait_parked()
+
+    def cancel(self) -> bool:
+        """Return False: a copy queued on a stream cannot be cancelled."""
+        return False
+
+    def prefetch(self) -> None:
+        """Begin the copy-in from the stage, or the read from disk.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            DiskError: The disk tier cannot be used.
+        """
+        self._tier.prefetch_one(self)
+
+    def put_back(self) -> None:
+        """Discard an unused copy-in or read."""
+        self._tier.put_back(self)
+
+    def take(self) -> torch.Tensor:
+        """Return the bytes on the device they came from.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+            DiskError: They cannot be read.
+        """
+        return self._tier.take(self)
+
+    def free(self) -> None:
+        """Free its places; at any time, in any thread, repeatedly."""
+        self.freed = True
+        for slot in (self.stage, self.on_disk):
+            if slot is not None:
+                slot.free()
+
+
+def stages(slots: Sequence[HostSlot | SpillSlot]) -> list[HostSlot]:
+    """Return the slots in host memory; one that was passed on to disk has none any more."""
+    stages = [slot if isinstance(slot, HostSlot) else slot.stage for slot in slots]
+    return [stage for stage in stages if stage is not None]
+
+
+def staged(reference: weakref.ref[SpillSlot]) -> tuple[SpillSlot, HostSlot] | None:
+    """Return a slot and its stage; ``None`` if it is dead or freed."""
+    slot = reference()
+    if slot is None or slot.stage is None:
+        return None
+    if slot.freed:
+        slot.free()  # an interrupt may have prevented that
+        return None
+    return slot, slot.stage
