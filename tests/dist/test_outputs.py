@@ -1,4 +1,7 @@
-"""Blocks under FSDP2 that save what they hand on: the next block saves it too, and lacks the first one's weights."""
+"""Blocks under FSDP2 that save what they hand on: the next block saves it too, and lacks the first one's weights.
+
+Between steps the model is moved, which swaps its shards.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def _step(model: nn.Module, step: int, record: Record) -> None:
     value = model(torch.randn(2, 8, WIDTH)).square().mean()
     value.backward()
     note_step(record, str(step), model, value)
+    model.to("cpu")  # as verl does around checkpoints: torch swaps the contents of all shards
 
 
 def outputs() -> dict[str, Findings]:

@@ -2,17 +2,19 @@
 
 [Note: the tree] Each forward needs the model's weights and its wrappers. Walking the modules takes milliseconds of
 Python before the first kernel, and there is no notification of changes: a parameter may be swapped by writing into a
-module's dictionaries. So these dictionaries are compared, entry by entry and by identity, in a few calls that Python
-runs without a frame for each entry. The tree is walked again if a weight, buffer or module was added, replaced or
-removed, or a module's class was changed (``fully_shard``). Entries are held weakly: an address may be reused, and a
-replaced weight must not be kept alive.
+module's dictionaries. So the entries of these dictionaries are compared by identity and class, in a few calls that
+Python runs without a frame for each entry. The tree is walked again if a weight, buffer or module was added, replaced
+or removed, or a class was changed (``fully_shard``). Modules are held weakly, for an address may be reused. Weights
+are not held: a replaced one must not be kept alive, and ``torch.utils.swap_tensors``, by which ``Module.to`` replaces
+the contents of a DTensor, refuses tensors with weak references. A weight of the same class at the address of its
+predecessor therefore goes unnoticed; nothing derived from ``version`` depends on it, and ``weights`` returns it.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from types import NoneType
 from typing import Any
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_REGISTRIES = operator.attrgetter("_modules", "_parameters", "_buffers")
+_MODULES, _PARAMETERS, _BUFFERS = map(operator.attrgetter, ("_modules", "_parameters", "_buffers"))
+_REGISTRIES = (_MODULES, _PARAMETERS, _BUFFERS)
 
 
 class Tree:
@@ -34,9 +37,8 @@ class Tree:
         self.version = 0
         self._model = weakref.ref(model)
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._identities: list[int] = []
         self._kinds: list[type] = []
-        self._entries: list[Callable[[], Any]] = []
-        self._weights: list[weakref.ref[torch.Tensor]] = []
 
     def look(self) -> int:
         """Walk the tree if it has changed; return ``version``."""
@@ -45,28 +47,31 @@ class Tree:
         return self.version
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the parameters and then the buffers as of the last check, each once."""
-        return [weight for weight in map(operator.call, self._weights) if weight is not None]
+        """Return the parameters and then the buffers of the modules as of the last check, each once."""
+        modules = [module for module in map(operator.call, self._modules) if module is not None]
+        found = chain(_values(_PARAMETERS, modules), _values(_BUFFERS, modules))
+        return list({id(weight): weight for weight in found if weight is not None}.values())
 
     def _is_as_it_was(self) -> bool:
         modules: list[Any] = list(map(operator.call, self._modules))
-        if not all(map(operator.is_, map(type, modules), self._kinds)):  # including None for deleted modules
+        if NoneType in map(type, modules):  # one was deleted
             return False
-        entries = list(_entries(modules))
-        same = map(operator.is_, entries, map(operator.call, self._entries))
-        return len(entries) == len(self._entries) and all(same)
+        entries = _entries(modules)
+        return list(map(id, entries)) == self._identities and list(map(type, entries)) == self._kinds
 
     def _walk(self) -> None:
         model = self._model()
         modules = [] if model is None else list(model.modules())
-        weights = [] if model is None else [*model.parameters(), *model.buffers()]
-        self._modules, self._kinds = [weakref.ref(module) for module in modules], [type(m) for m in modules]
-        self._weights = [weakref.ref(weight) for weight in weights]
-        self._entries = [NoneType if entry is None else weakref.ref(entry) for entry in _entries(modules)]
+        entries = _entries(modules)
+        self._modules = [weakref.ref(module) for module in modules]
+        self._identities, self._kinds = list(map(id, entries)), list(map(type, entries))
         self.version += 1
 
 
-def _entries(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Return the modules, parameters and buffers that modules have, None for those that were left out."""
-    registries: Iterator[dict[str, Any]] = chain.from_iterable(map(_REGISTRIES, modules))
-    return chain.from_iterable(map(operator.methodcaller("values"), registries))
+def _entries(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the model, and the modules, parameters and buffers that modules have; None for those left out."""
+    return [*modules[:1], *(chain.from_iterable(_values(registry, modules) for registry in _REGISTRIES))]
+
+
+def _values(registry: Callable[[Any], dict[str, Any]], modules: Iterable[nn.Module]) -> Iterator[Any]:
+    return chain.from_iterable(map(operator.methodcaller("values"), map(registry, modules)))
