@@ -396,22 +396,22 @@ MUTANTS = (
     Mutant(
         "tree: what was exchanged is not seen",
         "ebbtide/wrap/tree.py",
-        "return len(entries) == len(self._entries) and all(same)",
-        "return len(entries) == len(self._entries)",
+        "return list(map(id, entries)) == self._identities and list(map(type, entries)) == self._kinds",
+        "return list(map(type, entries)) == self._kinds",
         ("tests/unit/wrap/test_tree.py",),
     ),
     Mutant(
         "tree: what was added or removed at the end is not seen",
         "ebbtide/wrap/tree.py",
-        "return len(entries) == len(self._entries) and all(same)",
-        "return all(same)",
+        "return list(map(id, entries)) == self._identities and list(map(type, entries)) == self._kinds",
+        "return all(map(int.__eq__, map(id, entries), self._identities))",
         ("tests/unit/wrap/test_tree.py",),
     ),
     Mutant(
         "tree: modules whose class was changed are as they were",
         "ebbtide/wrap/tree.py",
-        "if not all(map(operator.is_, map(type, modules), self._kinds)):",
-        "if None in modules:",
+        " and list(map(type, entries)) == self._kinds",
+        "",
         ("tests/unit/wrap/test_tree.py",),
     ),
     Mutant(
