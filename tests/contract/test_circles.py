@@ -1,44 +1,61 @@
-"""Modules of a room do not import each other in a circle, type-only imports included."""
+"""Modules do not import each other in a circle, in any room, type-only imports included."""
 
 from __future__ import annotations
 
 import ast
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
+SRC = Path(__file__).parents[2] / "src"
 
-ROOT = Path(__file__).parents[2] / "src" / "ebbtide"
-
-ROOMS = ["engine"]
-"""Rooms that are free of circles; a room that becomes so is added."""
-
-
-def imports_of(source: str, room: str) -> set[str]:
-    """Return the modules of a room that a source text imports, under ``TYPE_CHECKING`` too."""
-    found = {node.module for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom) and node.module}
-    return {name for name in found if name.startswith(f"ebbtide.{room}.")}
+KNOWN = {
+    ("ebbtide.store.host", "ebbtide.store.hostcopies", "ebbtide.store.hostslot"),
+    ("ebbtide.store.spill", "ebbtide.store.spillslot"),
+}
+"""Modules that still import each other in a circle. Only ever shortened; a test fails when an entry is not needed."""
 
 
-def graph_of(room: str) -> dict[str, set[str]]:
-    """Return what each module of a room imports of it."""
-    files = sorted((ROOT / room).rglob("*.py"))
-    names = {f: ".".join(f.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for f in files}
-    return {names[f]: imports_of(f.read_text(), room) - {names[f]} for f in files}
+def imports_of(source: str) -> set[str]:
+    """Return the names that a source text imports, and the modules they may be in; under ``TYPE_CHECKING`` too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_no_module_imports_itself_through_others(room: str) -> None:
-    graph = graph_of(room)
-    assert len(graph) > 5 and any(graph.values())
-    try:
-        tuple(TopologicalSorter(graph).static_order())
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+def graph_of(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Return what each module imports of the others; a package's face counts only where it is imported from itself."""
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        found = imports_of(source) & {*sources}
+        packages = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+        graph[module] = found - packages - {module}
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Return the sets of modules that reach themselves through each other."""
+    reach = {module: set(targets) for module, targets in graph.items()}
+    for via in graph:
+        for targets in reach.values():
+            if via in targets:
+                targets |= reach[via]
+    inside = {module for module in graph if module in reach[module]}
+    return {tuple(sorted(o for o in inside if o in reach[m] and m in reach[o])) for m in inside}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    files = sorted(SRC.rglob("*.py"))
+    names = {f: ".".join(f.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__") for f in files}
+    graph = graph_of({names[file]: file.read_text() for file in files})
+    assert len(graph) > 200 and sum(map(len, graph.values())) > 500
+    assert circles(graph) == KNOWN
 
 
 def test_a_circle_of_types_is_found() -> None:
-    one = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ebbtide.engine.two import Two\n"
-    graph = {"ebbtide.engine.one": imports_of(one, "engine"), "ebbtide.engine.two": {"ebbtide.engine.one"}}
-    with pytest.raises(CycleError):
-        tuple(TopologicalSorter(graph).static_order())
+    one = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from room.two import Two\n"
+    graph = graph_of({"room.one": one, "room.two": "from room import three", "room.three": "import room.one"})
+    assert circles(graph) == {("room.one", "room.three", "room.two")}
+    assert circles({**graph, "room.three": set()}) == set()

@@ -13,8 +13,6 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-    from ebbtide_recipes.language.config import LanguageConfig
-
 KINDS = (
     "beft", "boft", "c3a", "delora", "fourierft", "gralora", "hira", "hra", "ia3", "ln_tuning", "loha", "lokr", "lora",
     "miss", "oft", "randlora", "road", "vblora", "vera", "waveft",
@@ -70,19 +68,6 @@ def _kind(text: str, what: str) -> str:
             hint=nearest(text.lower(), KINDS) or "kinds that need more than trained weights are not supported",
         )
     return text.upper()
-
-
-def kind_of(config: LanguageConfig) -> str | None:
-    """Return PEFT's name for the kind of adapters that a config trains; ``None``: none.
-
-    Raises:
-        EbbtideError: As ``settings_of`` and ``settings_in``.
-    """
-    if not config.trains_adapters:
-        return None
-    if config.adapters is not None:
-        return settings_in(Path(config.adapters).expanduser())["peft_type"]
-    return settings_of(config.adapter_config)["peft_type"] if config.adapter_config is not None else "LORA"
 
 
 def settings_in(folder: Path) -> dict[str, Any]:

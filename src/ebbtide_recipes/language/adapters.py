@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import require
-from ebbtide_recipes.language.adapter_kinds import FILE, config_of, kind_of, settings_in, settings_of
+from ebbtide_recipes.language.adapter_kinds import FILE, config_of, settings_in, settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def check(config: LanguageConfig) -> None:
     """
     if config.train_type == "qlora" and importlib.util.find_spec("bitsandbytes") is None:
         require("bitsandbytes", extra="qlora", use="--train_type qlora")
-    kind_of(config)
+    _ = config.adapter_kind  # reads its file or folder
 
 
 def four_bits(config: LanguageConfig, dtype: str) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from ebbtide.base.errors import ConfigError
-from ebbtide_recipes.language.adapter_kinds import kind_of
+from ebbtide_recipes.language.adapter_kinds import settings_in, settings_of
 from ebbtide_recipes.skeleton.config import ALIASES as SHARED_ALIASES
 from ebbtide_recipes.skeleton.config import UNSUPPORTED as SHARED_UNSUPPORTED
 from ebbtide_recipes.skeleton.config import RecipeConfig
@@ -73,7 +74,11 @@ class LanguageConfig(RecipeConfig):
         Raises:
             EbbtideError: A file or folder has a setting that cannot be used.
         """
-        return kind_of(self)
+        if not self.trains_adapters:
+            return None
+        if self.adapters is not None:
+            return settings_in(Path(self.adapters).expanduser())["peft_type"]
+        return settings_of(self.adapter_config)["peft_type"] if self.adapter_config is not None else "LORA"
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""

@@ -16,7 +16,8 @@ from ebbtide.wrap import find_blocks
 from ebbtide_recipes.plan.model import Outline
 from ebbtide_recipes.video import adapters
 from ebbtide_recipes.video.families import Condition, Family, check_size, family_of
-from ebbtide_recipes.video.source import Source, open_source
+from ebbtide_recipes.video.opening import open_source
+from ebbtide_recipes.video.source import Source
 
 if TYPE_CHECKING:
     from ebbtide_recipes.video.config import VideoConfig

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ebbtide.base.checks import check_fields
+from ebbtide.base.errors import ConfigError
 from ebbtide.config import Auto, Policy, policy_named
 from ebbtide_recipes.skeleton import rules
 
@@ -186,10 +187,10 @@ class RecipeConfig:
             if isinstance(value := getattr(self, name), Mapping):
                 object.__setattr__(self, name, json.dumps(value))
         check_fields(self)
-        rules.check_texts(self)
-        rules.check_numbers(self)
+        rules.check_texts(vars(self))
+        rules.check_numbers(vars(self))
         self.chosen_policy()
-        rules.check_together(self)
+        self._check_together()
 
     @property
     def mode(self) -> Mode:
@@ -253,3 +254,40 @@ class RecipeConfig:
         """Whether a flag has another value than its default."""
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return getattr(self, name) != defaults[name]
+
+    def _check_together(self) -> None:
+        """Reject contradictory values."""
+        if self.gradient_checkpointing and self.activation_cpu_offload and self.policy not in (None, "minimal"):
+            raise ConfigError(
+                f"policy is {self.policy!r} with gradient_checkpointing true",
+                expected="no policy, or 'minimal': the two flags together mean checkpointing's memory",
+                hint="leave --gradient_checkpointing out to use another policy",
+            )
+        if self.policy not in (None, "auto") and (self.max_slowdown is not None or self.memory_budget is not None):
+            raise ConfigError(
+                f"max_slowdown or memory_budget is set with policy {self.policy!r}",
+                expected="policy auto",
+                hint="leave --policy out, or --max_slowdown and --memory_budget",
+            )
+        if self.bf16 and self.fp16:
+            raise ConfigError(
+                "bf16 and fp16 are both true", expected="one of the two", hint="bf16 needs no loss scaling"
+            )
+        if self.fp16 and self.torch_dtype == "bfloat16":
+            raise ConfigError(
+                "fp16 is true with torch_dtype bfloat16",
+                expected="float32 weights for float16 arithmetic",
+                hint="--torch_dtype float32, or --bf16 true in place of --fp16",
+            )
+        if self.eval_dataset is not None and self.split_dataset_ratio > 0:
+            raise ConfigError(
+                "eval_dataset and split_dataset_ratio are both set",
+                expected="one of the two",
+                hint="leave --split_dataset_ratio out",
+            )
+        if self.fsdp is not None and self.fsdp_config is not None:
+            raise ConfigError(
+                "fsdp and fsdp_config are both set",
+                expected="one of the two: both name FSDP's settings",
+                hint="leave --fsdp out; --fsdp_strategy says what is sharded",
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -9,6 +10,10 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 LOG_FILE = "training.log"
 
@@ -16,6 +21,14 @@ LOG_FILE = "training.log"
 def interactive() -> bool:
     """Whether the terminal is interactive: a progress bar in a file or in CI is noise."""
     return sys.stderr.isatty() and not os.environ.get("CI")
+
+
+@functools.cache
+def console() -> Console:
+    """Return the console shared by the bar and the log lines, so that they do not overwrite each other."""
+    from rich.console import Console
+
+    return Console(stderr=True)
 
 
 @contextmanager
@@ -60,8 +73,6 @@ def _terminal() -> logging.Handler:
         return handler
     from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
-
-    from ebbtide_recipes.skeleton.progress import console
 
     return RichHandler(console=console(), show_path=False, show_time=False, highlighter=NullHighlighter())
 

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ebbtide_recipes.skeleton.logging import interactive
+from ebbtide_recipes.skeleton.logging import console, interactive
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
 
 GIB = 1024**3
-
-
-@functools.cache
-def console() -> Console:
-    """Return the console shared by the bar and the log lines, so that they do not overwrite each other."""
-    from rich.console import Console
-
-    return Console(stderr=True)
 
 
 class StepBar:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.video.distill import Distillation
 from ebbtide_recipes.video.objective import Denoiser
-
-if TYPE_CHECKING:
-    from ebbtide_recipes.video.trainer import VideoTrainer
 
 TRAINED = "trained.safetensors"
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -49,22 +46,19 @@ def load_trained(module: Denoiser, folder: Path) -> None:
             parameter.copy_(found[name])
 
 
-def save(trainer: VideoTrainer, folder: Path, name: str) -> None:
+def save(module: Denoiser, state: dict[str, torch.Tensor], folder: Path, name: str, *, pipeline: str) -> None:
     """Write the trained transformer or its adapters in diffusers' format; in distillation the critic, too.
 
     Args:
-        trainer: Has the module; all processes call this, because shards are gathered.
+        module: What was trained.
+        state: Its weights, gathered from all processes.
         folder: The output folder.
         name: Name of the transformer's folder.
+        pipeline: Class of diffusers' pipeline, whose format adapters have.
     """
-    module = trainer.module
-    state: dict[str, torch.Tensor] = (
-        trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else module.state_dict()
-    )
-    if not trainer.args.should_save:
-        return
     if hasattr(module.transformer, "peft_config"):
-        _save_adapters(trainer, _of_part(state, "transformer"), folder, name)
+        place = folder if name == "transformer" else folder / "lora_ema"
+        _save_adapters(module.transformer, _of_part(state, "transformer"), place, pipeline)
         return
     _save_part(module.transformer, _of_part(state, "transformer"), folder / name)
     if isinstance(module, Distillation) and name == "transformer":
@@ -79,15 +73,14 @@ def _save_part(part: Any, state: dict[str, torch.Tensor], folder: Path) -> None:
     save_file({key: value.contiguous() for key, value in state.items()}, folder / _WEIGHTS, metadata={"format": "pt"})
 
 
-def _save_adapters(trainer: VideoTrainer, state: dict[str, torch.Tensor], folder: Path, name: str) -> None:
+def _save_adapters(transformer: Any, state: dict[str, torch.Tensor], folder: Path, pipeline: str) -> None:
     """Write adapters where the pipeline's ``load_lora_weights`` finds them."""
     import diffusers
     from peft import get_peft_model_state_dict
 
-    layers = get_peft_model_state_dict(trainer.module.transformer, state_dict=state)
-    kind = getattr(diffusers, trainer.showing.source.family.pipelines[0])
-    place = folder if name == "transformer" else folder / "lora_ema"
-    kind.save_lora_weights(place, transformer_lora_layers={key: value.contiguous() for key, value in layers.items()})
+    layers = get_peft_model_state_dict(transformer, state_dict=state)
+    layers = {key: value.contiguous() for key, value in layers.items()}
+    getattr(diffusers, pipeline).save_lora_weights(folder, transformer_lora_layers=layers)
 
 
 def _of_part(state: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -36,7 +36,7 @@ class Video(Recipe[VideoConfig]):
             EbbtideError: One of them is unusable.
         """
         from ebbtide_recipes.video import data, latents
-        from ebbtide_recipes.video.source import is_local, open_source
+        from ebbtide_recipes.video.opening import is_local, open_source
 
         folder = _latents_folder(config)
         ready = config.latents_dir is not None and latents.is_made(folder)
@@ -68,7 +68,8 @@ class Video(Recipe[VideoConfig]):
         from accelerate import PartialState
 
         from ebbtide_recipes.video import trainer
-        from ebbtide_recipes.video.source import open_source, quiet_bars
+        from ebbtide_recipes.video.opening import open_source
+        from ebbtide_recipes.video.source import quiet_bars
 
         options = trainer.arguments(config)  # also joins the other ranks
         launch.check_device(config)
@@ -208,7 +209,7 @@ def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
     Raises:
         DataError: It is of another family than the student.
     """
-    from ebbtide_recipes.video.source import open_source
+    from ebbtide_recipes.video.opening import open_source
 
     other = open_source(name, seed=config.seed)
     if not other.family.velocity or other.family.name != source.family.name or other.channels != source.channels:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.base.errors import DataError, nearest
+from ebbtide.base.errors import DataError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.video.families import Family, Text, family_of
 
@@ -223,35 +223,6 @@ def phase(name: str) -> Generator[None, None, None]:
         BUS.emit("phase", name=name, edge="end", step=None)
 
 
-def open_source(name: str, *, seed: int) -> Source:
-    """Return the parts of the pipeline that ``--model`` names.
-
-    Raises:
-        DataError: There is no such pipeline, or it is not supported.
-    """
-    from ebbtide_recipes.video import builtin
-
-    if name.startswith("builtin:"):
-        return builtin.source(name, seed=seed)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return Source(folder)
-    if is_local(name):
-        parent = folder.parent
-        others = [path.name for path in parent.iterdir()] if parent.is_dir() else []
-        raise DataError(
-            f"there is no folder {name!r}",
-            expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
-            hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
-        )
-    return Source(_fetched(name))
-
-
-def is_local(name: str) -> bool:
-    """Whether a pipeline can be opened without a network."""
-    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).is_dir() or name.count("/") != 1
-
-
 def quiet_bars() -> None:
     """Hide the progress bars of diffusers and transformers off a terminal."""
     from diffusers.utils import logging as diffusers_logging
@@ -260,20 +231,6 @@ def quiet_bars() -> None:
 
     if not interactive():
         diffusers_logging.disable_progress_bar()
-
-
-def _fetched(name: str) -> Path:
-    """Fetch a pipeline from the hub or its cache."""
-    from diffusers import DiffusionPipeline
-
-    try:
-        return Path(DiffusionPipeline.download(name))
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",
-            expected="a pipeline folder in diffusers' layout, or a hub name",
-            hint="without a network use the folder of a pipeline fetched before",
-        ) from error
 
 
 def _index(folder: Path) -> Mapping[str, Any]:

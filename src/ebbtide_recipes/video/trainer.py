@@ -158,10 +158,19 @@ class VideoTrainer(RecordedTrainer):
             if self.args.should_save and not self.is_fsdp_enabled:
                 export.save_trained(self.module, folder)
             return
-        export.save(self, folder, "transformer")
+        self._export(folder, "transformer")
         if self.average is not None:
             with self._averaged():
-                export.save(self, folder, "transformer_ema")
+                self._export(folder, "transformer_ema")
+
+    def _export(self, folder: Path, name: str) -> None:
+        """Gather the trained weights, on all processes, and write them as diffusers loads them."""
+        module = self.module
+        state: dict[str, torch.Tensor] = (
+            self.accelerator.get_state_dict(self.model) if self.is_fsdp_enabled else module.state_dict()
+        )
+        if self.args.should_save:
+            export.save(module, state, folder, name, pipeline=self.showing.source.family.pipelines[0])
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled:

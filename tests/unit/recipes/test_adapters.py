@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.language import adapters
-from ebbtide_recipes.language.adapter_kinds import KINDS, kind_of
+from ebbtide_recipes.language.adapter_kinds import KINDS
 from ebbtide_recipes.sft.config import SftConfig
 
 # PEFT asks a transformers model by the name that transformers 5.2x deprecates.
@@ -154,7 +154,7 @@ def test_a_folder_without_adapters_is_refused_with_the_nearest(tmp_path: Path) -
 def test_the_kind_is_told_of_every_training_type(tmp_path: Path) -> None:
     BOFTConfig().save_pretrained(tmp_path)
     (tmp_path / "adapter_model.bin").touch()
-    assert kind_of(SftConfig()) is None
-    assert kind_of(SftConfig(train_type="lora")) == kind_of(SftConfig(train_type="qlora")) == "LORA"
-    assert kind_of(adapter(adapter_config="vera")) == "VERA"
-    assert kind_of(adapter(adapters=str(tmp_path))) == "BOFT"
+    assert SftConfig().adapter_kind is None
+    assert SftConfig(train_type="lora").adapter_kind == SftConfig(train_type="qlora").adapter_kind == "LORA"
+    assert adapter(adapter_config="vera").adapter_kind == "VERA"
+    assert adapter(adapters=str(tmp_path)).adapter_kind == "BOFT"

@@ -1,0 +1,50 @@
+"""A pipeline from its name: a folder, a hub's, or a built-in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.video import builtin
+from ebbtide_recipes.video.source import Source
+
+
+def open_source(name: str, *, seed: int) -> Source:
+    """Return the parts of the pipeline that ``--model`` names.
+
+    Raises:
+        DataError: There is no such pipeline, or it is not supported.
+    """
+    if name.startswith("builtin:"):
+        return builtin.source(name, seed=seed)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return Source(folder)
+    if is_local(name):
+        parent = folder.parent
+        others = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+        raise DataError(
+            f"there is no folder {name!r}",
+            expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
+            hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
+        )
+    return Source(_fetched(name))
+
+
+def is_local(name: str) -> bool:
+    """Whether a pipeline can be opened without a network."""
+    return name.startswith(("builtin:", ".", "~", "/")) or Path(name).is_dir() or name.count("/") != 1
+
+
+def _fetched(name: str) -> Path:
+    """Fetch a pipeline from the hub or its cache."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(name))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"pipeline {name!r} is no local folder and could not be fetched by that name: {str(error)[:300]}",
+            expected="a pipeline folder in diffusers' layout, or a hub name",
+            hint="without a network use the folder of a pipeline fetched before",
+        ) from error

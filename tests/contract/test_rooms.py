@@ -1,0 +1,40 @@
+"""CONTRIBUTING's table of rooms is the house as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src"
+FACES = {"src/ebbtide/__init__.py", "src/ebbtide/__main__.py"}
+"""Modules that only pass on what others define."""
+
+
+def listed(page: str) -> set[str]:
+    """Return the paths in the first column of the table of rooms."""
+    table = page.partition("## The rooms")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`src/[^|]*) \|", table, re.MULTILINE)
+    return {path.rstrip("/") for cell in cells for path in re.findall(r"`([^`]+)`", cell)}
+
+
+def standing() -> set[str]:
+    """Return the rooms in the source: folders, and modules outside of folders."""
+    core, recipes = SRC / "ebbtide", SRC / "ebbtide_recipes"
+    rooms = [
+        *core.glob("*.py"),
+        *(f for f in core.iterdir() if f.is_dir()),
+        *(f for f in recipes.iterdir() if f.is_dir()),
+    ]
+    return {room.relative_to(ROOT).as_posix() for room in rooms if room.name != "__pycache__"} - FACES
+
+
+def test_every_room_is_in_the_table_and_stands() -> None:
+    assert listed((ROOT / "CONTRIBUTING.md").read_text()) == standing()
+
+
+def test_a_room_left_out_is_noticed() -> None:
+    page = (
+        "## The rooms\n\n| room | holds |\n| --- | --- |\n| `src/a/`, `src/b.py` | x |\n\n## More\n\n| `src/c` | y |\n"
+    )
+    assert listed(page) == {"src/a", "src/b.py"}
