@@ -10,8 +10,8 @@ WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks docs/site_hooks.py
 
-# Four steps warm up, five are timed, one measures activation memory; two rounds of four modes.
-DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 12 --packing true
+# Five steps or more warm up, the last measures activation memory, and those between are timed; modes take steps in turn.
+DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 16 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.
 CPU_SUITES := disk overhead bound faults sft sft_types families scaling examples loading
@@ -39,7 +39,7 @@ demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebb
 	@echo "Fine-tunes SmolLM2-135M in four modes and compares them: some 8 minutes on two slow cores, 3 on eight."
 	@echo "The first time the model is fetched (89 MiB) and converted, once, before the first run."
 	@if [ -e runs/demo ]; then mv runs/demo runs/demo-until-$$(date +%Y%m%d-%H%M%S); fi
-	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 2 --out runs/demo
+	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 1 --out runs/demo
 
 test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu on the simulated device
 	$(PYTEST)

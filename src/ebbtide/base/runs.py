@@ -16,6 +16,10 @@ EVENTS_FILE = "run.jsonl"
 OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
+TURN_FILE = "turn"
+TURN_VARIABLE = "EBBTIDE_TURN"
+"""Environment variable: the pipe on which a run is given its turn after each step. See [Note: a fair comparison]."""
+
 SCHEMA = 1
 SETTLING = 1
 """Steps after a new plan whose time does not count: its recipes are compared, and allocators get new sizes."""

@@ -1,4 +1,4 @@
-"""Run a training run as a child process and sample its memory from outside."""
+"""Training runs as child processes: their turns, and their memory sampled from outside."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.runs import OUTSIDE_FILE
+from ebbtide.base.runs import OUTSIDE_FILE, TURN_FILE, TURN_VARIABLE
 from ebbtide.cli.signals import hold_interrupts
 from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
 _POLITE_SECONDS = 20.0
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.1
 _TAIL_LINES = 25
 
 
@@ -41,55 +41,98 @@ class Ended:
     tail: str
 
 
-def run_child(
-    command: Sequence[str],
-    folder: Path,
-    *,
-    environment: Mapping[str, str],
-    sample_seconds: float,
-    look: Callable[[], None] = lambda: None,
-) -> Ended:
-    """Run a command and write the memory of its process family to ``outside.jsonl``.
+class Child:
+    """A training run as a child process, between its start and its end.
 
-    Its output goes to ``output.txt``. The child leads its own process group, so a keyboard interrupt reaches only this
-    process, which then ends the whole family.
+    Its output goes to ``output.txt``, and the memory of its process family, while it has its turn, to
+    ``outside.jsonl``. It leads its own process group, so a keyboard interrupt reaches only this process, which then
+    ends the whole family.
 
     Args:
         command: The program and its arguments.
         folder: The child's run folder; created here.
-        environment: Its complete environment.
+        environment: Its complete environment, but for the variable of its turns.
         sample_seconds: Time between two samples.
-        look: Called repeatedly while the child runs.
 
     Raises:
         KeyboardInterrupt: This process was interrupted; the child has already been ended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    began = time.monotonic()
-    with (folder / OUTPUT_FILE).open("wb") as output, (folder / OUTSIDE_FILE).open("w", buffering=1) as outside:
 
-        def write(rss_bytes: int, _device_bytes: int | None) -> None:
-            outside.write(json.dumps({"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}) + "\n")
+    def __init__(
+        self, command: Sequence[str], folder: Path, *, environment: Mapping[str, str], sample_seconds: float
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.most_bytes = folder, 0
+        self._sample_seconds, self._began = sample_seconds, time.monotonic()
+        self._variables = dict(environment)
+        with contextlib.ExitStack() as opening:
+            self._turns = self._make_turns(opening)
+            output = opening.enter_context((folder / OUTPUT_FILE).open("wb"))
+            self._outside = opening.enter_context((folder / OUTSIDE_FILE).open("w", buffering=1))
+            self._process = opening.enter_context(
+                family(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=self._variables)
+            )
+            self._closing = opening.pop_all()
 
-        with family(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=dict(environment)
-        ) as child:
-            sampler = Sampler(MemoryReader(child.pid, children=True), write, seconds=sample_seconds)
-            sampler.start()
-            try:
-                while (code := _wait(child)) is None:
-                    look()
-            finally:
-                sampler.stop()
-    return Ended(folder=folder, code=code, seconds=time.monotonic() - began, tail=_tail(folder / OUTPUT_FILE))
+    def _make_turns(self, opening: contextlib.ExitStack) -> int | None:
+        """Make the pipe of the child's turns, where the system has pipes with names."""
+        if not hasattr(os, "mkfifo"):
+            return None
+        pipe = self.folder.absolute() / TURN_FILE
+        pipe.unlink(missing_ok=True)
+        os.mkfifo(pipe)
+        opening.callback(pipe.unlink, missing_ok=True)
+        self._variables[TURN_VARIABLE] = str(pipe)
+        # For reading too: a pipe that nobody reads cannot be opened for writing.
+        turns = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        opening.callback(self.let_go)
+        return turns
 
+    def give_turn(self) -> None:
+        """Let it take its next step."""
+        if self._turns is not None:
+            os.write(self._turns, b"1")
 
-def _wait(child: subprocess.Popen[bytes]) -> int | None:
-    """Wait briefly for a child; return its exit code, ``None`` if it is still running."""
-    try:
-        return child.wait(_LOOK_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
+    def let_go(self) -> None:
+        """Let it take all further steps without turns. May be called repeatedly."""
+        if self._turns is not None:
+            os.close(self._turns)
+        self._turns = None
+
+    def follow(self, over: Callable[[], bool]) -> Ended | None:
+        """Sample its memory until its turn is over; return its outcome if it has ended.
+
+        Args:
+            over: Called repeatedly: whether the turn is over.
+        """
+        sampler = Sampler(MemoryReader(self._process.pid, children=True), self._write, seconds=self._sample_seconds)
+        sampler.start()
+        try:
+            while (code := self._wait()) is None:
+                if over():
+                    return None
+        finally:
+            sampler.stop()
+        over()  # what it wrote at last
+        self.close()
+        seconds = time.monotonic() - self._began
+        return Ended(folder=self.folder, code=code, seconds=seconds, tail=_tail(self.folder / OUTPUT_FILE))
+
+    def close(self) -> None:
+        """End it, if it has not ended, with its whole family. May be called repeatedly."""
+        self._closing.close()
+
+    def _write(self, rss_bytes: int, _device_bytes: int | None) -> None:
+        self.most_bytes = max(self.most_bytes, rss_bytes)
+        line = {"t": time.monotonic(), "event": "memory", "rss_bytes": rss_bytes}
+        self._outside.write(json.dumps(line) + "\n")
+
+    def _wait(self) -> int | None:
+        """Wait briefly; return its exit code, ``None`` if it is still running."""
+        try:
+            return self._process.wait(_LOOK_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 @contextmanager

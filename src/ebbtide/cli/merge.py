@@ -15,7 +15,7 @@ Rounds = Mapping[int, Mapping[str, Summary]]
 
 
 QUARTILES_FROM = 5
-"""From this many rounds on, the spread is the quartiles; below, the extremes."""
+"""From this many values on, the spread is the quartiles; below, the extremes."""
 
 
 def merge(rounds: Rounds, modes: Sequence[str], failures: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
@@ -65,30 +65,43 @@ def medians(values: Sequence[Any]) -> Any:
 
 
 def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
-    """Compare step times with plain's of the same round; ``low`` and ``high`` as in ``spread_of``.
+    """Compare step times with plain's; ``low`` and ``high`` as in ``spread_of``.
 
-    Pairs within a round are close in time, so a machine that slows down is not counted as a mode's cost.
+    Pairs are close in time, so a machine that slows down is not counted as a mode's cost: steps of the same turn, or
+    medians of a round whose runs followed one another.
     """
     ratios: list[float] = []
     for by_mode in rounds.values():
-        ours = by_mode.get(mode, {}).get("step_seconds_median")
-        theirs = by_mode.get("plain", {}).get("step_seconds_median")
-        if ours is not None and theirs:
-            ratios.append(ours / theirs)
+        ours, plain = by_mode.get(mode, {}), by_mode.get("plain", {})
+        if in_turn(ours, plain):
+            ratios += [own / other for own, other in zip(ours["step_seconds"], plain["step_seconds"], strict=True)]
+        elif ours.get("step_seconds_median") is not None and plain.get("step_seconds_median"):
+            ratios.append(ours["step_seconds_median"] / plain["step_seconds_median"])
     return spread(ratios) if ratios else None
 
 
+def in_turn(*summaries: Summary) -> bool:
+    """Whether runs of a round took their steps in turn, so that those correspond."""
+    counts = {len(summary.get("step_seconds") or ()) for summary in summaries}
+    return all(summary.get("in_turn") for summary in summaries) and len(counts) == 1 and 0 not in counts
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return median, low and high of the rounds' values; see ``spread_of``."""
+    """Return median, low and high of several values; see ``spread_of``."""
     if len(values) >= QUARTILES_FROM:
         low, middle, high = quantiles(values, n=4, method="inclusive")
         return {"median": middle, "low": low, "high": high}
     return {"median": median(values), "low": min(values), "high": max(values)}
 
 
-def spread_of(rounds: int) -> str:
-    """Describe ``low`` and ``high`` for a number of rounds."""
-    return "quartiles of the rounds" if rounds >= QUARTILES_FROM else "lowest and highest round"
+def spread_of(count: int, noun: str = "round") -> str:
+    """Describe ``low`` and ``high`` of a number of rounds or steps.
+
+    Args:
+        count: Their number.
+        noun: What they are.
+    """
+    return f"quartiles of the {noun}s" if count >= QUARTILES_FROM else f"lowest and highest {noun}"
 
 
 def loss_equal(rounds: Rounds, mode: str) -> bool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,6 +13,52 @@ from ebbtide.base.runs import EVENTS_FILE
 
 REPORT_SECONDS = 10.0
 """Between two plain lines of one run, unless a new phase began."""
+
+
+class RunReader:
+    """Reads a run file while it is written.
+
+    Args:
+        what: The run's round and mode.
+        folder: Its run folder, which may not exist yet.
+        number: Its number among all runs.
+        clock: Returns seconds.
+    """
+
+    def __init__(self, what: str, folder: Path, number: int, clock: Callable[[], float]) -> None:
+        self.what, self.folder, self.number, self._clock = what, folder, number, clock
+        self.began = self.since = clock()
+        self.running = False
+        """Whether its first step has begun."""
+        self.done = self.turns = 0
+        """Steps that have ended, and turns, for a run that waits for them."""
+        self.seconds: list[float] = []
+        self.start_seconds: float | None = None
+        self.device = ""
+        self._offset, self._rest = 0, ""
+
+    def read(self) -> None:
+        """Read the events recorded since the last call."""
+        path = self.folder / EVENTS_FILE
+        if not path.exists():
+            return
+        with path.open(encoding="utf-8", errors="replace") as file:
+            file.seek(self._offset)
+            lines = (self._rest + file.read()).split("\n")
+            self._offset = file.tell()
+        self._rest = lines.pop()  # may be incomplete
+        for line in lines:
+            if '"event": "phase"' in line and not self.running and json.loads(line).get("name") == "forward":
+                self.running, self.since = True, self._clock()
+                self.start_seconds = self.since - self.began
+            elif '"event": "step"' in line:
+                self.done, self.since = self.done + 1, self._clock()
+                if (seconds := json.loads(line).get("seconds")) is not None:
+                    self.seconds.append(seconds)
+            elif '"event": "turn"' in line:
+                self.turns += 1
+            elif '"event": "run_begin"' in line:
+                self.device = json.loads(line).get("device") or ""
 
 
 class RunProgress:
@@ -36,98 +82,110 @@ class RunProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._runs, self._steps, self._output, self._clock = console, runs, steps, output, clock
-        self._number = 0
-        self._starts: list[float] = []
-        self._seconds: list[float] = []
+        self._begun: list[RunReader] = []
+        self._current: RunReader | None = None
+        self._shown_at = 0.0
         self._status: Any = None
 
-    def begin(self, what: str, folder: Path) -> None:
+    def begin(self, what: str, folder: Path) -> RunReader:
         """Follow the next run.
 
         Args:
             what: Its round and mode.
             folder: Its run folder, which may not exist yet.
         """
-        self._number += 1
-        self._what, self._folder = what, folder
-        self._offset, self._rest = 0, ""
-        self._began, self._shown_at, self._done, self._running = self._clock(), self._clock(), 0, False
-        if self._console.is_terminal:
-            self._status = self._console.status(self._words())
+        reader = RunReader(what, folder, len(self._begun) + 1, self._clock)
+        self._begun.append(reader)
+        self.resume(reader)
+        if self._status is None:
+            self._print(self._words(reader))
+        return reader
+
+    def resume(self, reader: RunReader) -> None:
+        """Go on with a run that has its turn."""
+        self._current, self._shown_at = reader, self._clock()
+        reader.since = self._clock()
+        if self._console.is_terminal and self._status is None:
+            self._status = self._console.status(self._words(reader))
             self._status.start()
-        else:
-            self._print()
 
     def look(self) -> None:
         """Read the run's progress and print it."""
-        done, running = self._done, self._running
-        self._read()
+        reader = self._current
+        if reader is None:
+            return
+        done, running = reader.done, reader.running
+        reader.read()
         if self._status is not None:
-            self._status.update(self._words())
+            self._status.update(self._words(reader))
         elif (
-            (self._done == 1 and done == 0)
+            (reader.done == 1 and done == 0)
             or self._clock() - self._shown_at >= REPORT_SECONDS
-            or running != self._running
+            or running != reader.running
         ):
-            self._print()
+            self._print(self._words(reader))
 
     def end(self) -> None:
         """Stop following the run."""
-        self._read()
+        if self._current is not None:
+            self._current.read()
+        self._current = None
         if self._status is not None:
             self._status.stop()
             self._status = None
 
+    def all_took(self, step: int, seconds: Mapping[str, float]) -> None:
+        """Print a step that all runs of a round have taken.
+
+        Args:
+            step: Its number.
+            seconds: Its time, by mode.
+        """
+        of = "" if self._steps is None else f" of {self._steps}"
+        plain = seconds.get("plain")
+        texts = [
+            f"{mode} {own:.2f} s" + (f" (×{own / plain:.2f})" if plain and mode != "plain" else "")
+            for mode, own in seconds.items()
+        ]
+        left = self.seconds_left()
+        texts[-1] += "" if not left else f"; {duration(left)} left in all"
+        self._print(f"step {step}{of}  " + "  ".join(texts))
+
     def seconds_left(self) -> float | None:
         """Estimate the seconds until all runs end; ``None`` before the first step ends."""
-        if self._steps is None or not self._seconds:
+        seconds = [each for reader in self._begun for each in reader.seconds]
+        if self._steps is None or not seconds:
             return None
-        step, start = median(self._seconds), median(self._starts)
-        now = (self._steps - self._done) * step if self._running else start + self._steps * step
-        return max(now, 0.0) + (self._runs - self._number) * (start + self._steps * step)
+        step = median(seconds)
+        start = median(r.start_seconds for r in self._begun if r.start_seconds is not None)
+        left = (self._runs - len(self._begun)) * (start + self._steps * step)
+        for reader in self._begun:
+            own = median(reader.seconds) if reader.seconds else step
+            left += max(self._steps - reader.done, 0) * own + (0.0 if reader.running else start)
+        return left
 
-    def _read(self) -> None:
-        """Read the events recorded since the last call."""
-        path = self._folder / EVENTS_FILE
-        if not path.exists():
-            return
-        with path.open(encoding="utf-8", errors="replace") as file:
-            file.seek(self._offset)
-            lines = (self._rest + file.read()).split("\n")
-            self._offset = file.tell()
-        self._rest = lines.pop()  # may be incomplete
-        for line in lines:
-            if '"event": "phase"' in line and not self._running and json.loads(line).get("name") == "forward":
-                self._running = True
-                self._step_began = self._clock()
-                self._starts.append(self._step_began - self._began)
-            elif '"event": "step"' in line:
-                self._done, self._step_began = self._done + 1, self._clock()
-                if (seconds := json.loads(line).get("seconds")) is not None:
-                    self._seconds.append(seconds)
-
-    def _words(self) -> str:
-        words = f"{self._number} of {self._runs}  {self._what}  "
-        if not self._running:
-            words += f"starting, {self._clock() - self._began:.0f} s{self._last_output()}"
+    def _words(self, reader: RunReader) -> str:
+        words = f"{reader.number} of {self._runs}  {reader.what}  "
+        if not reader.running:
+            words += f"starting, {self._clock() - reader.began:.0f} s{self._last_output(reader)}"
         else:
-            words += f"{self._done}" + ("" if self._steps is None else f" of {self._steps}") + " steps done"
-            if self._seconds and self._done:
-                words += f", {self._seconds[-1]:.1f} s each"
-            if self._done != self._steps and (since := self._clock() - self._step_began) >= REPORT_SECONDS:
+            words += f"{reader.done}" + ("" if self._steps is None else f" of {self._steps}") + " steps done"
+            if reader.seconds and reader.done:
+                words += f", {reader.seconds[-1]:.1f} s each"
+            if reader.done != self._steps and (since := self._clock() - reader.since) >= REPORT_SECONDS:
                 words += f", the next for {since:.0f} s"
         left = self.seconds_left()
         return words if left is None else f"{words}; {duration(left)} left in all"
 
-    def _last_output(self) -> str:
-        path = self._folder / self._output
+    def _last_output(self, reader: RunReader) -> str:
+        path = reader.folder / self._output
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         message = next((line.strip() for line in reversed(lines) if line.startswith("INFO ")), "")
         return f": {message.removeprefix('INFO ')[:100]}" if message else ""
 
-    def _print(self) -> None:
+    def _print(self, words: str) -> None:
         self._shown_at = self._clock()
-        self._console.print(self._words(), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def duration(seconds: float) -> str:

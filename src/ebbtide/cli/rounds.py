@@ -1,9 +1,12 @@
 """The rounds of a comparison of a recipe or a script.
 
 [Note: a fair comparison]
-Each child is a fresh process, so no mode profits from another's caches. The order of modes rotates over the rounds, and
-step times are compared within a round. Memory is sampled by this process in the same way for all modes. Every child
-gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
+Each child is a fresh process, so no mode profits from another's caches. A machine's speed drifts by more than the modes
+differ, so the children of a round take their steps in turn, and each step is divided by plain's of the same turn: after
+each step a child waits for a byte on a pipe (``track.turns``). Where memory does not hold them all, and on an
+accelerator, they run one after the other, and medians of a round are divided. The order of modes rotates over the
+rounds. Memory is sampled by this process in the same way for all modes. Every child gets the caller's environment
+unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
 """
 
 from __future__ import annotations
@@ -19,10 +22,10 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
-from ebbtide.cli.children import OUTPUT_FILE, Ended, run_child
-from ebbtide.cli.merge import spread_of
+from ebbtide.cli.children import OUTPUT_FILE, Ended
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
+from ebbtide.cli.turns import Start, run_round
 
 DOES: dict[str, str] = {
     "plain": "ordinary training",
@@ -50,7 +53,7 @@ SCRIPT_STEPS = 12
 
 Stopped = Literal["", "interrupted", "terminated"]
 
-Start = Callable[[str, Path], tuple[list[str], dict[str, str]]]
+StartOf = Callable[[str, Path], tuple[list[str], dict[str, str]]]
 """Mode and run folder → a child's command and environment."""
 
 
@@ -107,7 +110,7 @@ class Rounds:
 
 def run_rounds(
     plan: Rounds,
-    start: Start,
+    start: StartOf,
     environment: Mapping[str, Any],
     console: Any,
     *,
@@ -128,30 +131,39 @@ def run_rounds(
     progress = RunProgress(console, runs=plan.rounds * len(plan.modes), steps=plan.steps, output=OUTPUT_FILE)
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
+
+    def say(words: str) -> None:
+        console.print(words, markup=False, highlight=False, soft_wrap=True)
+
     with terminate_as_interrupt():
         try:
             for number, order in enumerate(plan.orders, start=1):
-                for mode in order:
-                    folder = plan.out / f"round-{number}" / mode
-                    command, variables = start(mode, folder)
-                    progress.begin(f"round {number}, {mode}", folder)
-                    try:
-                        ended = run_child(
-                            command,
-                            folder,
-                            environment={**variables, **VARIABLES.get(mode, {})},
-                            sample_seconds=plan.sample_seconds,
-                            look=progress.look,
-                        )
-                    finally:
-                        progress.end()
+
+                def add(mode: str, ended: Ended, number: int = number) -> None:
                     refuse(ended)
                     board.add(number, plan.rounds, mode, ended)
+
+                starts = [_start(number, mode, start, plan.out) for mode in order]
+                run_round(starts, progress, sample_seconds=plan.sample_seconds, ended=add, say=say)
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
-            console.print(f"{stopped}: the process was ended; the report has the finished runs", style="yellow")
+            console.print(f"{stopped}: the processes were ended; the report has the finished runs", style="yellow")
+        finally:
+            progress.end()
         modes_merged = board.finish(everywhere)
         return CompareResult(out=plan.out, modes=modes_merged, environment=everywhere, stopped=stopped)
+
+
+def _start(number: int, mode: str, start: StartOf, out: Path) -> Start:
+    folder = out / f"round-{number}" / mode
+    command, variables = start(mode, folder)
+    return Start(
+        mode=mode,
+        what=f"round {number}, {mode}",
+        command=command,
+        folder=folder,
+        environment={**variables, **VARIABLES.get(mode, {})},
+    )
 
 
 def check_packages(extra: str) -> None:
@@ -179,8 +191,8 @@ def announce(console: Any, plan: Rounds, does: Mapping[str, str] = DOES) -> None
     runs = plan.rounds * len(plan.modes)
     each = "" if plan.steps is None else f" of {plan.steps} steps"
     lines = [
-        f"{_times(len(plan.modes), 'mode')}, {_times(plan.rounds, 'round')} in turn: {_times(runs, 'run')}{each}, "
-        "one after the other, each in a fresh process."
+        f"{_times(len(plan.modes), 'mode')}, {_times(plan.rounds, 'round')} in turn: {_times(runs, 'run')}{each}, each "
+        "in a fresh process."
     ]
     lines += [f"  {mode:<16} {does[mode]}" for mode in plan.modes]
     lines.append("A run takes some 10 to 30 s to start; the total time is estimated after the first step.")
@@ -249,7 +261,6 @@ def _environment(plan: Rounds) -> dict[str, Any]:
         "rounds": plan.rounds,
         "orders": [" ".join(order) for order in plan.orders],
         "sample_seconds": plan.sample_seconds,
-        "spread": spread_of(plan.rounds),
         "python": platform.python_version(),
         "system": platform.platform(),
         "processors": os.cpu_count(),

@@ -149,7 +149,7 @@ def _rounds(comparison: Mapping[str, Any] | None) -> str:
     rounds, spread = environment.get("rounds"), environment.get("spread", "not said")
     times = "1 round" if rounds == 1 else f"{rounds} rounds"
     return (
-        f"Medians over {times} of fresh processes; step times are compared pair by pair within a round, "
+        f"Medians over {times} of fresh processes; step times are compared pair by pair, "
         f"and the spread is: {spread}. The pictures show the last round."
     )
 

@@ -29,6 +29,7 @@ from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
+from ebbtide.track.turns import Turns
 
 if TYPE_CHECKING:
     from ebbtide.track.steps import StepMarker
@@ -69,6 +70,7 @@ class RunFile:
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
+        self._turns: Turns | None = None
         self._remove: Callable[[], None] | None = None
         self.marker: StepMarker | None = None
         """Numbers and times the steps that the loop does not mark."""
@@ -79,6 +81,7 @@ class RunFile:
         self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
         self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
         self._sampler.start()
+        self._turns = Turns.asked(self.folder)
         self._remove = self._bus.subscribe(self._hear)
         for plan in self._bus.ask("plan"):  # of models that were enabled earlier
             self._write("plan", plan)
@@ -90,6 +93,8 @@ class RunFile:
         if self._remove is not None:
             self._remove()
         self._sampler.stop()
+        if self._turns is not None:
+            self._turns.close()
         self._write("run_end", {**_ending(error), **self._reader.peaks()})
         self._close()
         write_summary(self.folder)
@@ -169,6 +174,11 @@ class RunFile:
 
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         self._write(kind, fields)
+        if kind == "step" and self._turns is not None:
+            self._write("turn", {"step": fields.get("step")})
+            if not self._turns.wait():
+                self._turns.close()
+                self._turns = None
         if kind in ("phase", "pass_end", "load"):
             # Memory is compared at the edges, and the thread's nearest sample may be sample_seconds away.
             self._reader.follow_thread_device()

@@ -100,6 +100,8 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "warm_up_steps": len(steady.warm_up) if len(steps) > 1 else 0,
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
+        "step_seconds": seconds,
+        "in_turn": len(steps) > 1 and len(_all(events, "turn")) == len(steps),
         "tokens_per_second": median(rates) if known else None,
         "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ebbtide.cli import children
-from ebbtide.cli.children import run_child
+from ebbtide.cli.children import Child
 from ebbtide.cli.signals import Terminated, hold_interrupts, terminate_as_interrupt
 
 WAITING = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -34,7 +34,7 @@ def test_an_interrupt_while_a_child_starts_ends_it(
 
     monkeypatch.setattr(children.subprocess, "Popen", interrupted)
     with terminate_as_interrupt(), pytest.raises(error):
-        run_child(WAITING, tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+        Child(WAITING, tmp_path / "run", environment=os.environ, sample_seconds=0.01)
     assert len(started) == 1
     assert started[0].returncode not in (None, 0)  # 1: Python itself was interrupted while it started
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
-from ebbtide.cli import rounds as rounds_module
+from ebbtide.cli import turns as turns_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 
@@ -120,7 +120,7 @@ def test_what_the_caller_has_set_is_passed_on_and_recorded(tmp_path, monkeypatch
 
 def test_it_says_at_once_what_it_will_do(done):
     head = done[1].partition("round 1 of 2")[0]
-    assert "3 modes, 2 rounds in turn: 6 runs of 7 steps, one after the other" in head
+    assert "3 modes, 2 rounds in turn: 6 runs of 7 steps, each in a fresh process" in head
     assert "checkpointing    the trainer's own activation checkpointing" in head
     assert "The first 4 steps of every run warm up" in head
     assert "\r" not in done[1] and "1 of 6  round 1, plain  starting" in head
@@ -307,7 +307,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
 )
 def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rounds_module, "run_child", lambda *args, **options: pytest.fail("a child was started"))
+    monkeypatch.setattr(turns_module, "Child", lambda *args, **options: pytest.fail("a child was started"))
     with pytest.raises(EbbtideError, match=f"(?s){words}"):
         run(argv)
     assert list(tmp_path.iterdir()) == []

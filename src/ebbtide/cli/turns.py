@@ -1,0 +1,125 @@
+"""The runs of a round, which take their steps in turn where memory holds them all: see [Note: a fair comparison]."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ebbtide.base.units import format_size
+from ebbtide.cli.children import Child, Ended
+from ebbtide.cli.progress import RunProgress, RunReader
+from ebbtide.store.share import free_memory_bytes
+
+GROWTH = 1.25
+"""A run's memory after its first step, times this, is expected to be its peak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a run is started.
+
+    Attributes:
+        mode: Its mode.
+        what: Its round and mode, for the progress.
+        command: The program and its arguments.
+        folder: Its run folder.
+        environment: Its complete environment.
+    """
+
+    mode: str
+    what: str
+    command: Sequence[str]
+    folder: Path
+    environment: Mapping[str, str]
+
+
+def run_round(
+    starts: Sequence[Start],
+    progress: RunProgress,
+    *,
+    sample_seconds: float,
+    ended: Callable[[str, Ended], None],
+    say: Callable[[str], None] = lambda words: None,
+) -> None:
+    """Run the children of a round.
+
+    They are started one after the other, and each takes its first step alone. If memory holds them all, they then take
+    the other steps in turn; else each runs to its end before the next is started.
+
+    Args:
+        starts: The runs, in order.
+        progress: Is shown them.
+        sample_seconds: Time between two memory samples.
+        ended: Called with the mode and the outcome of each run.
+        say: Called with the reason, if the runs take no turns.
+    """
+    with contextlib.ExitStack() as closing:
+        waiting: dict[str, tuple[Child, RunReader]] = {}
+        alone: bool | None = True if len(starts) == 1 else None
+        for number, start in enumerate(starts, start=1):
+            reader = progress.begin(start.what, start.folder)
+            child = Child(start.command, start.folder, environment=start.environment, sample_seconds=sample_seconds)
+            closing.callback(child.close)
+            outcome = None if alone else _take_turn(child, reader, progress)
+            if outcome is None and alone is None:
+                reason = why_alone(child.most_bytes, runs=len(starts) - number + 1, device=reader.device)
+                alone = reason is not None
+                if reason is not None:
+                    say(f"The runs follow one another: {reason}.")
+            if outcome is None and alone:
+                child.let_go()
+                outcome = child.follow(lambda: bool(progress.look()))
+            if outcome is None:
+                waiting[start.mode] = child, reader
+            else:
+                progress.end()
+                ended(start.mode, outcome)
+        while waiting:
+            _take_turns(waiting, progress, ended)
+
+
+def _take_turns(
+    waiting: dict[str, tuple[Child, RunReader]], progress: RunProgress, ended: Callable[[str, Ended], None]
+) -> None:
+    """Let each child take a step; remove those that have ended."""
+    progress.all_took(
+        min(reader.done for _, reader in waiting.values()),
+        {mode: reader.seconds[-1] for mode, (_, reader) in waiting.items() if reader.seconds},
+    )
+    for mode, (child, reader) in list(waiting.items()):
+        child.give_turn()
+        outcome = _take_turn(child, reader, progress)
+        if outcome is not None:
+            del waiting[mode]
+            progress.end()
+            ended(mode, outcome)
+
+
+def _take_turn(child: Child, reader: RunReader, progress: RunProgress) -> Ended | None:
+    """Follow a child until it has taken a step and waits; return its outcome if it has ended."""
+    progress.resume(reader)
+    before = reader.turns
+
+    def over() -> bool:
+        progress.look()
+        return reader.turns > before
+
+    return child.follow(over)
+
+
+def why_alone(one_bytes: int, *, runs: int, device: str) -> str | None:
+    """Return why a round's runs cannot take turns; ``None`` if they can.
+
+    Args:
+        one_bytes: Memory of the first run after its first step.
+        runs: Runs that would be in memory at once, with the first.
+        device: Where it trains.
+    """
+    if device != "cpu":
+        return f"they train on one {device}"
+    needed, free = int(one_bytes * GROWTH * runs) - one_bytes, free_memory_bytes()
+    if needed <= free:
+        return None
+    return f"{runs} at once need {format_size(needed)} more memory, and {format_size(free)} are free"

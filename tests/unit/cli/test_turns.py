@@ -1,0 +1,164 @@
+"""The runs of a round take their steps in turn, and what stands against it."""
+
+import io
+import os
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from ebbtide.base.runs import TURN_FILE, TURN_VARIABLE, read_events
+from ebbtide.cli import turns as module
+from ebbtide.cli.merge import merge
+from ebbtide.cli.progress import RunProgress
+from ebbtide.cli.turns import Start, run_round, why_alone
+from ebbtide.track import write_summary
+from ebbtide.track.turns import Turns
+
+CHILD = Path(__file__).with_name("turning_child.py")
+FACTORS = {"plain": 1.0, "checkpointing": 1.5, "ebbtide": 1.25}
+GIB = 1 << 30
+
+
+class Round:
+    """A round of children; ``said`` is what was printed, ``log`` what the children wrote."""
+
+    def __init__(self, folder, *, steps=4, failing="", ended=None):
+        self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
+        console = Console(file=self.file, width=300)
+        starts = [
+            Start(
+                mode=mode,
+                what=f"round 1, {mode}",
+                command=[sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
+                + ["3"] * (mode == failing),
+                folder=folder / mode,
+                environment=dict(os.environ),
+            )
+            for mode, factor in FACTORS.items()
+        ]
+        progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
+        self.reasons = []
+        run_round(
+            starts, progress, sample_seconds=0.01, ended=ended or self.outcomes.__setitem__, say=self.reasons.append
+        )
+
+    @property
+    def steps(self):
+        lines = [line.split() for line in (self.folder / "log").read_text().splitlines()]
+        return [(mode, edge, int(step)) for mode, edge, step in lines if edge != "pid"]
+
+    def summaries(self):
+        return {mode: write_summary(self.folder / mode, warm_up=1) for mode in FACTORS}
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory):
+    return Round(tmp_path_factory.mktemp("round"))
+
+
+def test_each_step_is_taken_in_turn_and_alone(turned):
+    assert turned.steps == [(mode, edge, step) for step in range(1, 5) for mode in FACTORS for edge in ("begin", "end")]
+    assert turned.reasons == []
+    assert {mode: ended.code for mode, ended in turned.outcomes.items()} == dict.fromkeys(FACTORS, 0)
+
+
+def test_a_drifting_machine_is_not_counted_as_a_modes_cost(turned):
+    """Each step is slower than the one before by as much as half a step; the ratios are exact all the same."""
+    merged = {mode["mode"]: mode for mode in merge({1: turned.summaries()}, list(FACTORS), {})}
+    for mode, factor in FACTORS.items():
+        assert merged[mode]["step_ratio"] == {"median": factor, "low": factor, "high": factor}
+
+
+def test_memory_is_sampled_only_in_a_runs_own_turns(turned):
+    """A sampler costs time of the run that has its turn."""
+    ends = {mode: [e["t"] for e in read_events(turned.folder / mode / "run.jsonl") if e["event"] == "turn"]
+            for mode in FACTORS}  # fmt: skip
+    sampled = [e["t"] for e in read_events(turned.folder / "plain" / "outside.jsonl")]
+    assert len(sampled) > 4
+    others = [(ends["plain"][0] + 0.5, ends["ebbtide"][0])]
+    assert all(end > begin for begin, end in others)
+    assert not [t for t in sampled for begin, end in others if begin < t < end]
+
+
+def test_a_step_that_all_have_taken_is_a_line(turned):
+    lines = turned.file.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("step 2 of 4  ")][0].startswith(
+        "step 2 of 4  plain 2.00 s  checkpointing 3.00 s (×1.50)  ebbtide 2.50 s (×1.25); about"
+    )
+
+
+def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 0)
+    alone = Round(tmp_path)
+    assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
+    assert len(alone.reasons) == 1 and "3 at once need" in alone.reasons[0] and "0 B are free" in alone.reasons[0]
+    assert [summary["in_turn"] for summary in alone.summaries().values()] == [False] * 3
+    # Medians of steps 2 to 4 of each run.
+    merged = {mode["mode"]: mode for mode in merge({1: alone.summaries()}, list(FACTORS), {})}
+    assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
+
+
+def test_a_run_that_fails_leaves_its_turns_to_the_others(tmp_path):
+    failed = Round(tmp_path, failing="checkpointing")
+    assert {mode: ended.code for mode, ended in failed.outcomes.items()} == {
+        "plain": 0,
+        "checkpointing": 3,
+        "ebbtide": 0,
+    }
+    assert [step for mode, edge, step in failed.steps if (mode, edge) == ("ebbtide", "end")] == [1, 2, 3, 4]
+    assert not any((tmp_path / mode / TURN_FILE).exists() for mode in FACTORS)
+
+
+def test_all_are_ended_if_the_comparison_is(tmp_path):
+    def interrupt(mode, ended):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Round(tmp_path, failing="plain", ended=interrupt)
+    pids = [int(line.split()[2]) for line in (tmp_path / "log").read_text().splitlines() if " pid " in line]
+    assert len(pids) == 3
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("device", "free", "words"),
+    [
+        ("cpu", 6 * GIB, None),
+        ("cpu", 5 * GIB, "3 at once need 5.5 GiB more memory, and 5.0 GiB are free"),
+        ("cuda", 99 * GIB, "they train on one cuda"),
+    ],
+)
+def test_turns_need_memory_for_all_and_no_accelerator(monkeypatch, device, free, words):
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: free)
+    assert why_alone(2 * GIB, runs=3, device=device) == words
+
+
+def test_a_run_goes_on_alone_when_nobody_gives_turns_any_more(tmp_path):
+    pipe = tmp_path / TURN_FILE
+    os.mkfifo(pipe)
+    giver = os.open(pipe, os.O_RDWR)
+    turns = Turns(pipe)
+    waiter = threading.Thread(target=turns.wait)
+    waiter.start()
+    waiter.join(0.2)
+    assert waiter.is_alive()
+    os.close(giver)  # as if its process had been killed
+    waiter.join(30)
+    assert not waiter.is_alive()
+    assert not turns.wait()
+    assert not Turns(pipe).wait()  # opened after it
+
+
+def test_turns_are_of_one_folder(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / TURN_FILE)
+    monkeypatch.setenv(TURN_VARIABLE, str(tmp_path / TURN_FILE))
+    assert Turns.asked(tmp_path / "another") is None
+    own = Turns.asked(tmp_path)
+    assert own is not None
+    own.close()
+    monkeypatch.delenv(TURN_VARIABLE)
+    assert Turns.asked(tmp_path) is None
