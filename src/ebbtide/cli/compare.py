@@ -85,9 +85,8 @@ def compare(
     _check(arguments, modes, rounds, out)
     console = Console() if console is None else console
     config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
-    plan = Rounds(
-        modes=modes, rounds=rounds, out=out, steps=_steps(arguments, config), sample_seconds=sample_seconds
-    )  # fmt: skip
+    steps = _steps(arguments, config)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, turns=True)
     announce(console, plan)
     if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")

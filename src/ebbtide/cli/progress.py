@@ -34,7 +34,7 @@ class RunReader:
         """Steps that have ended, and turns, for a run that waits for them."""
         self.seconds: list[float] = []
         self.start_seconds: float | None = None
-        self.device = ""
+        self.device, self.world_size = "", 1
         self._offset, self._rest = 0, ""
 
     def read(self) -> None:
@@ -58,7 +58,8 @@ class RunReader:
             elif '"event": "turn"' in line:
                 self.turns += 1
             elif '"event": "run_begin"' in line:
-                self.device = json.loads(line).get("device") or ""
+                begin = json.loads(line)
+                self.device, self.world_size = begin.get("device") or "", begin.get("world_size") or 1
 
 
 class RunProgress:

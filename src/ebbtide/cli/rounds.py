@@ -3,10 +3,11 @@
 [Note: a fair comparison]
 Each child is a fresh process, so no mode profits from another's caches. A machine's speed drifts by more than the modes
 differ, so the children of a round take their steps in turn, and each step is divided by plain's of the same turn: after
-each step a child waits for a byte on a pipe (``track.turns``). Where memory does not hold them all, and on an
-accelerator, they run one after the other, and medians of a round are divided. The order of modes rotates over the
-rounds. Memory is sampled by this process in the same way for all modes. Every child gets the caller's environment
-unchanged. The steps before ``Auto`` has its plan are warm-up in every mode.
+each step a child waits for a byte on a pipe (``track.turns``). Where memory does not hold them all, on an accelerator,
+with several processes, and as scripts (which may write the same files), they run one after the other, and medians of a
+round are divided. The order of modes rotates over the rounds. Memory is sampled by this process in the same way for all
+modes. Every child gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every
+mode.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Rounds:
         steps: Steps of each child; ``None``: not known in advance.
         sample_seconds: Time between two memory samples.
         flag: The flag that sets the number of steps.
+        turns: The runs of a round may take their steps in turn: no two write the same files.
     """
 
     modes: Sequence[str]
@@ -100,6 +102,7 @@ class Rounds:
     steps: int | None
     sample_seconds: float
     flag: str = "--max_steps"
+    turns: bool = False
 
     @property
     def orders(self) -> list[list[str]]:
@@ -144,7 +147,14 @@ def run_rounds(
                     board.add(number, plan.rounds, mode, ended)
 
                 starts = [_start(number, mode, start, plan.out) for mode in order]
-                run_round(starts, progress, sample_seconds=plan.sample_seconds, ended=add, say=say)
+                run_round(
+                    starts,
+                    progress,
+                    sample_seconds=plan.sample_seconds,
+                    ended=add,
+                    turns=plan.turns,
+                    say=say,
+                )
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"
             console.print(f"{stopped}: the processes were ended; the report has the finished runs", style="yellow")

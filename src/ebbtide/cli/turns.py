@@ -41,6 +41,7 @@ def run_round(
     *,
     sample_seconds: float,
     ended: Callable[[str, Ended], None],
+    turns: bool = True,
     say: Callable[[str], None] = lambda words: None,
 ) -> None:
     """Run the children of a round.
@@ -52,19 +53,25 @@ def run_round(
         starts: The runs, in order.
         progress: Is shown them.
         sample_seconds: Time between two memory samples.
+        turns: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
         say: Called with the reason, if the runs take no turns.
     """
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
-        alone: bool | None = True if len(starts) == 1 else None
+        alone: bool | None = True if len(starts) == 1 or not turns else None
         for number, start in enumerate(starts, start=1):
             reader = progress.begin(start.what, start.folder)
             child = Child(start.command, start.folder, environment=start.environment, sample_seconds=sample_seconds)
             closing.callback(child.close)
             outcome = None if alone else _take_turn(child, reader, progress)
             if outcome is None and alone is None:
-                reason = why_alone(child.most_bytes, runs=len(starts) - number + 1, device=reader.device)
+                reason = why_alone(
+                    child.most_bytes,
+                    runs=len(starts) - number + 1,
+                    device=reader.device,
+                    processes=reader.world_size,
+                )
                 alone = reason is not None
                 if reason is not None:
                     say(f"The runs follow one another: {reason}.")
@@ -109,14 +116,17 @@ def _take_turn(child: Child, reader: RunReader, progress: RunProgress) -> Ended 
     return child.follow(over)
 
 
-def why_alone(one_bytes: int, *, runs: int, device: str) -> str | None:
+def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> str | None:
     """Return why a round's runs cannot take turns; ``None`` if they can.
 
     Args:
         one_bytes: Memory of the first run after its first step.
         runs: Runs that would be in memory at once, with the first.
         device: Where it trains.
+        processes: Its processes, which may use a port that the other runs use.
     """
+    if processes > 1:
+        return f"each has {processes} processes"
     if device != "cpu":
         return f"they train on one {device}"
     needed, free = int(one_bytes * GROWTH * runs) - one_bytes, free_memory_bytes()

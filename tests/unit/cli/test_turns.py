@@ -26,7 +26,7 @@ GIB = 1 << 30
 class Round:
     """A round of children; ``said`` is what was printed, ``log`` what the children wrote."""
 
-    def __init__(self, folder, *, steps=4, failing="", ended=None):
+    def __init__(self, folder, *, steps=4, failing="", ended=None, turns=True):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300)
         starts = [
@@ -43,7 +43,12 @@ class Round:
         progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
         self.reasons = []
         run_round(
-            starts, progress, sample_seconds=0.01, ended=ended or self.outcomes.__setitem__, say=self.reasons.append
+            starts,
+            progress,
+            sample_seconds=0.01,
+            ended=ended or self.outcomes.__setitem__,
+            turns=turns,
+            say=self.reasons.append,
         )
 
     @property
@@ -102,6 +107,12 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
 
 
+def test_runs_that_may_write_the_same_files_follow_one_another(tmp_path):
+    alone = Round(tmp_path, turns=False)
+    assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
+    assert alone.reasons == []
+
+
 def test_a_run_that_fails_leaves_its_turns_to_the_others(tmp_path):
     failed = Round(tmp_path, failing="checkpointing")
     assert {mode: ended.code for mode, ended in failed.outcomes.items()} == {
@@ -125,16 +136,17 @@ def test_all_are_ended_if_the_comparison_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("device", "free", "words"),
+    ("device", "free", "processes", "words"),
     [
-        ("cpu", 6 * GIB, None),
-        ("cpu", 5 * GIB, "3 at once need 5.5 GiB more memory, and 5.0 GiB are free"),
-        ("cuda", 99 * GIB, "they train on one cuda"),
+        ("cpu", 6 * GIB, 1, None),
+        ("cpu", 6 * GIB, 2, "each has 2 processes"),
+        ("cpu", 5 * GIB, 1, "3 at once need 5.5 GiB more memory, and 5.0 GiB are free"),
+        ("cuda", 99 * GIB, 1, "they train on one cuda"),
     ],
 )
-def test_turns_need_memory_for_all_and_no_accelerator(monkeypatch, device, free, words):
+def test_turns_need_memory_for_all_and_no_accelerator(monkeypatch, device, free, processes, words):
     monkeypatch.setattr(module, "free_memory_bytes", lambda: free)
-    assert why_alone(2 * GIB, runs=3, device=device) == words
+    assert why_alone(2 * GIB, runs=3, device=device, processes=processes) == words
 
 
 def test_a_run_goes_on_alone_when_nobody_gives_turns_any_more(tmp_path):
