@@ -10,7 +10,7 @@ WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 SOURCES := src tests benchmarks docs/site_hooks.py
 
-# Five steps or more warm up, the last measures activation memory, and those between are timed; modes take steps in turn.
+# Five steps or more warm up, the last measures activation memory, and those between are timed; the modes go in lockstep.
 DEMO_FLAGS := --model builtin:smollm2 --dataset builtin:pydoc\#400 --max_length 384 --max_steps 16 --packing true
 DEMO_MODES := plain,checkpointing,ebbtide,ebbtide-minimal
 # Modules of benchmarks/suites, each run with its defaults.

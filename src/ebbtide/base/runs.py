@@ -16,8 +16,8 @@ EVENTS_FILE = "run.jsonl"
 OUTSIDE_FILE = "outside.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
-TURN_FILE = "turn"
-TURN_VARIABLE = "EBBTIDE_TURN"
+LOCKSTEP_FILE = "lockstep"
+LOCKSTEP_VARIABLE = "EBBTIDE_LOCKSTEP"
 """Environment variable: the pipe on which a run is given its turn after each step. See [Note: a fair comparison]."""
 
 SCHEMA = 1

@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.base.errors import DataError
 from ebbtide.base.runs import REPORT_FILE, SCHEMA, SETTLING, SUMMARY_FILE
 from ebbtide.cli.children import Ended
-from ebbtide.cli.merge import in_turn, latest_complete_round, merge, spread_of
+from ebbtide.cli.merge import in_lockstep, latest_complete_round, merge, spread_of
 from ebbtide.report import Run, html, load_run, split, verdicts
 from ebbtide.report.table import ABSENT, headline, measured, number, size
 from ebbtide.track import write_summary
@@ -65,7 +65,7 @@ class Board:
     def _spread(self) -> str:
         """Describe the spread of the step ratios."""
         rounds = [[run.summary for run in by_mode.values()] for by_mode in self._rounds.values()]
-        if rounds and all(in_turn(*summaries) for summaries in rounds if len(summaries) > 1):
+        if rounds and all(in_lockstep(*summaries) for summaries in rounds if len(summaries) > 1):
             return spread_of(sum(len(summaries[0]["step_seconds"]) for summaries in rounds), "step")
         return spread_of(len(rounds))
 

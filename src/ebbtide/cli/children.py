@@ -1,4 +1,4 @@
-"""Training runs as child processes: their turns, and their memory sampled from outside."""
+"""Training runs as child processes, step by step if need be; their memory is sampled from outside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.base.runs import OUTSIDE_FILE, TURN_FILE, TURN_VARIABLE
+from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
 from ebbtide.track import MemoryReader, Sampler
 
@@ -44,14 +44,14 @@ class Ended:
 class Child:
     """A training run as a child process, between its start and its end.
 
-    Its output goes to ``output.txt``, and the memory of its process family, while it has its turn, to
+    Its output goes to ``output.txt``, and the memory of its process family, while it is followed, to
     ``outside.jsonl``. It leads its own process group, so a keyboard interrupt reaches only this process, which then
     ends the whole family.
 
     Args:
         command: The program and its arguments.
         folder: The child's run folder; created here.
-        environment: Its complete environment, but for the variable of its turns.
+        environment: Its complete environment, but for the variable of the lockstep.
         sample_seconds: Time between two samples.
 
     Raises:
@@ -66,7 +66,7 @@ class Child:
         self._sample_seconds, self._began = sample_seconds, time.monotonic()
         self._variables = dict(environment)
         with contextlib.ExitStack() as opening:
-            self._turns = self._make_turns(opening)
+            self._lockstep = self._make_pipe(opening)
             output = opening.enter_context((folder / OUTPUT_FILE).open("wb"))
             self._outside = opening.enter_context((folder / OUTSIDE_FILE).open("w", buffering=1))
             self._process = opening.enter_context(
@@ -74,36 +74,36 @@ class Child:
             )
             self._closing = opening.pop_all()
 
-    def _make_turns(self, opening: contextlib.ExitStack) -> int | None:
-        """Make the pipe of the child's turns, where the system has pipes with names."""
+    def _make_pipe(self, opening: contextlib.ExitStack) -> int | None:
+        """Make the pipe on which the child is permitted its steps, where the system has pipes with names."""
         if not hasattr(os, "mkfifo"):
             return None
-        pipe = self.folder.absolute() / TURN_FILE
+        pipe = self.folder.absolute() / LOCKSTEP_FILE
         pipe.unlink(missing_ok=True)
         os.mkfifo(pipe)
         opening.callback(pipe.unlink, missing_ok=True)
-        self._variables[TURN_VARIABLE] = str(pipe)
+        self._variables[LOCKSTEP_VARIABLE] = str(pipe)
         # For reading too: a pipe that nobody reads cannot be opened for writing.
-        turns = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
-        opening.callback(self.let_go)
-        return turns
+        permits = os.open(pipe, os.O_RDWR | os.O_CLOEXEC)
+        opening.callback(self.release)
+        return permits
 
-    def give_turn(self) -> None:
-        """Let it take its next step."""
-        if self._turns is not None:
-            os.write(self._turns, b"1")
+    def permit_step(self) -> None:
+        """Permit its next step."""
+        if self._lockstep is not None:
+            os.write(self._lockstep, b"1")
 
-    def let_go(self) -> None:
-        """Let it take all further steps without turns. May be called repeatedly."""
-        if self._turns is not None:
-            os.close(self._turns)
-        self._turns = None
+    def release(self) -> None:
+        """Permit all further steps. May be called repeatedly."""
+        if self._lockstep is not None:
+            os.close(self._lockstep)
+        self._lockstep = None
 
     def follow(self, over: Callable[[], bool]) -> Ended | None:
-        """Sample its memory until its turn is over; return its outcome if it has ended.
+        """Sample its memory until its step is over; return its outcome if it has ended.
 
         Args:
-            over: Called repeatedly: whether the turn is over.
+            over: Called repeatedly: whether the step is over.
         """
         sampler = Sampler(MemoryReader(self._process.pid, children=True), self._write, seconds=self._sample_seconds)
         sampler.start()

@@ -86,7 +86,7 @@ def compare(
     console = Console() if console is None else console
     config = None if command is not None else read(recipe, arguments, others=("modes", "rounds", "out"))
     steps = _steps(arguments, config)
-    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, turns=True)
+    plan = Rounds(modes=modes, rounds=rounds, out=out, steps=steps, sample_seconds=sample_seconds, lockstep=True)
     announce(console, plan)
     if set_twice := _set_twice(config):
         console.print(f"{', '.join(set_twice)}: compare sets these; what the file says has no effect", style="yellow")

@@ -73,17 +73,17 @@ def step_ratio(rounds: Rounds, mode: str) -> dict[str, float] | None:
     ratios: list[float] = []
     for by_mode in rounds.values():
         ours, plain = by_mode.get(mode, {}), by_mode.get("plain", {})
-        if in_turn(ours, plain):
+        if in_lockstep(ours, plain):
             ratios += [own / other for own, other in zip(ours["step_seconds"], plain["step_seconds"], strict=True)]
         elif ours.get("step_seconds_median") is not None and plain.get("step_seconds_median"):
             ratios.append(ours["step_seconds_median"] / plain["step_seconds_median"])
     return spread(ratios) if ratios else None
 
 
-def in_turn(*summaries: Summary) -> bool:
+def in_lockstep(*summaries: Summary) -> bool:
     """Whether runs of a round took their steps in turn, so that those correspond."""
     counts = {len(summary.get("step_seconds") or ()) for summary in summaries}
-    return all(summary.get("in_turn") for summary in summaries) and len(counts) == 1 and 0 not in counts
+    return all(summary.get("lockstep") for summary in summaries) and len(counts) == 1 and 0 not in counts
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -30,8 +30,8 @@ class RunReader:
         self.began = self.since = clock()
         self.running = False
         """Whether its first step has begun."""
-        self.done = self.turns = 0
-        """Steps that have ended, and turns, for a run that waits for them."""
+        self.done = self.waits = 0
+        """Steps that have ended, and those after which the run waited for others."""
         self.seconds: list[float] = []
         self.start_seconds: float | None = None
         self.device, self.world_size = "", 1
@@ -55,8 +55,8 @@ class RunReader:
                 self.done, self.since = self.done + 1, self._clock()
                 if (seconds := json.loads(line).get("seconds")) is not None:
                     self.seconds.append(seconds)
-            elif '"event": "turn"' in line:
-                self.turns += 1
+            elif '"event": "wait"' in line:
+                self.waits += 1
             elif '"event": "run_begin"' in line:
                 begin = json.loads(line)
                 self.device, self.world_size = begin.get("device") or "", begin.get("world_size") or 1
@@ -103,7 +103,7 @@ class RunProgress:
         return reader
 
     def resume(self, reader: RunReader) -> None:
-        """Go on with a run that has its turn."""
+        """Follow a run that takes its next step."""
         self._current, self._shown_at = reader, self._clock()
         reader.since = self._clock()
         if self._console.is_terminal and self._status is None:
@@ -135,7 +135,7 @@ class RunProgress:
             self._status.stop()
             self._status = None
 
-    def all_took(self, step: int, seconds: Mapping[str, float]) -> None:
+    def all_stepped(self, step: int, seconds: Mapping[str, float]) -> None:
         """Print a step that all runs of a round have taken.
 
         Args:

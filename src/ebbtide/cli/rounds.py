@@ -2,12 +2,12 @@
 
 [Note: a fair comparison]
 Each child is a fresh process, so no mode profits from another's caches. A machine's speed drifts by more than the modes
-differ, so the children of a round take their steps in turn, and each step is divided by plain's of the same turn: after
-each step a child waits for a byte on a pipe (``track.turns``). Where memory does not hold them all, on an accelerator,
-with several processes, and as scripts (which may write the same files), they run one after the other, and medians of a
-round are divided. The order of modes rotates over the rounds. Memory is sampled by this process in the same way for all
-modes. Every child gets the caller's environment unchanged. The steps before ``Auto`` has its plan are warm-up in every
-mode.
+differ, so the children of a round go in lockstep, each a step and then each the next, and steps of the same number are
+compared: after each step a child waits for a byte on a pipe (``track.lockstep``). Where memory does not hold them all,
+on an accelerator, with several processes, and as scripts (which may write the same files), they run one after the
+other, and medians of a round are compared. The order of modes rotates. Memory is sampled by this process in the same
+way for all modes. Every child gets the caller's environment unchanged. The steps before ``Auto`` has its plan are
+warm-up in every mode.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ebbtide.base.extras import check_installed
 from ebbtide.base.runs import EVENTS_FILE, SETTLING, SUMMARY_FILE
 from ebbtide.cli.board import Board
 from ebbtide.cli.children import OUTPUT_FILE, Ended
+from ebbtide.cli.lockstep import Start, run_round
 from ebbtide.cli.progress import RunProgress
 from ebbtide.cli.signals import Terminated, terminate_as_interrupt
-from ebbtide.cli.turns import Start, run_round
 
 DOES: dict[str, str] = {
     "plain": "ordinary training",
@@ -93,7 +93,7 @@ class Rounds:
         steps: Steps of each child; ``None``: not known in advance.
         sample_seconds: Time between two memory samples.
         flag: The flag that sets the number of steps.
-        turns: The runs of a round may take their steps in turn: no two write the same files.
+        lockstep: The runs of a round may go in lockstep: no two write the same files.
     """
 
     modes: Sequence[str]
@@ -102,7 +102,7 @@ class Rounds:
     steps: int | None
     sample_seconds: float
     flag: str = "--max_steps"
-    turns: bool = False
+    lockstep: bool = False
 
     @property
     def orders(self) -> list[list[str]]:
@@ -135,7 +135,7 @@ def run_rounds(
     everywhere = {**_environment(plan), **environment}
     stopped: Stopped = ""
 
-    def say(words: str) -> None:
+    def report(words: str) -> None:
         console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     with terminate_as_interrupt():
@@ -152,8 +152,8 @@ def run_rounds(
                     progress,
                     sample_seconds=plan.sample_seconds,
                     ended=add,
-                    turns=plan.turns,
-                    say=say,
+                    lockstep=plan.lockstep,
+                    report=report,
                 )
         except KeyboardInterrupt as stop:
             stopped = "terminated" if isinstance(stop, Terminated) else "interrupted"

@@ -119,6 +119,10 @@ class _Pass:
         )
 
 
+TAIL = "tail"
+"""Names the wait between two steps."""
+
+
 class StepTimer:
     """Measures one pass after another while it is wanted. See [Note: a measured step].
 
@@ -126,7 +130,8 @@ class StepTimer:
         meter: Tells moments and memory.
         done: Told of each measured step, when the first block of the next pass begins. Returns whether another step is
             to be measured.
-        waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them.
+        waited: Returns the seconds that blocks waited for copies so far, as ``Stats.stalls`` names them, and as
+            ``TAIL`` those in which the loop was made to wait between two steps.
         memory: Whether memory is measured too.
     """
 
@@ -387,7 +392,7 @@ class StepTimer:
             blocks=blocks,
             head_seconds=found.between.seconds(meter),
             tail_seconds=sum(meter.seconds(*edges) for block in found.blocks for edges in block.beyond)
-            + (0.0 if found.tail is None else found.tail.seconds(meter)),
+            + (0.0 if found.tail is None else own(found.tail, TAIL, [])),
             head_peak_bytes=found.between.peak_bytes,
             head_resident_bytes=found.between.resident_bytes,
         )

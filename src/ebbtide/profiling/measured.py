@@ -24,7 +24,7 @@ from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
 from ebbtide.engine.timed import TimedStep
-from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.timing import TAIL, StepTimer
 from ebbtide.planner import TablePlan, plan_for
 from ebbtide.planner.profile import Profile, Rates
 from ebbtide.planner.table import table_plan
@@ -87,7 +87,11 @@ class MeasuredPlan:
         memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory()  # the budget is of the process's resident memory
-        timer = StepTimer(meter, self.saw_step, waited=lambda: engine.stats().stalls, memory=memory)
+
+        def waited() -> dict[str, float]:
+            return {**engine.stats().stalls, TAIL: sum(run["seconds"] for run in self._bus.ask("paused"))}
+
+        timer = StepTimer(meter, self.saw_step, waited=waited, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
         self._timer = engine.timer = timer
         timer.want()

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, cast
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.events import BUS, Bus
 from ebbtide.base.runs import EVENTS_FILE, REPORT_FILE, SCHEMA, SUMMARY_FILE
+from ebbtide.track.lockstep import Lockstep
 from ebbtide.track.sampler import MemoryReader, Sampler
 from ebbtide.track.summary import write_summary
-from ebbtide.track.turns import Turns
 
 if TYPE_CHECKING:
     from ebbtide.track.steps import StepMarker
@@ -70,8 +70,8 @@ class RunFile:
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
         self._lock = threading.RLock()
         self._file: int | None = None
-        self._turns: Turns | None = None
-        self._remove: Callable[[], None] | None = None
+        self._lockstep: Lockstep | None = None
+        self._removers: list[Callable[[], None]] = []
         self.marker: StepMarker | None = None
         """Numbers and times the steps that the loop does not mark."""
 
@@ -81,8 +81,10 @@ class RunFile:
         self._write("run_begin", {**_run_begin(), **self._fields, **self._reader.peaks()})
         self._sampler = Sampler(self._reader, self._memory, seconds=self._sample_seconds)
         self._sampler.start()
-        self._turns = Turns.asked(self.folder)
-        self._remove = self._bus.subscribe(self._hear)
+        self._lockstep = lockstep = Lockstep.requested(self.folder)
+        if lockstep is not None:  # no time of a step: a plan that is being measured leaves it out
+            self._removers.append(self._bus.provide("paused", lambda: {"seconds": lockstep.waited_seconds}))
+        self._removers.append(self._bus.subscribe(self._hear))
         for plan in self._bus.ask("plan"):  # of models that were enabled earlier
             self._write("plan", plan)
         return self
@@ -90,11 +92,11 @@ class RunFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._remove is not None:
-            self._remove()
+        while self._removers:
+            self._removers.pop()()
         self._sampler.stop()
-        if self._turns is not None:
-            self._turns.close()
+        if self._lockstep is not None:
+            self._lockstep.close()
         self._write("run_end", {**_ending(error), **self._reader.peaks()})
         self._close()
         write_summary(self.folder)
@@ -174,11 +176,11 @@ class RunFile:
 
     def _hear(self, kind: str, fields: dict[str, Any]) -> None:
         self._write(kind, fields)
-        if kind == "step" and self._turns is not None:
-            self._write("turn", {"step": fields.get("step")})
-            if not self._turns.wait():
-                self._turns.close()
-                self._turns = None
+        if kind == "step" and self._lockstep is not None:
+            self._write("wait", {"step": fields.get("step")})
+            if not self._lockstep.wait():
+                self._lockstep.close()
+                self._lockstep = None
         if kind in ("phase", "pass_end", "load"):
             # Memory is compared at the edges, and the thread's nearest sample may be sample_seconds away.
             self._reader.follow_thread_device()

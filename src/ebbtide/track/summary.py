@@ -101,7 +101,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "timed_steps": len(timed),
         "step_seconds_median": median(seconds) if seconds else None,
         "step_seconds": seconds,
-        "in_turn": len(steps) > 1 and len(_all(events, "turn")) == len(steps),
+        "lockstep": len(steps) > 1 and len(_all(events, "wait")) == len(steps),
         "tokens_per_second": median(rates) if known else None,
         "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,

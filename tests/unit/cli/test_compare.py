@@ -17,7 +17,7 @@ from rich.console import Console
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
-from ebbtide.cli import turns as turns_module
+from ebbtide.cli import lockstep as lockstep_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
 
@@ -58,7 +58,7 @@ def test_ratios_and_losses_are_against_plain(done):
     assert [mode["rounds"] for mode in done[0].modes] == [2, 2, 2]
 
 
-def test_modes_take_turns(done):
+def test_modes_step_all(done):
     assert done[0].environment["orders"] == ["plain checkpointing ebbtide", "checkpointing ebbtide plain"]
     starts = {
         mode: [read_events(done[0].out / f"round-{turn}" / mode / "run.jsonl")[0]["t"] for turn in (1, 2)]
@@ -307,7 +307,7 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
 )
 def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(turns_module, "Child", lambda *args, **options: pytest.fail("a child was started"))
+    monkeypatch.setattr(lockstep_module, "Child", lambda *args, **options: pytest.fail("a child was started"))
     with pytest.raises(EbbtideError, match=f"(?s){words}"):
         run(argv)
     assert list(tmp_path.iterdir()) == []

@@ -48,7 +48,7 @@ class Scene:
     def __init__(self, *, more: bool = False, memory: bool = False) -> None:
         self.clock, self.found, self.waits = Clock(), list[TimedStep](), dict[str, float]()
         self.timer = StepTimer(
-            self.clock, lambda step: self.found.append(step) or more, waited=lambda: self.waits, memory=memory
+            self.clock, lambda step: self.found.append(step) or more, waited=lambda: dict(self.waits), memory=memory
         )
         self.timer.want()
 
@@ -97,6 +97,16 @@ def unit(nbytes: int = 8, name: str = "a") -> Candidate:
 
 def storage() -> torch.UntypedStorage:
     return torch.UntypedStorage(8)
+
+
+def test_a_wait_between_two_steps_is_no_part_of_the_tail() -> None:
+    scene, one = Scene(), Pass()
+    scene.waits["tail"] = 100.0  # waited before this step
+    scene.backward(scene.forward(one, "a"))
+    scene.spend(5.0)  # the optimizer, and then a wait of three seconds
+    scene.waits["tail"] = 103.0
+    scene.forward(Pass(), "a")
+    assert scene.found[0].tail_seconds == 2.0
 
 
 def test_every_second_of_a_step_belongs_to_one_stretch() -> None:

@@ -1,6 +1,6 @@
 """A run that records with ``RunFile``, writes when its steps begin and end, and gets slower from step to step.
 
-turning_child.py FOLDER LOG FACTOR [STEPS [FAILING_STEP]]
+stepping_child.py FOLDER LOG FACTOR [STEPS [FAILING_STEP]]
 """
 
 import os
@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from ebbtide.base.events import BUS
 from ebbtide.track.runfile import RunFile
 
 FOLDER, LOG, FACTOR = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
@@ -30,3 +31,4 @@ with RunFile(FOLDER, model="none", mode=FOLDER.name) as run:
             time.sleep(0.03)
         log("end", step)
         run.step(step, seconds=FACTOR * step, loss=1.0)
+        log("paused", *(round(paused["seconds"] * 1000) for paused in BUS.ask("paused")))

@@ -1,4 +1,4 @@
-"""The runs of a round, which take their steps in turn where memory holds them all: see [Note: a fair comparison]."""
+"""The runs of a round, in lockstep where memory holds them all: see [Note: a fair comparison]."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ def run_round(
     *,
     sample_seconds: float,
     ended: Callable[[str, Ended], None],
-    turns: bool = True,
-    say: Callable[[str], None] = lambda words: None,
+    lockstep: bool = True,
+    report: Callable[[str], None] = lambda words: None,
 ) -> None:
     """Run the children of a round.
 
-    They are started one after the other, and each takes its first step alone. If memory holds them all, they then take
-    the other steps in turn; else each runs to its end before the next is started.
+    They are started one after the other, and each takes its first step alone. If memory holds them all, the other steps
+    are taken in lockstep: one by each run, then the next by each. Else each runs to its end before the next is started.
 
     Args:
         starts: The runs, in order.
         progress: Is shown them.
         sample_seconds: Time between two memory samples.
-        turns: They may run at the same time: no two write the same files.
+        lockstep: They may run at the same time: no two write the same files.
         ended: Called with the mode and the outcome of each run.
-        say: Called with the reason, if the runs take no turns.
+        report: Called with the reason, if the runs follow one another.
     """
     with contextlib.ExitStack() as closing:
         waiting: dict[str, tuple[Child, RunReader]] = {}
-        alone: bool | None = True if len(starts) == 1 or not turns else None
+        alone: bool | None = True if len(starts) == 1 or not lockstep else None
         for number, start in enumerate(starts, start=1):
             reader = progress.begin(start.what, start.folder)
             child = Child(start.command, start.folder, environment=start.environment, sample_seconds=sample_seconds)
             closing.callback(child.close)
-            outcome = None if alone else _take_turn(child, reader, progress)
+            outcome = None if alone else _step(child, reader, progress)
             if outcome is None and alone is None:
                 reason = why_alone(
                     child.most_bytes,
@@ -74,9 +74,9 @@ def run_round(
                 )
                 alone = reason is not None
                 if reason is not None:
-                    say(f"The runs follow one another: {reason}.")
+                    report(f"The runs follow one another: {reason}.")
             if outcome is None and alone:
-                child.let_go()
+                child.release()
                 outcome = child.follow(lambda: bool(progress.look()))
             if outcome is None:
                 waiting[start.mode] = child, reader
@@ -84,40 +84,44 @@ def run_round(
                 progress.end()
                 ended(start.mode, outcome)
         while waiting:
-            _take_turns(waiting, progress, ended)
+            _step_all(waiting, progress, ended)
 
 
-def _take_turns(
+def _step_all(
     waiting: dict[str, tuple[Child, RunReader]], progress: RunProgress, ended: Callable[[str, Ended], None]
 ) -> None:
     """Let each child take a step; remove those that have ended."""
-    progress.all_took(
+    progress.all_stepped(
         min(reader.done for _, reader in waiting.values()),
         {mode: reader.seconds[-1] for mode, (_, reader) in waiting.items() if reader.seconds},
     )
-    for mode, (child, reader) in list(waiting.items()):
-        child.give_turn()
-        outcome = _take_turn(child, reader, progress)
+    # No mode always comes after the same other, or first.
+    first = min(reader.done for _, reader in waiting.values()) % len(waiting)
+    order = list(waiting)
+    for mode in [*order[first:], *order[:first]]:
+        child, reader = waiting[mode]
+        child.permit_step()
+        outcome = _step(child, reader, progress)
         if outcome is not None:
             del waiting[mode]
             progress.end()
             ended(mode, outcome)
 
 
-def _take_turn(child: Child, reader: RunReader, progress: RunProgress) -> Ended | None:
+def _step(child: Child, reader: RunReader, progress: RunProgress) -> Ended | None:
     """Follow a child until it has taken a step and waits; return its outcome if it has ended."""
     progress.resume(reader)
-    before = reader.turns
+    before = reader.waits
 
     def over() -> bool:
         progress.look()
-        return reader.turns > before
+        return reader.waits > before
 
     return child.follow(over)
 
 
 def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> str | None:
-    """Return why a round's runs cannot take turns; ``None`` if they can.
+    """Return why a round's runs cannot go in lockstep; ``None`` if they can.
 
     Args:
         one_bytes: Memory of the first run after its first step.

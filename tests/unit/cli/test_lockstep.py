@@ -1,4 +1,4 @@
-"""The runs of a round take their steps in turn, and what stands against it."""
+"""The runs of a round go in lockstep, and what stands against it."""
 
 import io
 import os
@@ -10,15 +10,15 @@ import psutil
 import pytest
 from rich.console import Console
 
-from ebbtide.base.runs import TURN_FILE, TURN_VARIABLE, read_events
-from ebbtide.cli import turns as module
+from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
+from ebbtide.cli import lockstep as module
+from ebbtide.cli.lockstep import Start, run_round, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
-from ebbtide.cli.turns import Start, run_round, why_alone
 from ebbtide.track import write_summary
-from ebbtide.track.turns import Turns
+from ebbtide.track.lockstep import Lockstep
 
-CHILD = Path(__file__).with_name("turning_child.py")
+CHILD = Path(__file__).with_name("stepping_child.py")
 FACTORS = {"plain": 1.0, "checkpointing": 1.5, "ebbtide": 1.25}
 GIB = 1 << 30
 
@@ -26,7 +26,7 @@ GIB = 1 << 30
 class Round:
     """A round of children; ``said`` is what was printed, ``log`` what the children wrote."""
 
-    def __init__(self, folder, *, steps=4, failing="", ended=None, turns=True):
+    def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300)
         starts = [
@@ -47,50 +47,65 @@ class Round:
             progress,
             sample_seconds=0.01,
             ended=ended or self.outcomes.__setitem__,
-            turns=turns,
-            say=self.reasons.append,
+            lockstep=lockstep,
+            report=self.reasons.append,
         )
 
     @property
     def steps(self):
         lines = [line.split() for line in (self.folder / "log").read_text().splitlines()]
-        return [(mode, edge, int(step)) for mode, edge, step in lines if edge != "pid"]
+        return [(mode, edge, int(number)) for mode, edge, number in lines if edge in ("begin", "end")]
 
     def summaries(self):
         return {mode: write_summary(self.folder / mode, warm_up=1) for mode in FACTORS}
 
 
 @pytest.fixture(scope="module")
-def turned(tmp_path_factory):
+def stepped(tmp_path_factory):
     return Round(tmp_path_factory.mktemp("round"))
 
 
-def test_each_step_is_taken_in_turn_and_alone(turned):
-    assert turned.steps == [(mode, edge, step) for step in range(1, 5) for mode in FACTORS for edge in ("begin", "end")]
-    assert turned.reasons == []
-    assert {mode: ended.code for mode, ended in turned.outcomes.items()} == dict.fromkeys(FACTORS, 0)
+def test_each_step_is_taken_by_all_before_the_next_and_alone(stepped):
+    steps = stepped.steps
+    for step in range(1, 5):
+        ours = steps[(step - 1) * 6 : step * 6]
+        assert {(mode, number) for mode, _, number in ours} == {(mode, step) for mode in FACTORS}
+        assert [edge for _, edge, _ in ours] == ["begin", "end"] * 3
+        assert all(begun[0] == ended[0] for begun, ended in zip(ours[::2], ours[1::2], strict=True))
+    assert len({steps[place][0] for place in (6, 12, 18)}) == 3, "each mode comes first once"
+    assert stepped.reasons == []
+    assert {mode: ended.code for mode, ended in stepped.outcomes.items()} == dict.fromkeys(FACTORS, 0)
 
 
-def test_a_drifting_machine_is_not_counted_as_a_modes_cost(turned):
+def test_a_drifting_machine_is_not_counted_as_a_modes_cost(stepped):
     """Each step is slower than the one before by as much as half a step; the ratios are exact all the same."""
-    merged = {mode["mode"]: mode for mode in merge({1: turned.summaries()}, list(FACTORS), {})}
+    merged = {mode["mode"]: mode for mode in merge({1: stepped.summaries()}, list(FACTORS), {})}
     for mode, factor in FACTORS.items():
         assert merged[mode]["step_ratio"] == {"median": factor, "low": factor, "high": factor}
 
 
-def test_memory_is_sampled_only_in_a_runs_own_turns(turned):
-    """A sampler costs time of the run that has its turn."""
-    ends = {mode: [e["t"] for e in read_events(turned.folder / mode / "run.jsonl") if e["event"] == "turn"]
+def test_memory_is_sampled_only_while_a_run_takes_its_step(stepped):
+    """A sampler costs time, which would be the running one's."""
+    ends = {mode: [e["t"] for e in read_events(stepped.folder / mode / "run.jsonl") if e["event"] == "wait"]
             for mode in FACTORS}  # fmt: skip
-    sampled = [e["t"] for e in read_events(turned.folder / "plain" / "outside.jsonl")]
+    sampled = [e["t"] for e in read_events(stepped.folder / "plain" / "outside.jsonl")]
     assert len(sampled) > 4
     others = [(ends["plain"][0] + 0.5, ends["ebbtide"][0])]
     assert all(end > begin for begin, end in others)
     assert not [t for t in sampled for begin, end in others if begin < t < end]
 
 
-def test_a_step_that_all_have_taken_is_a_line(turned):
-    lines = turned.file.getvalue().splitlines()
+def test_a_plan_can_tell_the_wait_from_the_step(stepped):
+    """Each run waits for two others, of 30 ms a step at least; the last wait is for its end."""
+    lines = [line.split() for line in (stepped.folder / "log").read_text().splitlines()]
+    for mode in FACTORS:
+        waits = [int(line[2]) for line in lines if line[:2] == [mode, "paused"]]
+        assert len(waits) == 4 and waits == sorted(waits)
+        assert all(later - earlier >= 60 for earlier, later in zip(waits[:2], waits[1:3], strict=True))
+
+
+def test_a_step_that_all_have_taken_is_a_line(stepped):
+    lines = stepped.file.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step 2 of 4  ")][0].startswith(
         "step 2 of 4  plain 2.00 s  checkpointing 3.00 s (×1.50)  ebbtide 2.50 s (×1.25); about"
     )
@@ -101,14 +116,14 @@ def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     alone = Round(tmp_path)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
     assert len(alone.reasons) == 1 and "3 at once need" in alone.reasons[0] and "0 B are free" in alone.reasons[0]
-    assert [summary["in_turn"] for summary in alone.summaries().values()] == [False] * 3
+    assert [summary["lockstep"] for summary in alone.summaries().values()] == [False] * 3
     # Medians of steps 2 to 4 of each run.
     merged = {mode["mode"]: mode for mode in merge({1: alone.summaries()}, list(FACTORS), {})}
     assert merged["checkpointing"]["step_ratio"]["median"] == 1.5
 
 
 def test_runs_that_may_write_the_same_files_follow_one_another(tmp_path):
-    alone = Round(tmp_path, turns=False)
+    alone = Round(tmp_path, lockstep=False)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
     assert alone.reasons == []
 
@@ -121,7 +136,7 @@ def test_a_run_that_fails_leaves_its_turns_to_the_others(tmp_path):
         "ebbtide": 0,
     }
     assert [step for mode, edge, step in failed.steps if (mode, edge) == ("ebbtide", "end")] == [1, 2, 3, 4]
-    assert not any((tmp_path / mode / TURN_FILE).exists() for mode in FACTORS)
+    assert not any((tmp_path / mode / LOCKSTEP_FILE).exists() for mode in FACTORS)
 
 
 def test_all_are_ended_if_the_comparison_is(tmp_path):
@@ -150,27 +165,27 @@ def test_turns_need_memory_for_all_and_no_accelerator(monkeypatch, device, free,
 
 
 def test_a_run_goes_on_alone_when_nobody_gives_turns_any_more(tmp_path):
-    pipe = tmp_path / TURN_FILE
+    pipe = tmp_path / LOCKSTEP_FILE
     os.mkfifo(pipe)
     giver = os.open(pipe, os.O_RDWR)
-    turns = Turns(pipe)
-    waiter = threading.Thread(target=turns.wait)
+    lockstep = Lockstep(pipe)
+    waiter = threading.Thread(target=lockstep.wait)
     waiter.start()
     waiter.join(0.2)
     assert waiter.is_alive()
     os.close(giver)  # as if its process had been killed
     waiter.join(30)
     assert not waiter.is_alive()
-    assert not turns.wait()
-    assert not Turns(pipe).wait()  # opened after it
+    assert not lockstep.wait()
+    assert not Lockstep(pipe).wait()  # opened after it
 
 
 def test_turns_are_of_one_folder(tmp_path, monkeypatch):
-    os.mkfifo(tmp_path / TURN_FILE)
-    monkeypatch.setenv(TURN_VARIABLE, str(tmp_path / TURN_FILE))
-    assert Turns.asked(tmp_path / "another") is None
-    own = Turns.asked(tmp_path)
+    os.mkfifo(tmp_path / LOCKSTEP_FILE)
+    monkeypatch.setenv(LOCKSTEP_VARIABLE, str(tmp_path / LOCKSTEP_FILE))
+    assert Lockstep.requested(tmp_path / "another") is None
+    own = Lockstep.requested(tmp_path)
     assert own is not None
     own.close()
-    monkeypatch.delenv(TURN_VARIABLE)
-    assert Turns.asked(tmp_path) is None
+    monkeypatch.delenv(LOCKSTEP_VARIABLE)
+    assert Lockstep.requested(tmp_path) is None
