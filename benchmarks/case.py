@@ -42,6 +42,9 @@ _PIECE = 1 << 23
 MARK = "CASE "
 """Begins the line that holds the result: packages print lines of their own."""
 
+READY = "READY"
+"""The line of a case in lockstep that waits for the other ways."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -64,6 +67,8 @@ class Case:
     tuning: str = "full"
     steps: int = 5
     gate_tokens: int = 512
+    lockstep: bool = False
+    """Before each timed step, and after the last, it writes ``READY`` and waits for a line on standard input."""
 
 
 @dataclass(kw_only=True)
@@ -79,6 +84,8 @@ class Row:
         warmup_steps: Steps before them.
         peak_bytes: The most memory of a step, above weights, gradients and inputs.
         base_bytes: Those.
+        allocated_bytes: On a CPU, the most bytes of tensors that a step allocated and had not freed: without what an
+            allocator keeps of what was freed.
         out_bytes: Bytes that left the device (on a CPU: that were written) in a step, counted from outside.
         in_bytes: Bytes that came back.
         gate: How gradients were compared.
@@ -93,6 +100,7 @@ class Row:
     warmup_steps: int = 0
     peak_bytes: int = 0
     base_bytes: int = 0
+    allocated_bytes: int = 0
     out_bytes: int = 0
     in_bytes: int = 0
     gate: str = ""
@@ -283,6 +291,7 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
             raise ValueError("the loss is no finite number")
         row.warmup_steps += 1
     for _ in range(case.steps):
+        _wait_for_others(case)
         synchronize(device)
         before, begun = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         step(prepared, inputs)
@@ -291,12 +300,15 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
         after = resource.getrusage(resource.RUSAGE_SELF)
         row.faults.append(after.ru_minflt - before.ru_minflt)
         row.system_seconds.append(after.ru_stime - before.ru_stime)
+    _wait_for_others(case)
     trim_heap()  # on a CPU what the heap keeps of earlier steps would hide what this one uses; its time does not count
     row.base_bytes = memory_now(device)
     forget_peak(device)
     step(prepared, inputs)
     synchronize(device)
     row.peak_bytes = max(0, peak(device) - row.base_bytes)
+    if device.type == "cpu":
+        row.allocated_bytes = most_allocated(lambda: step(prepared, inputs))
     before = _simulated_seconds(device)
     with counted(row, device):
         step(prepared, inputs)
@@ -304,6 +316,29 @@ def _time(row: Row, prepared: Prepared, shape: Shape, device: torch.device) -> N
     passed, busy = (b - a for a, b in zip(before, _simulated_seconds(device), strict=True))
     if passed:
         row.notes |= {"simulated_step_seconds": passed, "simulated_wait_seconds": max(0.0, passed - busy)}
+
+
+def _wait_for_others(case: Case) -> None:
+    if case.lockstep:
+        print(READY, flush=True)
+        sys.stdin.readline()
+
+
+def most_allocated(act: Callable[[], object]) -> int:
+    """Return the most bytes of CPU tensors that an action allocated and had not freed, as torch's profiler sees them.
+
+    Args:
+        act: Is run under the profiler.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        act()
+    results: Any = profile.profiler
+    changes = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
 
 
 def _simulated_seconds(device: torch.device) -> tuple[float, float]:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.case import MARK, Case, Row
+from benchmarks.case import MARK, READY, Case, Row
 from benchmarks.peers import absent, way_named
 from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
 
@@ -50,28 +52,129 @@ def run_in_process(case: Case, *, limit_seconds: float = CASE_SECONDS) -> Row:
         case: What to run.
         limit_seconds: After which it is stopped.
     """
-    loader = ["tests.simdev.run"] if is_simulated() else []  # which a fresh process does not have
-    command = [sys.executable, "-m", *loader, "benchmarks.case", json.dumps(asdict(case))]
-    row = Row(case=case)
-    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=RESULTS.parents[1], env=environment) as child:
-        stop = threading.Timer(limit_seconds, child.kill)
-        stop.start()
-        lines = child.stdout.read().splitlines() if child.stdout is not None else []
-        _, status, usage = os.wait4(child.pid, 0)  # nobody has asked for its end before: it waits for this
-        child.returncode = os.waitstatus_to_exitcode(status)
-        stopped = not stop.is_alive()
-        stop.cancel()
-    told = next((line for line in reversed(lines) if line.startswith(MARK)), None)
-    if told is not None:
-        found = json.loads(told.removeprefix(MARK))
-        row = Row(**(found | {"case": Case(**found["case"])}))
-    else:
-        row.status = (
-            f"stopped after {limit_seconds:.0f} s" if stopped else "its process died: out of memory, most likely"
+    return run_in_lockstep([case], limit_seconds=limit_seconds)[0]
+
+
+def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECONDS) -> list[Row]:
+    """Run cases in fresh processes; death becomes a row's status.
+
+    They are begun one after the other. Those with ``lockstep`` stop before their first timed step; then each takes a
+    step, and each the next, so that a machine whose speed drifts does not favour one of them.
+
+    Args:
+        cases: What to run.
+        limit_seconds: After which a case is stopped, without the time in which it waits.
+    """
+    running: list[_Running] = []
+    try:
+        for case in cases:
+            running.append(_Running(case, limit_seconds))
+            running[-1].read()
+        for number in itertools.count():
+            waiting = [each for each in running if each.waits]
+            if not waiting:
+                break
+            first = number % len(waiting)
+            for each in [*waiting[first:], *waiting[:first]]:
+                each.step()
+        return [each.row() for each in running]
+    finally:
+        for each in running:
+            each.end()
+
+
+class _Running:
+    """A case in a process of its own."""
+
+    def __init__(self, case: Case, limit_seconds: float) -> None:
+        loader = ["tests.simdev.run"] if is_simulated() else []  # which a fresh process does not have
+        command = [sys.executable, "-m", *loader, "benchmarks.case", json.dumps(asdict(case))]
+        environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
+        self._case, self._limit_seconds, self._left_seconds = case, limit_seconds, limit_seconds
+        self._printed = self._stopped = ""
+        self._peak_bytes = 0
+        self.waits = False
+        """Whether it waits to be permitted a step."""
+        self._child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=RESULTS.parents[1],
+            env=environment,
         )
-    row.notes["process_peak_bytes"] = usage.ru_maxrss * 1024  # as the system saw it
-    return row
+
+    def step(self) -> None:
+        """Let it take a step."""
+        if self._child.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._child.stdin.write("\n")
+                self._child.stdin.flush()
+        self.read()
+
+    def read(self) -> None:
+        """Read what it prints until it waits or ends."""
+        child, began = self._child, time.monotonic()
+        stop = threading.Timer(max(self._left_seconds, 0.0), child.kill)
+        stop.start()
+        self.waits = False
+        for line in child.stdout or ():
+            if line.startswith(MARK):
+                self._printed = line.rstrip()
+            elif line.rstrip() == READY:
+                self.waits = True
+                break
+        self._left_seconds -= time.monotonic() - began
+        if not self.waits:
+            _, status, usage = os.wait4(child.pid, 0)  # nobody has asked for its end before: it waits for this
+            child.returncode, self._peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+            if not stop.is_alive():
+                self._stopped = f"stopped after {self._limit_seconds:.0f} s"
+            self._close()
+        stop.cancel()
+
+    def row(self) -> Row:
+        """Return what came of it."""
+        row = Row(case=self._case)
+        if self._printed:
+            found = json.loads(self._printed.removeprefix(MARK))
+            row = Row(**(found | {"case": Case(**found["case"])}))
+        else:
+            row.status = self._stopped or "its process died: out of memory, most likely"
+        row.notes["process_peak_bytes"] = self._peak_bytes  # as the system saw it
+        return row
+
+    def end(self) -> None:
+        """End it if it still runs."""
+        if self._child.returncode is None:
+            self._child.kill()
+            self._child.wait()
+        self._close()
+
+    def _close(self) -> None:
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+
+def against_plain(rows: Sequence[Row]) -> list[list[float]]:
+    """Return, for each row, its timed steps divided by those of the plain row before it, with which it was in lockstep.
+
+    Args:
+        rows: As a book has them: each lockstep begins with plain training.
+    """
+    found: list[list[float]] = []
+    plain: Row | None = None
+    for row in rows:
+        plain = row if row.case.way == "plain" else plain
+        paired = plain is not None and len(plain.seconds) == len(row.seconds)
+        found.append(
+            [own / other for own, other in zip(row.seconds, plain.seconds, strict=True)]
+            if paired and plain is not None
+            else []
+        )
+    return found
 
 
 class Book:
@@ -100,25 +203,38 @@ class Book:
 
     def run(self, case: Case) -> Row:
         """Run a case, or say that the time was up; write."""
-        reason = absent(way_named(case.way), accelerated=torch.accelerator.is_available())
-        if reason is not None:
-            row = Row(case=case, status=reason)
-        elif self.late:
-            row = Row(case=case, status="not reached: the suite's time was up")
-        else:
-            row = run_in_process(case, limit_seconds=min(CASE_SECONDS, self._ends - time.monotonic() + 60))
-        self.add(row)
-        return row
+        return self._run([case])[0]
 
     def run_all(self, cases: Iterable[Case]) -> None:
         """Run cases one after the other."""
         for case in cases:
-            row = self.run(case)
-            median = f"{summary(row.seconds)['median']:.3f} s" if row.seconds else ""
-            print(
-                f"{case.model} {case.tuning} {case.batch} x {case.tokens}  {case.way}: {row.status} {median}",
-                flush=True,
-            )
+            self._print(self.run(case))
+
+    def run_in_lockstep(self, cases: Iterable[Case]) -> None:
+        """Run cases at the same time, in lockstep: memory must hold them all."""
+        for row in self._run([replace(case, lockstep=True) for case in cases]):
+            self._print(row)
+
+    def _run(self, cases: Sequence[Case]) -> list[Row]:
+        left = self._ends - time.monotonic() + 60
+        why = [absent(way_named(case.way), accelerated=torch.accelerator.is_available()) for case in cases]
+        why = ["not reached: the suite's time was up" if reason is None and self.late else reason for reason in why]
+        present = [case for case, reason in zip(cases, why, strict=True) if reason is None]
+        found = iter(run_in_lockstep(present, limit_seconds=min(CASE_SECONDS, left)) if present else [])
+        rows = [
+            next(found) if reason is None else Row(case=case, status=reason)
+            for case, reason in zip(cases, why, strict=True)
+        ]
+        for row in rows:
+            self.add(row)
+        return rows
+
+    def _print(self, row: Row) -> None:
+        case, median = row.case, f"{summary(row.seconds)['median']:.3f} s" if row.seconds else ""
+        print(
+            f"{case.model} {case.tuning} {case.batch} x {case.tokens}  {case.way}: {row.status} {median}",
+            flush=True,
+        )
 
     def add(self, row: Row) -> None:
         """Take a row and write all that there are."""

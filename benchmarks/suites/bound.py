@@ -2,10 +2,11 @@
 
 Each case is a process of its own (``benchmarks/case.py``, with its gate): plain training, ``Auto`` with several
 slowdowns, and ``Auto`` with budgets between the least memory that came of these and that of plain training. The bound
-is the linear program's, at the rates and times that the case itself measured while it made its plan. All cases of a
-model run in turn, round after round. Timed are steps under the plan that is left when it was judged.
+is the linear program's, at the rates and times that the case itself measured while it made its plan. The cases of a
+model go in lockstep, and each step is divided by plain training's of the same number. Timed are steps under the plan
+that is left when it was judged.
 
-    python -m benchmarks.suites.bound [--small] [--rounds 3] [--minutes 8] [--models Qwen3-8B] [--tokens 4096]
+    python -m benchmarks.suites.bound [--small] [--rounds 1] [--minutes 30] [--models Qwen3-8B] [--tokens 4096]
         [--out DIR]
 """
 
@@ -16,7 +17,7 @@ from collections import defaultdict
 from typing import Any
 
 from benchmarks.case import Case, Row
-from benchmarks.cases import Book, arguments
+from benchmarks.cases import Book, against_plain, arguments
 from benchmarks.peers import planned
 from benchmarks.results_folder import summary
 from ebbtide.base.units import format_size
@@ -24,6 +25,8 @@ from ebbtide.base.units import format_size
 SLOWDOWNS = (0.0, 0.05, 0.15, 0.3)
 SHARES = (0.25, 0.5, 0.75)
 """Budgets, between the least peak (0) and plain training's (1)."""
+
+STEPS = 10
 
 LENGTHS = {"Qwen3-8B": 8192, "Qwen3-1.7B": 32768}
 SMALL_LENGTHS = {"small": 512, "SmolLM2-12": 192}
@@ -56,12 +59,14 @@ def table(rows: list[Row]) -> list[str]:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- |",
     ]
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in rows:
+    compared: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row, ratios in zip(rows, against_plain(rows), strict=True):
         groups[row.case.model, row.case.way].append(row)
+        compared[row.case.model, row.case.way] += ratios
     for (model, way), found in groups.items():
         status = ", ".join(sorted({row.status for row in found}))
         cells = [f"{model}, {found[0].case.batch} x {found[0].case.tokens}", way.removeprefix("ebbtide ")]
-        cells += _figures([row for row in found if row.seconds], groups.get((model, "plain"), [])) or [""] * 9
+        cells += _figures([row for row in found if row.seconds], compared[model, way]) or [""] * 9
         lines.append("| " + " | ".join([*cells, status]) + " |")
     return lines
 
@@ -74,11 +79,10 @@ def promised(way: str) -> float | None:
 
 def kept_promises(rows: list[Row]) -> str:
     """Return by how much promised slowdowns were exceeded, in percent of a plain step."""
-    base = {row.case.model: statistics.median(row.seconds) for row in rows if row.case.way == "plain" and row.seconds}
     beyond = [
-        100 * max(statistics.median(row.seconds) / base[row.case.model] - 1 - slowdown, 0.0)
-        for row in rows
-        if row.seconds and row.case.model in base and (slowdown := promised(row.case.way)) is not None
+        100 * max(statistics.median(ratios) - 1 - slowdown, 0.0)
+        for row, ratios in zip(rows, against_plain(rows), strict=True)
+        if ratios and (slowdown := promised(row.case.way)) is not None
     ]
     if not beyond:
         return "No promise was put to the test."
@@ -86,12 +90,11 @@ def kept_promises(rows: list[Row]) -> str:
     return f"Of {len(beyond)} promised runs the median was {middle:.1f} points beyond, the worst {max(beyond):.1f}."
 
 
-def _figures(found: list[Row], plain: list[Row]) -> list[str]:
-    base = [value for row in plain for value in row.seconds]
-    if not found or not base:
+def _figures(found: list[Row], ratios: list[float]) -> list[str]:
+    if not found or not ratios:
         return []
     peak = statistics.median(map(total, found))
-    spread = summary([value / statistics.median(base) for row in found for value in row.seconds])
+    spread = summary(ratios)
     ratio, came = spread["median"], f"{spread['median']:.3f} ({spread['q1']:.3f} to {spread['q3']:.3f})"
     plans = [row.notes["predicted"] for row in found if "predicted" in row.notes]
     if not plans:
@@ -120,10 +123,11 @@ def report(rows: list[Row]) -> str:
             "# Plans: predicted, measured, and the bound",
             "",
             "Forward and backward of one step, no head and no optimizer. Peaks are of the device, without one of the",
-            "resident size, and predicted for budgets only. Steps are divided by the median of ordinary training's in",
-            "the same rounds (quartiles). The bound is the linear program's, at the measured rates and times: no",
-            "schedule that keeps as many bytes is faster. Gradients were first compared bitwise with those of",
-            "ordinary training. Made by `python -m benchmarks.suites.bound`; every step is in `run.json`.",
+            "resident size, and predicted for budgets only. The processes go in lockstep, and each step is divided by",
+            "ordinary training's of the same number (quartiles). The bound is the linear program's, at the measured",
+            "rates and times: no schedule that keeps as many bytes is faster. Gradients were first compared bitwise",
+            "with those of ordinary training. Made by `python -m benchmarks.suites.bound`; every step is in",
+            "`run.json`.",
             "",
             *table(rows),
             "",
@@ -135,7 +139,7 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write after every case."""
-    given = arguments(__doc__, models="", rounds=3, tokens=0)
+    given = arguments(__doc__, models="", rounds=1, tokens=0)
     lengths = SMALL_LENGTHS if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
     for model in given.models.split(",") if given.models else lengths:
@@ -143,15 +147,16 @@ def main() -> None:
         shape = {"model": model, "tokens": tokens, "batch": 2 if given.small else 1}
 
         def run(ways: list[str], shape: dict[str, Any] = shape) -> None:
-            book.run_all(Case(way=way, gate_tokens=128, **shape) for way in ways)
+            book.run_in_lockstep(Case(way=way, gate_tokens=128, steps=STEPS, **shape) for way in ways)
 
         def following(model: str = model) -> list[str]:
             return aims([row for row in book.rows if row.case.model == model])
 
-        for number in range(given.rounds):
+        for _ in range(given.rounds):
             ways = following()
-            run(ways if number % 2 == 0 else ways[::-1])
-            run(following()[len(ways) :])  # in the first round: budgets, now that there are peaks
+            run(ways)
+            if later := following()[len(ways) :]:  # in the first round: budgets, now that there are peaks
+                run(["plain", *later])
     book.close()
 
 

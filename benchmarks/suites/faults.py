@@ -2,10 +2,9 @@
 
 On a CPU memory that is freed and taken again costs page faults, and the kernel's time to clear pages. Each case is a
 process of its own (``benchmarks/case.py``, with its gate) in which nothing of the allocator is set beforehand. The ways
-of a length run in turn, round after round, and each round begins with another; a step is divided by plain training's of
-the same round.
+of a length go in lockstep, and each step is divided by plain training's of the same number.
 
-    python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 5] [--minutes 8] [--model NAME] [--out DIR]
+    python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 2] [--minutes 30] [--model NAME] [--out DIR]
 """
 
 from __future__ import annotations
@@ -15,43 +14,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from benchmarks.case import Case, Row
-from benchmarks.cases import Book, arguments
+from benchmarks.cases import Book, against_plain, arguments
 from benchmarks.results_folder import summary
 from ebbtide.base.units import format_size
 
 WAYS = ("plain", "checkpointing", "ebbtide auto", "ebbtide minimal", "ebbtide keep")
-STEPS = 4
-
-
-def turns(number: int) -> tuple[str, ...]:
-    """Return the ways in the order of a round."""
-    first = number % len(WAYS)
-    return WAYS[first:] + WAYS[:first]
-
-
-def ratios(rows: Sequence[Row]) -> dict[tuple[int, str], list[float]]:
-    """Return, by tokens and way, the step of each round divided by plain training's of that round."""
-    by_round: dict[tuple[int, str], list[float | None]] = defaultdict(list)
-    for row in rows:
-        by_round[row.case.tokens, row.case.way].append(statistics.median(row.seconds) if row.seconds else None)
-    return {
-        (tokens, way): [
-            one / plain for one, plain in zip(times, by_round[tokens, "plain"], strict=False) if one and plain
-        ]
-        for (tokens, way), times in list(by_round.items())
-    }
+STEPS = 10
 
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Return a line for every length and way; medians over all rounds."""
     lines = [
-        "| tokens | method | page faults a step | system time | step | step ÷ plain | peak | rounds | status |",
+        "| tokens | method | page faults a step | system time | step | step ÷ plain | peak | of it tensors | status |",
         "| ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in rows:
+    compared: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for row, ratios in zip(rows, against_plain(rows), strict=True):
         groups[row.case.tokens, row.case.way].append(row)
-    compared = ratios(rows)
+        compared[row.case.tokens, row.case.way] += ratios
     for (tokens, way), found in sorted(groups.items(), key=lambda group: (group[0][0], WAYS.index(group[0][1]))):
         status = ", ".join(sorted({row.status for row in found}))
         done = [row for row in found if row.seconds]
@@ -64,7 +45,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 f"{statistics.median(s for row in done for s in row.seconds):.2f} s",
                 "" if over is None else f"x{over['median']:.3f} ({over['q1']:.3f} to {over['q3']:.3f})",
                 format_size(statistics.median(row.base_bytes + row.peak_bytes for row in done)),
-                str(len(done)),
+                format_size(statistics.median(row.allocated_bytes for row in done)),
             ]
         lines.append("| " + " | ".join([str(tokens), way, *cells, status]) + " |")
     return lines
@@ -78,8 +59,10 @@ def report(rows: list[Row]) -> str:
             "",
             "Forward and backward of one step, no head and no optimizer, in fresh processes; medians. Faults are",
             "minor ones (`ru_minflt`), system time is `ru_stime`. Peaks are of the resident size, in a step of its",
-            "own with a trimmed heap. Steps are divided by ordinary training's of the same round (quartiles).",
-            "Gradients were first compared bitwise with those of ordinary training. Made by",
+            "own with a trimmed heap; *of it tensors* is what tensors held at most in one step, above weights and",
+            "gradients: the rest is libraries and what the allocator keeps of freed memory. The processes go in",
+            "lockstep, and each step is divided by ordinary training's of the same number (quartiles). Gradients",
+            "were first compared bitwise with those of ordinary training. Made by",
             "`python -m benchmarks.suites.faults`; every step is in `run.json`.",
             "",
             *table(rows),
@@ -89,13 +72,13 @@ def report(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Measure, and write after every case."""
-    given = arguments(__doc__, tokens="256,512,1024", rounds=5, model="SmolLM2-12")
+    """Measure, and write after every lockstep."""
+    given = arguments(__doc__, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
     book = Book("faults", given.out, given.minutes, report, {"model": given.model, "rounds": given.rounds})
     for tokens in map(int, given.tokens.split(",")):
-        for number in range(given.rounds):
-            book.run_all(
-                Case(way=way, model=given.model, tokens=tokens, steps=STEPS, gate_tokens=64) for way in turns(number)
+        for _ in range(given.rounds):
+            book.run_in_lockstep(
+                Case(way=way, model=given.model, tokens=tokens, steps=STEPS, gate_tokens=64) for way in WAYS
             )
     book.close()
 

@@ -34,12 +34,12 @@ def test_the_table_sets_what_came_beside_what_was_said_and_the_bound() -> None:
     }  # fmt: skip
     budget = planned(memory_budget=300 * MIB)
     rows = [
-        row("plain", 300, [1.0, 1.0, 1.2]), row(budget, 100, [1.05, 1.05, 1.1], **said),
-        row(planned(max_slowdown=0.05), 100, [1.1], **said),
+        row("plain", 300, [1.0, 1.0, 1.2]), row(budget, 100, [1.05, 1.05, 1.32], **said),
+        row(planned(max_slowdown=0.05), 100, [1.1, 1.1, 1.32], **said),
         Row(case=Case(way="x", model="small", tokens=512), status="no"),
     ]  # fmt: skip
     lines = table(rows)[2:]
-    assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.100) |  |  |  |  | ok |" in lines[0]
+    assert "| plain |  | 400.0 MiB |  |  | 1.000 (1.000 to 1.000) |  |  |  |  | ok |" in lines[0]
     assert (
         "| 204.0 MiB | 200.0 MiB | +2.0 % | 1.040 | 1.050 (1.050 to 1.075) |  | 1.020 | +3.0 points | "
         "1.0 MiB / 2.0 MiB / 3.0 MiB | ok |"

@@ -14,8 +14,8 @@ from torch import nn
 
 from benchmarks import case as case_module
 from benchmarks import cases as cases_module
-from benchmarks.case import Case, CopyCount, Row, digests, run
-from benchmarks.cases import Book, table
+from benchmarks.case import Case, CopyCount, Row, digests, most_allocated, run
+from benchmarks.cases import Book, against_plain, run_in_lockstep, table
 from benchmarks.peers import Prepared, Way, absent, all_ways
 from benchmarks.shapes import Shape
 from benchmarks.suites.longest import longest
@@ -125,11 +125,11 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
 ) -> None:
     ran: list[Case] = []
 
-    def runs(case: Case, *, limit_seconds: float) -> Row:
-        ran.append(case)
-        return Row(case=case, seconds=[2.0, 1.0, 3.0], peak_bytes=2_000_000)
+    def runs(cases: list[Case], *, limit_seconds: float) -> list[Row]:
+        ran.extend(cases)
+        return [Row(case=case, seconds=[2.0, 1.0, 3.0], peak_bytes=2_000_000) for case in cases]
 
-    monkeypatch.setattr(cases_module, "run_in_process", runs)
+    monkeypatch.setattr(cases_module, "run_in_lockstep", runs)
     book = Book("trial", tmp_path, 1.0, report, {"small": True})
     book.run(Case(way="plain", model="tiny", tokens=128))
     assert [r["status"] for r in json.loads((tmp_path / "run.json").read_text())["rows"]] == ["ok"]
@@ -140,6 +140,27 @@ def test_a_book_writes_after_each_row_and_reaches_no_further_than_its_time(
     assert [r["status"].split(":")[0] for r in found][::2] == ["ok", "not reached"] and len(ran) == 1
     assert found[1]["status"].startswith(("not installed", "not run"))
     assert "| plain | 2.000 (1.500 to 2.500) | 1.000 | 2 | 1.00 | 0 | 0 | ok |" in (tmp_path / "README.md").read_text()
+
+
+def test_cases_in_lockstep_take_each_step_together() -> None:
+    """Each writes when it is permitted a step; the case that fails leaves its steps to the others."""
+    ways = ("plain", "ebbtide keep", "no such way")
+    tried = [Case(way=way, model="tiny", tokens=32, steps=3, gate_tokens=16, lockstep=True) for way in ways]
+    plain, keep, unknown = run_in_lockstep(tried)
+    assert (plain.status, keep.status) == ("ok", "ok")
+    assert len(plain.seconds) == len(keep.seconds) == 3 and plain.allocated_bytes > 0
+    assert unknown.seconds == [] and unknown.status == "its process died: out of memory, most likely"
+    assert len(against_plain([plain, keep, unknown])[1]) == 3 and against_plain([plain, keep, unknown])[2] == []
+
+
+def test_the_most_that_tensors_hold_is_exact() -> None:
+    def act() -> None:
+        held = torch.zeros(1000, dtype=torch.float64)
+        freed = held + 1
+        del freed
+        torch.zeros(500, dtype=torch.float64)
+
+    assert 16_000 <= most_allocated(act) < 16_100  # and a few scalars
 
 
 def test_every_way_is_a_row_of_every_group() -> None:
