@@ -12,7 +12,10 @@ which is read once the device has computed it (``ebbtide.engine.trust``).
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from enum import Enum
+from typing import Literal
 
 import torch
 
@@ -27,6 +30,9 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _IS_WORD = frozenset(_WORDS.values())
+
+_FORMATS: dict[int, Literal["B", "h", "i", "q"]] = {1: "B", 2: "h", 4: "i", 8: "q"}
+"""Bytes of a word → its name in ``memoryview``."""
 
 
 class Compared(Enum):
@@ -49,9 +55,9 @@ class Fingerprint:
 
     def __init__(self, tensor: torch.Tensor, *, full: bool = False) -> None:
         self._flat = tensor.is_contiguous()
-        self._sample = _sample(tensor, flat=self._flat).clone()
-        all_of_it = self._sample.numel() * self._sample.itemsize >= tensor.numel() * tensor.itemsize
-        self._sums = _sums(tensor) if full and not all_of_it else None
+        self._sample = _sample(tensor, flat=self._flat)
+        covered = len(self._sample) if isinstance(self._sample, bytes) else self._sample.nbytes
+        self._sums = _sums(tensor) if full and covered < tensor.numel() * tensor.itemsize else None
 
     def same(self, tensor: torch.Tensor) -> torch.Tensor | bool:
         """Compare with a tensor of the same type and shape.
@@ -59,12 +65,12 @@ class Fingerprint:
         Returns:
             Whether the bytes are the same; on an accelerator a tensor of one boolean, without waiting for it.
         """
-        now = _sample(tensor, flat=self._flat)
-        if now.shape != self._sample.shape or now.dtype != self._sample.dtype:
+        before, now = self._sample, _sample(tensor, flat=self._flat)
+        if isinstance(now, bytes):
+            return now == before and (self._sums is None or torch.equal(_sums(tensor), self._sums))
+        if isinstance(before, bytes) or now.shape != before.shape or now.dtype != before.dtype:
             return False
-        if tensor.device.type == "cpu":
-            return torch.equal(now, self._sample) and (self._sums is None or torch.equal(_sums(tensor), self._sums))
-        equal = (now == self._sample).all()
+        equal = (now == before).all()
         return equal if self._sums is None else equal & (_sums(tensor) == self._sums).all()
 
 
@@ -81,18 +87,50 @@ def can_be_taken(tensor: torch.Tensor) -> bool:
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether, in a sample, a tensor holds what casting ``source`` to its type gives. Asks the host's memory only."""
-    steps = tuple(slice(None, None, step) for step in _grid(tuple(tensor.shape)))
+    steps = _steps(tensor)
     return torch.equal(tensor.detach()[steps], source.detach()[steps].to(tensor.dtype))
 
 
-def _sample(tensor: torch.Tensor, *, flat: bool) -> torch.Tensor:
-    """Return some elements, as whole numbers: floats that are no numbers would not equal themselves.
+def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
+    """Return some elements: of the host's memory their bytes, of a device's a tensor of whole numbers.
+
+    Floats that are no numbers would not equal themselves.
 
     Args:
         tensor: The tensor.
         flat: Take every n-th element in the order of the elements, as from contiguous memory; else a grid.
     """
-    plain = tensor.detach()
+    if tensor.device.type != "cpu":
+        return _on_device(tensor.detach(), flat=flat).clone()
+    if flat and tensor.is_contiguous():
+        return _read(tensor)
+    if flat:
+        return _read(tensor.detach().contiguous())
+    return _read(tensor.detach()[_steps(tensor)].contiguous(), all_of_it=True)
+
+
+def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
+    """Return bytes of contiguous host memory: every n-th word, or all of them.
+
+    Read here and not by operators, of which each would cost more than the reading.
+    """
+    word, nbytes = tensor.itemsize, tensor.numel() * tensor.itemsize
+    if word == 16 or (word == 1 and nbytes >= 8 * SAMPLED):
+        word = 8  # complex numbers of two doubles; bytes, of which 256 would be little of a large tensor
+    elements = nbytes // word
+    memory = memoryview(_array(nbytes).from_address(tensor.data_ptr())).cast("B")
+    if elements <= SAMPLED or all_of_it:
+        return memory.tobytes()
+    # Odd: no walk along one column of a matrix whose width is a power of two.
+    return memory[: elements * word].cast(_FORMATS[word])[:: elements // SAMPLED | 1].tobytes()
+
+
+@functools.lru_cache(maxsize=1024)
+def _array(nbytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * nbytes
+
+
+def _on_device(plain: torch.Tensor, *, flat: bool) -> torch.Tensor:
     if plain.dtype.is_complex:
         plain = torch.view_as_real(plain)
     contiguous, count = plain.is_contiguous(), plain.numel()
@@ -109,8 +147,13 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> torch.Tensor:
             else:
                 plain = plain.reshape(-1)[::step]
         else:
-            plain = plain[tuple(slice(None, None, step) for step in _grid(tuple(plain.shape)))]
+            plain = plain[_steps(plain)]
     return plain if plain.dtype in _IS_WORD else plain.view(_WORDS[plain.itemsize])
+
+
+def _steps(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """Return a slice for each dimension, which together take about ``SAMPLED`` elements."""
+    return tuple(slice(None, None, step) for step in _grid(tuple(tensor.shape)))
 
 
 def _grid(shape: tuple[int, ...]) -> list[int]:
