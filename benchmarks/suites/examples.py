@@ -117,7 +117,7 @@ def table(found: dict[str, dict[str, dict[str, float]]]) -> str:
 def counts(found: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return the README of a results folder: the counted bytes; ``found`` as for ``table``."""
     lines = [
-        "# What the 8B scripts ask of a node, planned",
+        "# Bytes kept and moved by the 8B scripts",
         "",
         f"Counted bytes per token and block; [Examples]({COMPUTED}) has the tables computed from them, at rates of "
         f"{MACHINE.name}.",

@@ -83,7 +83,7 @@ def report(result: dict[str, Any]) -> str:
     """Return the README of a results folder."""
     rows = result["summary"]
     lines = [
-        f"# Copies in a real step, beside a bare loop: {result['device']}, {result['hardware']}",
+        f"# Copies in a real step and in a bare loop: {result['device']}, {result['hardware']}",
         "",
         f"{result['model']}, {result['tokens']} tokens, {len(result['sizes_bytes'])} tensors, "
         f"{sum(result['sizes_bytes']) / 1e6:.0f} MB each way, {result['pairs']} alternating pairs; GB/s as median "

@@ -53,7 +53,7 @@ def report(rows: list[Row]) -> str:
     settings = {row.case.way: all_ways()[row.case.way].setting for row in rows}
     return "\n".join(
         [
-            "# Ways to spare activation memory: peak and step time",
+            "# Methods to save activation memory: peak and step time",
             "",
             "Forward and backward of one step, no head and no optimizer. Peak: above weights, gradients and inputs.",
             "Out and in: bytes that were copied (on a CPU: written and read) in one step, counted from outside. Before",

@@ -331,7 +331,7 @@ def main() -> None:
         "models": [asdict(m) for m in MODELS],
     }
     folder = given.out or result_folder("scaling")
-    text = "\n".join(["# What offloading asks of a node", "", *counts(moved), "", COMPUTED, ""])
+    text = "\n".join(["# Bytes that each policy moves", "", *counts(moved), "", COMPUTED, ""])
     write_result(folder, json.loads(json.dumps(result)), text)
     if given.page:
         PAGE.write_text(page(PAGE.read_text(), rows))

@@ -7,6 +7,7 @@ A *policy* is the user's choice; a *plan* (``ebbtide.planner``) is the resulting
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from ebbtide.base.checks import check_fields, check_value
@@ -67,8 +68,7 @@ class Auto:
     max_slowdown: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.memory_budget is not None:
-            parse_size(self.memory_budget, name="memory_budget")
+        _ = self.budget_bytes
         check_value("max_slowdown", self.max_slowdown, float, advice="0.05 allows a step that is 5 % slower")
         if not 0 <= self.max_slowdown <= 10:
             raise ConfigError(
@@ -76,6 +76,11 @@ class Auto:
                 expected="a fraction between 0 and 10",
                 hint="0.05 allows a step that is 5 % slower",
             )
+
+    @cached_property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget`` in bytes; ``None``: there is none."""
+        return None if self.memory_budget is None else parse_size(self.memory_budget, name="memory_budget")
 
 
 Target = Literal["auto", "host", "disk"]

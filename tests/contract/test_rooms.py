@@ -1,4 +1,4 @@
-"""CONTRIBUTING's table of rooms is the house as it is."""
+"""CONTRIBUTING's table of packages, the rooms of the house, is complete."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FACES = {"src/ebbtide/__init__.py", "src/ebbtide/__main__.py"}
 
 def listed(page: str) -> set[str]:
     """Return the paths in the first column of the table of rooms."""
-    table = page.partition("## The rooms")[2].partition("\n## ")[0]
+    table = page.partition("## Packages")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`src/[^|]*) \|", table, re.MULTILINE)
     return {path.rstrip("/") for cell in cells for path in re.findall(r"`([^`]+)`", cell)}
 
@@ -34,7 +34,6 @@ def test_every_room_is_in_the_table_and_stands() -> None:
 
 
 def test_a_room_left_out_is_noticed() -> None:
-    page = (
-        "## The rooms\n\n| room | holds |\n| --- | --- |\n| `src/a/`, `src/b.py` | x |\n\n## More\n\n| `src/c` | y |\n"
-    )
+    table = "## Packages\n\n| package | contents |\n| --- | --- |\n| `src/a/`, `src/b.py` | x |\n"
+    page = f"{table}\n## More\n\n| `src/c` | y |\n"
     assert listed(page) == {"src/a", "src/b.py"}

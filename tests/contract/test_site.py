@@ -56,6 +56,13 @@ def test_every_folder_of_results_is_in_the_evidence() -> None:
     assert folders and [name for name in folders if f"results/{name}/README.md" not in page] == []
 
 
+def test_the_evidence_calls_a_folder_by_its_title() -> None:
+    page = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^- \[(.+)\]\(\.\./(.+)\)$", page, re.MULTILINE)).items()
+    titles = {name: (ROOT / path).read_text(encoding="utf-8").partition("\n")[0] for name, path in listed}
+    assert titles and {name for name, title in titles.items() if not f"# {name}".startswith(title)} == set()
+
+
 def test_the_chinese_quick_start_has_the_code_of_the_english_one() -> None:
     assert code("zh/quick-start.md") == code("guides/quick-start.md")
 

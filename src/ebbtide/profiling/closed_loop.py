@@ -22,7 +22,7 @@ import logging
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
-from ebbtide.base.units import format_size, parse_size
+from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Policy
 from ebbtide.engine.marks import marked
 from ebbtide.planner import plan_for
@@ -72,8 +72,7 @@ class ClosedLoop:
     @property
     def budget_bytes(self) -> int | None:
         """The user's memory budget; None: there is none."""
-        budget = self._policy.memory_budget
-        return None if budget is None else parse_size(budget, name="memory_budget")
+        return self._policy.budget_bytes
 
     @property
     def _device_bytes(self) -> int | None:
@@ -202,8 +201,8 @@ def solution_for(policy: Policy, profile: Profile) -> Solution:
     """
     if not isinstance(policy, Auto):
         return follow(profile, plan_for(policy))
-    if policy.memory_budget is not None:
-        return fit_with_reserve(profile, parse_size(policy.memory_budget, name="memory_budget"))
+    if policy.budget_bytes is not None:
+        return fit_with_reserve(profile, policy.budget_bytes)
     return shrink(profile, policy.max_slowdown)
 
 

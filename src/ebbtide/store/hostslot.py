@@ -12,17 +12,15 @@ compute waits for it; a slot that dies earlier passes it to the tier.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.store.arena import Place
 from ebbtide.store.device import EventHandle, StreamHandle
-
-if TYPE_CHECKING:
-    from ebbtide.store.host import HostTier
 
 
 @dataclass(slots=True, eq=False)
@@ -35,12 +33,35 @@ class HostCopyIn:
     done: EventHandle | None = None
 
 
+class _Copies(Protocol):
+    """The part of ``HostCopies`` that a slot uses."""
+
+    def is_done(self, event: EventHandle) -> bool: ...
+
+    def stall(self, stream: StreamHandle, event: EventHandle) -> None: ...
+
+
+class _Tier(Protocol):
+    """The part of ``HostTier`` that a slot uses; a protocol, because that module imports this one."""
+
+    @property
+    def copies(self) -> _Copies: ...
+
+    def prefetch(self, slots: Sequence[HostSlot]) -> int: ...
+
+    def put_back(self, slot: HostSlot) -> None: ...
+
+    def take(self, slot: HostSlot) -> torch.Tensor: ...
+
+    def release(self, slot: HostSlot) -> None: ...
+
+
 class HostSlot:
     """One storage in host memory. See [Note: a slot's life]; made by ``HostTier.park``, who owns its fields."""
 
     __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
 
-    def __init__(self, tier: HostTier, place: Place, where: torch.device) -> None:
+    def __init__(self, tier: _Tier, place: Place, where: torch.device) -> None:
         self._tier, self.where, self.nbytes = tier, where, place.nbytes
         self.place: Place | None = place
         self.compute: StreamHandle = None

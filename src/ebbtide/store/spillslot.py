@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from ebbtide.store.disk import DiskSlot
 from ebbtide.store.hostslot import HostSlot
 
-if TYPE_CHECKING:
-    from ebbtide.store.spill import SpillTier
+
+class _Tier(Protocol):
+    """The part of ``SpillTier`` that a slot uses; a protocol, because that module imports this one."""
+
+    def prefetch_one(self, slot: SpillSlot) -> None: ...
+
+    def put_back(self, slot: SpillSlot) -> None: ...
+
+    def take(self, slot: SpillSlot) -> torch.Tensor: ...
 
 
 class SpillSlot:
@@ -20,7 +27,7 @@ class SpillSlot:
 
     __slots__ = ("__weakref__", "freed", "_nbytes", "on_disk", "stage", "_tier", "wanted", "where")
 
-    def __init__(self, tier: SpillTier, stage: HostSlot) -> None:
+    def __init__(self, tier: _Tier, stage: HostSlot) -> None:
         self._tier, self._nbytes, self.where = tier, stage.nbytes, stage.where
         self.stage: HostSlot | None = stage
         self.on_disk: DiskSlot | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from ebbtide.base.checks import check_fields
@@ -104,10 +105,8 @@ class PlanConfig:
         for name in ("gpu", "out", "svg", "model"):
             if getattr(self, name) is not None and not getattr(self, name).strip():
                 raise ConfigError(f"{name} is empty", expected="a name", hint=f"leave {name} out for its default")
-        if self.host_memory is not None:
-            parse_size(self.host_memory, name="host_memory")
+        _ = self.host_bytes, self.budget_bytes
         self._check_together()
-        Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown)
         if self.recipe == "video":
             self.as_video()
         else:
@@ -127,6 +126,16 @@ class PlanConfig:
                 expected="float32 weights for mixed precision",
                 hint="leave --torch_dtype out for mixed precision, or --bf16 for weights in bfloat16 too",
             )
+
+    @cached_property
+    def budget_bytes(self) -> int | None:
+        """``memory_budget`` in bytes; ``None``: the default."""
+        return Auto(memory_budget=self.memory_budget, max_slowdown=self.max_slowdown).budget_bytes
+
+    @cached_property
+    def host_bytes(self) -> int | None:
+        """``host_memory`` in bytes; ``None``: from the machine."""
+        return None if self.host_memory is None else parse_size(self.host_memory, name="host_memory")
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ebbtide.base.errors import BudgetError, ConfigError, DataError, EbbtideError
 from ebbtide.base.extras import check_installed
-from ebbtide.base.units import format_size, parse_size
+from ebbtide.base.units import format_size
 
 if TYPE_CHECKING:
     from ebbtide.planner.machines import Machine
@@ -71,7 +71,7 @@ def main(config: PlanConfig, report: Callable[[str], None] = lambda line: None) 
         profile = quantised(profile, outline.module, machine)
     profile = accumulated(profile, outline.module, config.gradient_accumulation_steps, config.gpus)
     room = limits(
-        machine, config.gpus, memory_budget=config.memory_budget, host_memory=config.host_memory, disk=is_cpu(machine)
+        machine, config.gpus, budget_bytes=config.budget_bytes, host_bytes=config.host_bytes, disk=is_cpu(machine)
     )
     latest = inputs[-len(profile.blocks) :]  # blocks that are not alike are simulated a second time, one by one
     known = latest if len(latest) == len(profile.blocks) else None
@@ -171,14 +171,12 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
             expected=f"at most {machine.devices}, or a multiple of {machine.devices}",
             hint=f"such as --gpus {machine.devices * math.ceil(config.gpus / machine.devices)}",
         )
-    if config.memory_budget is not None:
-        budget_bytes = parse_size(config.memory_budget, name="memory_budget")
-        if budget_bytes > machine.memory_bytes:
-            raise ConfigError(
-                f"memory_budget is {config.memory_budget}, and the device has {format_size(machine.memory_bytes)}",
-                expected="a part of the device's memory",
-                hint="leave it out to use nine tenths of the device",
-            )
+    if config.budget_bytes is not None and config.budget_bytes > machine.memory_bytes:
+        raise ConfigError(
+            f"memory_budget is {config.memory_budget}, and the device has {format_size(machine.memory_bytes)}",
+            expected="a part of the device's memory",
+            hint="leave it out to use nine tenths of the device",
+        )
 
 
 def _dtype(config: PlanConfig, machine: Machine) -> str:

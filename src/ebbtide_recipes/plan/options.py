@@ -8,7 +8,7 @@ from typing import Literal
 
 from ebbtide.base.actions import Action
 from ebbtide.base.errors import BudgetError
-from ebbtide.base.units import format_size, parse_size
+from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner import plan_for
 from ebbtide.planner.checkpointing import checkpointed_step
@@ -62,21 +62,21 @@ class Limits:
         return self.host_bytes is None or rank_bytes * self.ranks <= self.host_bytes
 
 
-def limits(machine: Machine, gpus: int, *, memory_budget: str | None, host_memory: str | None, disk: bool) -> Limits:
+def limits(machine: Machine, gpus: int, *, budget_bytes: int | None, host_bytes: int | None, disk: bool) -> Limits:
     """Return the memory to fit into.
 
     Args:
         machine: The node.
         gpus: Ranks on all nodes.
-        memory_budget: The user's limit of the peak.
-        host_memory: Host memory of a node; None: from the machine.
+        budget_bytes: The user's limit of the peak.
+        host_bytes: Host memory of a node; None: from the machine.
         disk: Whether offloaded bytes go to disk.
     """
     ranks = min(gpus, machine.devices)
-    host = machine.host_memory_bytes if host_memory is None else parse_size(host_memory, name="host_memory")
+    host = machine.host_memory_bytes if host_bytes is None else host_bytes
     return Limits(
         device_bytes=machine.memory_bytes,
-        budget_bytes=None if memory_budget is None else parse_size(memory_budget, name="memory_budget"),
+        budget_bytes=budget_bytes,
         host_bytes=None if disk else share_of(host, host, 1),
         ranks=ranks,
     )

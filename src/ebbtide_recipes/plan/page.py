@@ -8,7 +8,7 @@ import shlex
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from ebbtide.base.units import format_size, parse_size
+from ebbtide.base.units import format_size
 from ebbtide.config import Auto, Keep, Minimal, Offload, Policy
 from ebbtide.planner.table import table_plan
 from ebbtide.report.table import ABSENT, Table
@@ -151,9 +151,9 @@ def _mode_flags(option: Option) -> list[tuple[str, str]]:
             return [on, ("gradient_checkpointing", "true")]
         case Offload():
             return [on, ("policy", "offload")]
-        case Auto(memory_budget=None, max_slowdown=slowdown):
+        case Auto(budget_bytes=None, max_slowdown=slowdown):
             return [on, ("max_slowdown", f"{slowdown:g}")]
-        case Auto(memory_budget=budget):
+        case Auto(budget_bytes=int(budget)):
             return [on, ("memory_budget", _size(budget))]
         case _:
             return []
@@ -161,18 +161,17 @@ def _mode_flags(option: Option) -> list[tuple[str, str]]:
 
 def _in_python(policy: Policy) -> str:
     match policy:
-        case Auto(memory_budget=None, max_slowdown=slowdown):
+        case Auto(budget_bytes=None, max_slowdown=slowdown):
             code = f"ebbtide.Auto(max_slowdown={slowdown:g})"
-        case Auto(memory_budget=budget):
+        case Auto(budget_bytes=int(budget)):
             code = f'ebbtide.Auto(memory_budget="{_size(budget)}")'
         case _:
             code = f"ebbtide.{type(policy).__name__}()"
     return f"ebbtide.enable_activation_offloading(model, policy={code})"
 
 
-def _size(size: str | int | None) -> str:
+def _size(nbytes: int) -> str:
     """Format a size for a flag: in MiB, rounded down, so that it never exceeds the request."""
-    nbytes = parse_size(size or 0, name="memory_budget")
     return f"{nbytes >> 20}MiB" if nbytes >= 1 << 24 else str(nbytes)
 
 

@@ -287,7 +287,7 @@ def _offloading(config: RecipeConfig) -> OffloadCallback | None:
 
 
 def offload_options(config: RecipeConfig) -> dict[str, Any]:
-    """Return the arguments of ``enable_activation_offloading`` from the flags of the same names.
+    """Return the arguments of ``enable_activation_offloading`` from the flags of the same names, sizes in bytes.
 
     Raises:
         ConfigError: A size or a path of a block cannot be used, or the filter is missing.
@@ -308,6 +308,6 @@ def offload_options(config: RecipeConfig) -> dict[str, Any]:
         example = "def tensor_filter(tensor): return tensor.numel() > 1_000_000"
         options["tensor_filter"] = load_function(*found, what="a filter of tensors", example=example)
     check_choosers(options.get("blocks"))
-    sizes = {name: options[name] for name in ("host_budget", "window") if name in options}
-    options_of("auto", min_bytes=options.get("min_bytes", 0), disk_path=None, verify=False, **{"window": None, **sizes})
-    return options
+    parsed = options_of("auto", config.min_bytes or 0, config.window, None, False, config.host_budget)
+    sizes = {"min_bytes": parsed.min_bytes, "host_budget": parsed.host_budget_bytes, "window": parsed.window_bytes}
+    return options | {name: sizes[name] for name in sizes.keys() & options.keys()}

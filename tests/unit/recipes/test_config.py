@@ -46,7 +46,7 @@ def test_the_settings_of_the_function_are_flags_and_keys(tmp_path: Path) -> None
         callback = _offloading(read_arguments(SftConfig, argv, prog="ebbtide sft"))
         assert callback is not None
         options = {name: callback.options[name] for name in ("min_bytes", "host_budget", "window", "synchronous")}
-        assert options == {"min_bytes": "1MiB", "host_budget": "2GiB", "window": "64MiB", "synchronous": True}
+        assert options == {"min_bytes": 1 << 20, "host_budget": 2 << 30, "window": 64 << 20, "synchronous": True}
         assert callback.options["blocks"] == ("model.layers.*", "lm_head")
         assert callback.options["tensor_filter"].__name__ == "other"
 
@@ -78,6 +78,14 @@ def test_settings_that_cannot_be_are_refused_first(tmp_path: Path, changes: dict
     changes = {name: f"{tmp_path}/{value}" if ".py" in value else value for name, value in changes.items()}
     with pytest.raises(ConfigError, match=said):
         offload_options(SftConfig(**changes))
+
+
+def test_sizes_become_bytes_once() -> None:
+    config = SftConfig(min_bytes="1MiB", host_budget="2GiB", memory_budget="3 KB")
+    assert offload_options(config) == {"min_bytes": 1 << 20, "host_budget": 2 << 30}
+    assert offload_options(SftConfig(min_bytes="0", window="1GiB")) == {"min_bytes": 0, "window": 1 << 30}
+    assert config.chosen_policy() == Auto(memory_budget="3 KB")
+    assert Auto(memory_budget="3 KB").budget_bytes == 3000 and Auto().budget_bytes is None
 
 
 def test_keys_of_verl_are_known_in_every_form() -> None:

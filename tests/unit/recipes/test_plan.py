@@ -206,7 +206,7 @@ def test_ranks_of_a_node_share_its_host_memory() -> None:
     assert limit(ranks=8).fits_host(125)
     assert not limit(ranks=8).fits_host(126)
     assert limit(host=None).fits_host(10**15)
-    of_two_nodes = limits(MACHINES["h100"], 16, memory_budget=None, host_memory="2TiB", disk=False)
+    of_two_nodes = limits(MACHINES["h100"], 16, budget_bytes=None, host_bytes=2048 * GIB, disk=False)
     assert of_two_nodes.ranks == 8
     assert of_two_nodes.host_bytes == 2048 * GIB - 8 * GIB
 
