@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-
 import ebbtide
 from ebbtide.engine import slots
 from tests.helpers.models import PRECISIONS, build

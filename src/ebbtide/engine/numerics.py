@@ -8,8 +8,8 @@ and written here; a write of the older one shows in it. It is a tree: generic, b
 set to ``"none"`` inherits from its backend, which inherits from generic, and the getters return the inherited value.
 To restore a tree exactly, ``_own_precisions`` finds which nodes inherit. A node that nobody has written may have
 a value of its own that yields to the nodes above it (cuDNN's ``"tf32"``) and that no write brings back, so only nodes
-that must change are written. Torch 2.8 has the older interface only, whose settings are then read and written. Checked with
-torch 2.8 to 2.13.
+that must change are written. Torch 2.8 has the older interface only, whose settings are then read and written.
+Checked with torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
