@@ -50,7 +50,7 @@ class Kept:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that have no hooks yet."""
-        return [t for s in self._saved if isinstance(t := packed_in(s), torch.Tensor)] if readable() else []
+        return [t for s in self._saved if isinstance(t := packed_in(s), torch.Tensor)]
 
     def hook(self, hooks: Hooks) -> object | None:
         """Give pack and unpack hooks to tensors without hooks.
