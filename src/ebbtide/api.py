@@ -30,7 +30,7 @@ from ebbtide.profiling.closed_loop import solution_for
 from ebbtide.profiling.hardware import machine_here
 from ebbtide.profiling.minimal import measured_plan
 from ebbtide.profiling.simulated import Job, forecast
-from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle
+from ebbtide.recorded import log_saved, plan_fields, provide, warn_of_idle, warn_of_torch
 from ebbtide.store import open_tier
 from ebbtide.wrap import Attachment, check_strategy, find_blocks, weights_move
 from ebbtide.wrap.coverage import Watch
@@ -198,6 +198,7 @@ def enable_activation_offloading(
         engine.tier.close()
         raise
     warn_of_idle(engine, host_budget=host_budget)
+    warn_of_torch(engine)
     logger.info("Enabling activation offloading for %s strategy", STRATEGY_NAMES[found])
     logger.info("%d blocks, to %s; %s: %s", len(pairs), engine.tier.name, engine.plan.name, engine.plan.explain())
     BUS.emit("plan", **plan_fields(engine.plan))

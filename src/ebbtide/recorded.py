@@ -7,12 +7,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from ebbtide.base.actions import Plan
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.engine import Engine, Stats
+from ebbtide.engine.slots import SINCE, readable
 from ebbtide.planner.table import Prediction
 from ebbtide.track.parts import held_bytes
 
@@ -91,3 +93,14 @@ def warn_of_idle(engine: Engine, *, host_budget: object) -> None:
     """Warn about an option without effect on the target. A disk path always has one: the host target spills there."""
     if host_budget is not None and engine.tier.name != "host":
         logger.warning("host_budget has no effect here: offloaded bytes go to %s", engine.tier.name)
+
+
+def warn_of_torch(engine: Engine) -> None:
+    """Warn about a plan that recomputes, under a torch that lacks what most recipes need."""
+    if engine.plan.recomputes and not readable():
+        logger.warning(
+            "torch %s does not show what autograd saved (SavedTensor.data, torch %s): most tensors that would be "
+            "recomputed are offloaded, and the coverage of the blocks is not measured; "
+            "hint: pip install --upgrade 'torch>=%s'",
+            torch.__version__, SINCE, SINCE,
+        )  # fmt: skip

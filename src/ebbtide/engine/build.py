@@ -22,6 +22,7 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.recipe import MAX_DEPTH
+from ebbtide.engine.slots import UnreadableSlot, packed_in, readable
 from ebbtide.engine.storages import storage_key
 from ebbtide.engine.tickets import UNCHECKED, Expr, KeptTicket, LightTicket, Operand, Ticket
 from ebbtide.engine.weights import Weights
@@ -83,7 +84,7 @@ class NodeView:
     def slot(self, name: str) -> Operand | None:
         """Return the node's own saved tensor ``name`` as an operand; None if it saved none."""
         saved = getattr(self.node, "_raw_saved_" + name, None)
-        return None if saved is None else self._builder.packed_operand(saved.data)
+        return None if saved is None else self._builder.packed_operand(packed_in(saved))
 
     def slots(self, name: str) -> tuple[list[Operand | None], list[bool]]:
         """Return the node's saved list of tensors ``name``.
@@ -91,7 +92,7 @@ class NodeView:
         Returns:
             The operands, None for unavailable ones; and for each place in the list whether it has a tensor.
         """
-        packed = [saved.data for saved in getattr(self.node, "_raw_saved_" + name)]
+        packed = [packed_in(saved) for saved in getattr(self.node, "_raw_saved_" + name)]
         present = [p is not None for p in packed]
         return [self._builder.packed_operand(p) for p in packed if p is not None], present
 
@@ -120,8 +121,8 @@ class NodeView:
 
     def operand(self, name: str, index: int) -> Operand | None:
         """Return input ``index``, by its saved slot ``name`` or by where it came from."""
-        saved = getattr(self.node, "_raw_saved_" + name, None) if name else None
-        found = None if saved is None else self._builder.packed_operand(saved.data)
+        saved = getattr(self.node, "_raw_saved_" + name, None) if name and readable() else None
+        found = None if saved is None else self._builder.packed_operand(packed_in(saved))
         if found is None:
             functions = self.node.next_functions
             found = self._builder.value(*functions[index]) if index < len(functions) else None
@@ -204,6 +205,8 @@ class Builder:
                 expr = rule(NodeView(node, output_nr, self))
             except (MemoryError, torch.OutOfMemoryError):  # says nothing about the rule
                 raise
+            except UnreadableSlot:
+                expr = None
             except Exception as error:  # a failing rule must not end the step
                 name, what = node.name(), f"{type(error).__name__}: {error}"
                 logger.warning("the rule for %s failed and is left out: %s", name, what)  # keeps no traceback alive
@@ -290,7 +293,7 @@ class Builder:
 def _packed(node: Node, name: str) -> Any:
     """Return what was packed into a node's slot; None if it saved nothing there."""
     saved = getattr(node, "_raw_saved_" + name, None)
-    return None if saved is None else saved.data
+    return None if saved is None else packed_in(saved)
 
 
 def _is_number(packed: torch.Tensor) -> bool:

@@ -8,7 +8,8 @@ and written here; a write of the older one shows in it. It is a tree: generic, b
 set to ``"none"`` inherits from its backend, which inherits from generic, and the getters return the inherited value.
 To restore a tree exactly, ``_own_precisions`` finds which nodes inherit. A node that nobody has written may have
 a value of its own that yields to the nodes above it (cuDNN's ``"tf32"``) and that no write brings back, so only nodes
-that must change are written. Checked with torch 2.13.
+that must change are written. Torch 2.8 has the older interface only, whose settings are then read and written.
+Checked with torch 2.8 to 2.13.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ Numerics = tuple[Any, ...]
 
 _BACKENDS = ("cuda", "mkldnn")
 _OPERATIONS = ("matmul", "conv", "rnn")
-_TREE = (("generic", "all"), *((b, o) for b in _BACKENDS for o in ("all", *_OPERATIONS)))
+_TREE = (
+    (("generic", "all"), *((b, o) for b in _BACKENDS for o in ("all", *_OPERATIONS)))
+    if hasattr(torch._C, "_get_fp32_precision_getter")  # since torch 2.9
+    else ()
+)
 """Parents before their children: a tree is written in this order."""
+
+_OLDER = () if _TREE else ("float32_matmul_precision", "cudnn_allow_tf32")
+"""Settings of the older interface, where there is no other; named like ``_FLAGS``."""
 
 _FLAGS = (
     "mkldnn_enabled", "mkldnn_deterministic", "cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic",
@@ -147,7 +155,7 @@ def _settings() -> tuple[_Setting, ...]:
     ]
     flags = [
         _Setting(getattr(own, f"_get_{name}"), functools.partial(_set, getattr(own, f"_set_{name}")))
-        for name in _FLAGS
+        for name in (*_OLDER, *_FLAGS)
         if hasattr(own, f"_get_{name}") and hasattr(own, f"_set_{name}")
     ]
     return (

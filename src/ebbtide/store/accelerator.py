@@ -17,6 +17,7 @@ import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.store.device import Capabilities, FreeMemory
+from ebbtide.store.device_memory import device_memory, free_and_total_bytes
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -160,8 +161,10 @@ class AcceleratorDevice:
         """Return the free part of the memory that torch's allocator may use."""
         share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
         try:
-            stats = torch.accelerator.memory_stats(where)
-            free, total = torch.accelerator.get_memory_info(where)
+            stats, known = device_memory().memory_stats(where), free_and_total_bytes(where)
+            if known is None:
+                return None
+            free, total = known
             reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
             allowed = free if share is None else min(free, int(share(where) * total) - reserved)
             flushes = stats["num_alloc_retries"]

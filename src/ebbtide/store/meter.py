@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ebbtide.store.device import Device
+from ebbtide.store.device_memory import device_memory, free_and_total_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes
@@ -122,8 +123,9 @@ class DeviceMeter:
         """Return the peak allocation since the last call; resets torch's peak."""
         if not torch.accelerator.is_available():
             return None
-        peak = torch.accelerator.max_memory_allocated(where)
-        torch.accelerator.reset_peak_memory_stats(where)
+        memory = device_memory()
+        peak = memory.max_memory_allocated(where)
+        memory.reset_peak_memory_stats(where)
         return int(peak)
 
     def system_seconds(self) -> None:
@@ -147,11 +149,8 @@ def room_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes()
-    info: Any = getattr(torch.accelerator, "get_memory_info", None)  # since torch 2.10
-    if info is None:
-        return None
-    cached = torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
-    return int(info()[0] + cached)
+    known, memory = free_and_total_bytes(), device_memory()
+    return None if known is None else int(known[0] + memory.memory_reserved() - memory.memory_allocated())
 
 
 def device_bytes(tier: Tier) -> int | None:
@@ -163,7 +162,7 @@ def device_bytes(tier: Tier) -> int | None:
     room = room_bytes(tier)
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
-    return room + int(torch.accelerator.memory_allocated())
+    return room + int(device_memory().memory_allocated())
 
 
 def reserved_bytes(tier: Tier) -> int | None:
@@ -174,7 +173,7 @@ def reserved_bytes(tier: Tier) -> int | None:
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return None
-    return int(torch.accelerator.memory_reserved())
+    return int(device_memory().memory_reserved())
 
 
 def keeps_time(tier: Tier) -> bool:

@@ -67,7 +67,7 @@ class MemoryReader:
         The current device is per thread, so a sampling thread would otherwise always read device 0.
         """
         if self._accelerator is not None:
-            self._device_index = self._accelerator.current_device_index()
+            self._device_index = _current_device_index()
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
@@ -105,7 +105,15 @@ class MemoryReader:
 def _accelerator() -> Any | None:
     import torch
 
-    return torch.accelerator if torch.accelerator.is_available() else None
+    from ebbtide.store.device_memory import device_memory
+
+    return device_memory() if torch.accelerator.is_available() else None
+
+
+def _current_device_index() -> int:
+    import torch
+
+    return torch.accelerator.current_device_index()
 
 
 class Sampler:

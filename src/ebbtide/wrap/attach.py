@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.base.errors import ConflictError, DiskFullError
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
+from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
 from ebbtide.wrap.blocks import ENTIRE_MODEL, under_fsdp1, weights_of
@@ -201,12 +202,12 @@ class Attachment:
                 self._ran.clear()
                 self._begin_pass()
             self._ran.add(block.name)
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         kept = checkpoint_around(pack)
         if kept is not None:
-            self._leave_to_checkpoint(kept, block)
+            self._leave_to_checkpoint(kept, block, inputs)
             return forward(*args, **kwargs)
         refuse_around(block.name, pack)
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if self._plain.wanted(block, inputs):
             scope.open = True
             try:
@@ -262,14 +263,14 @@ class Attachment:
             hooks.close()  # an interrupt may have left them open
             self._leave_compiled_parts(scope)
 
-    def _leave_to_checkpoint(self, kept: Kept, block: Block) -> None:
+    def _leave_to_checkpoint(self, kept: Kept, block: Block, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a checkpoint around a block keeps. See [Note: checkpoints around blocks].
 
         Raises:
             ConflictError: Another offloader already holds it.
         """
         name_checkpoints(self._logged, block.name)
-        run = self.engine.begin_block(block, kept.tensors())
+        run = self.engine.begin_block(block, kept.tensors() if readable() else inputs)
         try:
             theirs = kept.hook((run.pack, self.engine.unpack))
         finally:
@@ -283,7 +284,7 @@ class Attachment:
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         kept = None if before is None else checkpoint_before(inputs)
         if before is not None and kept is not None:
-            self._leave_to_checkpoint(kept, before)
+            self._leave_to_checkpoint(kept, before, [])  # its inputs are gone
 
     def _compiled_away(self) -> None:
         """Warn that the model, or a module around its blocks, is compiled, so that our hooks do not run."""

@@ -9,6 +9,9 @@ cancelled. So none are opened. The checkpoint keeps the block's inputs as saved 
 A non-reentrant checkpoint is recognised by its hooks, which are the innermost ones and refer to its frame. A reentrant
 one saves its inputs in an autograd node that is made after its function has run: it is found behind the input of the
 next block. There is none after the last block, whose inputs are read first in backward and stay.
+
+A torch that does not show what slots hold (before 2.10) does not tell another offloader's object from ours: nothing is
+reported, and that offloader keeps the tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.tickets import LightTicket, Ticket
 from ebbtide.engine.wrappers import WrapperTicket
 
@@ -46,7 +50,7 @@ class Kept:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors that have no hooks yet."""
-        return [t for s in self._saved if isinstance(t := s.data, torch.Tensor)]
+        return [t for s in self._saved if isinstance(t := packed_in(s), torch.Tensor)]
 
     def hook(self, hooks: Hooks) -> object | None:
         """Give pack and unpack hooks to tensors without hooks.
@@ -64,7 +68,7 @@ class Kept:
 
     def taken(self) -> object | None:
         """Return the object that another offloader packed a tensor into; None if there is no other."""
-        packed = [s.data for s in self._saved]  # ours, if two blocks share a checkpoint
+        packed = [packed_in(s) for s in self._saved] if readable() else []  # ours, if two blocks share a checkpoint
         ours = (torch.Tensor, Ticket, LightTicket, WrapperTicket, type(None))
         return next((p for p in packed if not isinstance(p, ours) and not _of_checkpoint(type(p))), None)
 

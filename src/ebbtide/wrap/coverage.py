@@ -5,7 +5,8 @@ Tensors saved inside blocks are counted in the pack hook. Tensors saved outside 
 first forward with gradients: every node reachable from the outputs exposes its saved tensors. No hooks are opened for
 this, because any hook, even the identity, changes autograd's checks and lifetimes. A node's sequence number identifies
 the module that saved a tensor: in this pass, module hooks record the numbers at the start and end of each forward. Not
-counted are tensors already freed by backward, and nodes of C++ extensions, which expose none.
+counted are tensors already freed by backward, and nodes of C++ extensions, which expose none. A torch that does not
+show what nodes saved (before 2.10) counts nothing: the coverage stays unknown, and no block is chosen by it.
 
 [Note: blocks by what they save]
 If the blocks found by structure hold less than ``LOW_PERCENT`` of the saved bytes, modules outside that save more than
@@ -31,6 +32,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.layout import Layout
+from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
@@ -67,7 +69,7 @@ class Watch:
 
     def call(self, blocks: Blocks, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward; in the first pass, count the bytes saved outside of the blocks."""
-        if self._done:
+        if self._done or not readable():
             return forward(*args, **kwargs)
         marks = _Marks()
         try:
@@ -244,7 +246,8 @@ def _saved(node: Any, name: str) -> Iterator[torch.Tensor]:
     """Yield the tensors in a slot of a node, without weights and without tensors packed by hooks."""
     try:
         slot = getattr(node, name)
-        packed = [saved.data for saved in (slot if isinstance(slot, (tuple, list)) else [slot]) if saved is not None]
+        slots = slot if isinstance(slot, (tuple, list)) else [slot]
+        packed = [packed_in(saved) for saved in slots if saved is not None]
     except RuntimeError:
         return  # already freed by a backward
     for tensor in packed:

@@ -1,0 +1,39 @@
+"""The device's memory is read from the module of the device where ``torch.accelerator`` does not have it yet."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ebbtide.store.device_memory import device_memory, free_and_total_bytes
+
+WHERE = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return the stand-in for the module of the device, under a ``torch.accelerator`` as in torch 2.8."""
+    module = SimpleNamespace(memory_allocated=lambda: 7, mem_get_info=lambda where: (3, 10))
+    accelerator = SimpleNamespace(current_accelerator=lambda: WHERE)
+    monkeypatch.setattr(torch, "accelerator", accelerator)
+    monkeypatch.setattr(torch, "get_device_module", lambda where: module if where == WHERE else None)
+    return module
+
+
+def test_an_older_torch_has_it_in_the_module_of_the_device(module: SimpleNamespace) -> None:
+    assert device_memory() is module
+    assert free_and_total_bytes() == free_and_total_bytes(WHERE) == (3, 10)
+
+
+def test_free_memory_that_no_module_has_is_unknown(module: SimpleNamespace) -> None:
+    del module.mem_get_info
+    assert free_and_total_bytes() is None
+
+
+def test_a_newer_torch_has_it_for_all_devices(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda: 8, raising=False)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda where: (4, 10), raising=False)
+    assert device_memory() is torch.accelerator
+    assert free_and_total_bytes(WHERE) == (4, 10)
