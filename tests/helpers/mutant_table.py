@@ -487,8 +487,8 @@ MUTANTS = (
     Mutant(
         "second run: what it computes is not compared",
         "ebbtide/wrap/checkpointed.py",
-        "if packed.fingerprint is not None:",
-        "if False:",
+        "if fingerprint is None or (type(fingerprint) is bytes and host_sample(tensor) == fingerprint):",
+        "if True:",
         SECOND_RUN,
     ),
     Mutant(
@@ -543,8 +543,15 @@ MUTANTS = (
     Mutant(
         "second run: what modules held is not restored",
         "ebbtide/wrap/checkpointed.py",
-        "            self._state.put_back(instead, tensors=not self._moved)\n",
-        "",
+        "                self._state.put_back(instead, tensors=not self._moved)\n",
+        "                pass\n",
+        SECOND_RUN,
+    ),
+    Mutant(
+        "second run: what modules hold now is taken for what they held",
+        "ebbtide/wrap/checkpointed.py",
+        "if instead or now is not self._state:",
+        "if instead:",
         SECOND_RUN,
     ),
     Mutant(

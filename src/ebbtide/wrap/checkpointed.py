@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.errors import RestoreError
-from ebbtide.engine.fingerprint import Fingerprint
+from ebbtide.engine.fingerprint import Compared, Fingerprint, has_sample, host_sample
 from ebbtide.engine.guard import Watched, changed_error
 from ebbtide.engine.numerics import NumericsChange, current_numerics
 from ebbtide.engine.run import BlockRun
@@ -36,6 +36,8 @@ from ebbtide.engine.tickets import LightTicket, modified_error, version_probe
 from ebbtide.wrap.state import State
 
 _SDPA = ("flash", "mem_efficient", "math", "cudnn")
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 _SEEDS = 2
 """Most numbers that attention saves of its random state."""
@@ -75,7 +77,8 @@ class ForwardContext:
         now, flags = self._state.now(), [(t, t.requires_grad) for t, _ in self._flags]
         randoms, kernels, numerics = _random_states(), _attention_kernels(), NumericsChange()
         try:
-            self._state.put_back(instead, tensors=not self._moved)
+            if instead or now is not self._state:  # else it is known to be as it was
+                self._state.put_back(instead, tensors=not self._moved)
             _set_flags(self._flags)
             _set_random(self._random)
             _set_attention_kernels(self._kernels)
@@ -175,7 +178,7 @@ class _Packed:
     __slots__ = ("dtype", "fingerprint", "held", "probe", "size", "version")
 
     def __init__(
-        self, held: Any, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | None
+        self, held: Any, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
     ) -> None:
         self.held, self.probe, self.fingerprint = held, probe, fingerprint
         self.version = 0 if probe is None else probe._version
@@ -193,12 +196,20 @@ class _Checked:
         self._run = run
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
         self._pack, self._unpack = top
+        self._sampled = run.compared is Compared.SAMPLE
+        self._empty = torch.empty(0)
 
     def pack(self, tensor: torch.Tensor) -> _Packed | LightTicket:
         run, held = self._run, self._pack(tensor)
         if run.weights.include(tensor):
             place = "(block)", run.block.name
             return LightTicket(tensor, weight=True, checked=run.engine.weights.checked, place=place)
+        if self._sampled and tensor.dtype in _FLOATS and not tensor.is_inference():  # of the host, all are values
+            sample = host_sample(tensor)
+            if sample is not None:
+                probe = tensor.detach()
+                probe.data = self._empty  # [Note: version probe]
+                return _Packed(held, tensor, probe, sample)
         plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and not tensor.is_inference()
         probe = version_probe(tensor, run.engine.empty(tensor)) if plain and not tensor.is_nested else None
         fingerprint = run.engine.trust.fingerprint(tensor, run.compared) if _has_only_values(tensor) else None
@@ -207,14 +218,15 @@ class _Checked:
     def unpack(self, packed: _Packed | LightTicket) -> torch.Tensor:
         if isinstance(packed, LightTicket):
             return packed.read()
-        block, trust = self._run.block.name, self._run.engine.trust
+        block, fingerprint = self._run.block.name, packed.fingerprint
         if packed.probe is not None and packed.probe._version != packed.version:
             raise modified_error(packed.dtype, packed.size, packed.probe._version, packed.version, f"block {block!r}")
         tensor = self._unpack(packed.held)
-        if packed.fingerprint is not None:
-            same = packed.fingerprint.same(tensor)
-            if same is not False or _was_written(torch._C._current_autograd_node(), tensor):
-                trust.require(same, functools.partial(_differs, block, packed.size))
+        if fingerprint is None or (type(fingerprint) is bytes and host_sample(tensor) == fingerprint):
+            return tensor
+        same = has_sample(tensor, fingerprint) if isinstance(fingerprint, bytes) else fingerprint.same(tensor)
+        if same is not False or _was_written(torch._C._current_autograd_node(), tensor):
+            self._run.engine.trust.require(same, functools.partial(_differs, block, packed.size))
         return tensor
 
 
