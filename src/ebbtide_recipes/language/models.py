@@ -156,7 +156,7 @@ def look_up(config: LanguageConfig) -> ModelSource:
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer
 
     place = locate(config.model, use_hf=config.use_hf)
-    with explained(config):
+    with explained(config), hubs.cached_without_network():
         found = AutoConfig.from_pretrained(place)
         check_length(config, found)
         _check_unquantised(config, found)

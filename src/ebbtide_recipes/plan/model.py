@@ -18,6 +18,7 @@ from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.extras import require
 from ebbtide.wrap import find_blocks
 from ebbtide_recipes.language import adapters, models, smollm2
+from ebbtide_recipes.skeleton import hubs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -189,7 +190,8 @@ def _found(config: SftConfig, path: Path) -> PreTrainedConfig:
     with models.explained(config):
         if config.model in models.BUILTIN:
             return AutoConfig.for_model(**smollm2.SHAPE)
-        return AutoConfig.from_pretrained(str(path) if path.exists() else config.model, trust_remote_code=False)
+        with hubs.cached_without_network():
+            return AutoConfig.from_pretrained(str(path) if path.exists() else config.model, trust_remote_code=False)
 
 
 def _checked(config: SftConfig, found: PreTrainedConfig) -> PreTrainedConfig:

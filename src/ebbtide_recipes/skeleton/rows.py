@@ -86,7 +86,8 @@ class Reader:
         import datasets
 
         try:
-            dataset = datasets.load_dataset(name, split="train")
+            with hubs.cached_without_network():
+                dataset = datasets.load_dataset(name, split="train")
         except (OSError, ValueError, RuntimeError) as error:
             raise DataError(
                 f"data set {name!r} is no local file and could not be loaded by that name: {error}",

@@ -318,6 +318,38 @@ def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monkey
         load("pydoc")
 
 
+@pytest.mark.parametrize(
+    ("known", "proxy", "offline"), [(False, "", True), (True, "", False), (False, "http://x:1", False)]
+)
+def test_without_a_network_only_the_cache_is_asked(
+    monkeypatch: pytest.MonkeyPatch, known: bool, proxy: str, offline: bool
+) -> None:
+    """The packages would repeat their requests for half a minute; behind a proxy names are not looked up here."""
+    import datasets
+    import huggingface_hub.constants as constants
+
+    def look_up(host: str, port: None) -> list[object]:
+        if not known:
+            raise OSError(-2, "Name or service not known")
+        return []
+
+    found: list[tuple[bool, bool]] = []
+
+    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+        found.append((constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("socket.getaddrinfo", look_up)
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": proxy} if proxy else {})
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match="no network"):
+        load("owner/name")
+    assert found == [(offline, offline)]
+    assert (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE) == (False, False)
+
+
 def test_names_on_modelscope_are_fetched_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(name: str) -> str:
         if name != "swift/self-cognition":
