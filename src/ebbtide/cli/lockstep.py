@@ -23,16 +23,14 @@ class Start:
     Attributes:
         mode: Its mode.
         what: Its round and mode, for the progress.
-        command: The program and its arguments.
         folder: Its run folder.
-        environment: Its complete environment.
+        prepare: Returns its command and its complete environment; called when it is started.
     """
 
     mode: str
     what: str
-    command: Sequence[str]
     folder: Path
-    environment: Mapping[str, str]
+    prepare: Callable[[], tuple[Sequence[str], Mapping[str, str]]]
 
 
 def run_round(
@@ -62,7 +60,8 @@ def run_round(
         alone: bool | None = True if len(starts) == 1 or not lockstep else None
         for number, start in enumerate(starts, start=1):
             reader = progress.begin(start.what, start.folder)
-            child = Child(start.command, start.folder, environment=start.environment, sample_seconds=sample_seconds)
+            command, environment = start.prepare()
+            child = Child(command, start.folder, environment=environment, sample_seconds=sample_seconds)
             closing.callback(child.close)
             outcome = None if alone else _step(child, reader, progress)
             if outcome is None and alone is None:

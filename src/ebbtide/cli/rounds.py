@@ -166,14 +166,12 @@ def run_rounds(
 
 def _start(number: int, mode: str, start: StartOf, out: Path) -> Start:
     folder = out / f"round-{number}" / mode
-    command, variables = start(mode, folder)
-    return Start(
-        mode=mode,
-        what=f"round {number}, {mode}",
-        command=command,
-        folder=folder,
-        environment={**variables, **VARIABLES.get(mode, {})},
-    )
+
+    def prepare() -> tuple[list[str], dict[str, str]]:
+        command, variables = start(mode, folder)
+        return command, {**variables, **VARIABLES.get(mode, {})}
+
+    return Start(mode=mode, what=f"round {number}, {mode}", folder=folder, prepare=prepare)
 
 
 def check_packages(extra: str) -> None:

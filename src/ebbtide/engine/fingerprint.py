@@ -55,7 +55,7 @@ class Fingerprint:
 
     def __init__(self, tensor: torch.Tensor, *, full: bool = False) -> None:
         self._flat = tensor.is_contiguous()
-        self._sample = _sample(tensor, flat=self._flat)
+        self._sample = _read(tensor) if self._flat and tensor.is_cpu else _sample(tensor, flat=self._flat)
         covered = len(self._sample) if isinstance(self._sample, bytes) else self._sample.nbytes
         self._sums = _sums(tensor) if full and covered < tensor.numel() * tensor.itemsize else None
 
@@ -65,7 +65,8 @@ class Fingerprint:
         Returns:
             Whether the bytes are the same; on an accelerator a tensor of one boolean, without waiting for it.
         """
-        before, now = self._sample, _sample(tensor, flat=self._flat)
+        before, read = self._sample, self._flat and tensor.is_cpu and tensor.is_contiguous()
+        now = _read(tensor) if read else _sample(tensor, flat=self._flat)
         if isinstance(now, bytes):
             return now == before and (self._sums is None or torch.equal(_sums(tensor), self._sums))
         if isinstance(before, bytes) or now.shape != before.shape or now.dtype != before.dtype:

@@ -29,17 +29,18 @@ class Round:
     def __init__(self, folder, *, steps=4, failing="", ended=None, lockstep=True):
         self.folder, self.file, self.outcomes = folder, io.StringIO(), {}
         console = Console(file=self.file, width=300)
-        starts = [
-            Start(
+
+        def start(mode, factor):
+            command = [sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
+            command += ["3"] * (mode == failing)
+            return Start(
                 mode=mode,
                 what=f"round 1, {mode}",
-                command=[sys.executable, str(CHILD), str(folder / mode), str(folder / "log"), str(factor), str(steps)]
-                + ["3"] * (mode == failing),
                 folder=folder / mode,
-                environment=dict(os.environ),
+                prepare=lambda: (command, dict(os.environ)),
             )
-            for mode, factor in FACTORS.items()
-        ]
+
+        starts = [start(mode, factor) for mode, factor in FACTORS.items()]
         progress = RunProgress(console, runs=len(starts), steps=steps, output="output.txt")
         self.reasons = []
         run_round(
