@@ -58,6 +58,7 @@ class Case:
         tuning: ``"full"``, or ``"lora"``: adapters of rank 8 on every linear layer, the rest frozen.
         steps: Timed steps.
         gate_tokens: Length at which gradients are compared, if it is the shorter.
+        lockstep: Before each timed step, and after the last, write ``READY`` and wait for a line on standard input.
     """
 
     way: str
@@ -68,7 +69,6 @@ class Case:
     steps: int = 5
     gate_tokens: int = 512
     lockstep: bool = False
-    """Before each timed step, and after the last, it writes ``READY`` and waits for a line on standard input."""
 
 
 @dataclass(kw_only=True)

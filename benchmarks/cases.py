@@ -27,32 +27,23 @@ CASE_SECONDS = 240.0
 """A case that takes longer is stopped, and its row says so."""
 
 
-def arguments(about: str | None, **defaults: Any) -> argparse.Namespace:
+def arguments(about: str | None, *, minutes: float = 8.0, **defaults: Any) -> argparse.Namespace:
     """Read the options that suites share.
 
     Args:
         about: The suite's documentation.
+        minutes: Default time of the suite.
         defaults: Further options and their default values.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a tiny model; the default on a machine without a device")
-    parser.add_argument("--minutes", type=float, default=8.0, help="begin no further case after this time")
+    parser.add_argument("--minutes", type=float, default=minutes, help="begin no further case after this time")
     parser.add_argument("--out", type=Path, help="results folder; default: a new one in benchmarks/results")
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     found = parser.parse_args()
     found.small = found.small or not torch.accelerator.is_available()
     return found
-
-
-def run_in_process(case: Case, *, limit_seconds: float = CASE_SECONDS) -> Row:
-    """Run a case in a fresh process; its death becomes the row's status.
-
-    Args:
-        case: What to run.
-        limit_seconds: After which it is stopped.
-    """
-    return run_in_lockstep([case], limit_seconds=limit_seconds)[0]
 
 
 def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECONDS) -> list[Row]:
@@ -134,7 +125,7 @@ class _Running:
         stop.cancel()
 
     def row(self) -> Row:
-        """Return what came of it."""
+        """Return its row."""
         row = Row(case=self._case)
         if self._printed:
             found = json.loads(self._printed.removeprefix(MARK))
@@ -159,10 +150,10 @@ class _Running:
 
 
 def against_plain(rows: Sequence[Row]) -> list[list[float]]:
-    """Return, for each row, its timed steps divided by those of the plain row before it, with which it was in lockstep.
+    """Return, for each row, its timed steps divided by those of the plain row before it, step by step.
 
     Args:
-        rows: As a book has them: each lockstep begins with plain training.
+        rows: As a book has them: the cases of each lockstep begin with plain training.
     """
     found: list[list[float]] = []
     plain: Row | None = None
@@ -211,7 +202,14 @@ class Book:
             self._print(self.run(case))
 
     def run_in_lockstep(self, cases: Iterable[Case]) -> None:
-        """Run cases at the same time, in lockstep: memory must hold them all."""
+        """Run cases at the same time, in lockstep; one after the other where they share a device.
+
+        Args:
+            cases: On a CPU, memory must hold them all.
+        """
+        if torch.accelerator.is_available():
+            self.run_all(cases)
+            return
         for row in self._run([replace(case, lockstep=True) for case in cases]):
             self._print(row)
 

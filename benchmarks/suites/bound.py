@@ -123,8 +123,8 @@ def report(rows: list[Row]) -> str:
             "# Plans: predicted, measured, and the bound",
             "",
             "Forward and backward of one step, no head and no optimizer. Peaks are of the device, without one of the",
-            "resident size, and predicted for budgets only. The processes go in lockstep, and each step is divided by",
-            "ordinary training's of the same number (quartiles). The bound is the linear program's, at the measured",
+            "resident size, and predicted for budgets only. Without a device the processes go in lockstep. Each step is",
+            "divided by ordinary training's of the same number (quartiles). The bound is the linear program's, at the measured",
             "rates and times: no schedule that keeps as many bytes is faster. Gradients were first compared bitwise",
             "with those of ordinary training. Made by `python -m benchmarks.suites.bound`; every step is in",
             "`run.json`.",
@@ -139,7 +139,7 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write after every case."""
-    given = arguments(__doc__, models="", rounds=1, tokens=0)
+    given = arguments(__doc__, minutes=30.0, models="", rounds=1, tokens=0)
     lengths = SMALL_LENGTHS if given.small else LENGTHS
     book = Book("bound", given.out, given.minutes, report, {"small": given.small, "rounds": given.rounds})
     for model in given.models.split(",") if given.models else lengths:

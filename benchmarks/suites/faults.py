@@ -73,7 +73,7 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write after every lockstep."""
-    given = arguments(__doc__, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
+    given = arguments(__doc__, minutes=30.0, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
     book = Book("faults", given.out, given.minutes, report, {"model": given.model, "rounds": given.rounds})
     for tokens in map(int, given.tokens.split(",")):
         for _ in range(given.rounds):
