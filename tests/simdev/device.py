@@ -21,7 +21,10 @@ import torch
 from tests.simdev.build import NAME, CannotBuildError
 
 DEVICE = "simdev"
-_SETTINGS = ("devices", "stream_pool", "copy_delay_us", "copy_bytes_per_s", "kernel_delay_us", "jitter_us", "capacity")
+_SETTINGS = (
+    *("devices", "stream_pool", "copy_delay_us", "copy_bytes_per_s", "kernel_delay_us", "jitter_us", "capacity"),
+    "middle_segment",
+)
 _SWITCHES = ("poison", "blocking", "races", "timed_events", "capturing")
 _SEED_MASK = 2**64 - 1
 _OWNER = os.getpid()

@@ -127,9 +127,9 @@ class Trust:
             try:
                 answer = self._compare(entry, base, run)
             except (MemoryError, torch.OutOfMemoryError) as error:  # says nothing about the recipe: asked again later
-                logger.info(
-                    "no room to compare the recipe of %s now, so the tensor is offloaded: %s", entry.site, error
-                )
+                # As text: a handler that keeps records would keep the error, its frames and their tensors.
+                why = str(error)
+                logger.info("no room to compare the recipe of %s now, so the tensor is offloaded: %s", entry.site, why)
                 return False
             if isinstance(answer, bool):
                 self._verdicts[key] = answer

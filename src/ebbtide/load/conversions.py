@@ -113,7 +113,7 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry])
         if all(isinstance(layout, SourceLayout) for layout in made.values()):
             return dict(made)
     except Exception as error:  # what a layout cannot do, a tensor may: the same is tried with shapes only
-        logger.debug("%s is converted in one piece: %r", group.name, error)
+        logger.debug("%s is converted in one piece: %s", group.name, repr(error))
     try:
         shapes = group.run(
             model, {k: torch.empty(entries[k].shape, dtype=entries[k].dtype, device="meta") for k in keys}

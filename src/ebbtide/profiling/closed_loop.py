@@ -173,7 +173,7 @@ class ClosedLoop:
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("no plan fits, the one that takes least memory is carried out: %s", error)
+                logger.warning("no plan fits, the one that takes least memory is carried out: %s", str(error))
             return smallest(profile), budget_bytes
 
     def _check(self, solution: Solution, budget_bytes: int | None) -> Check:

@@ -117,7 +117,7 @@ def forecast(
     try:
         return task.profile(every_block=False)
     except NotAlike as error:
-        logger.debug("blocks are simulated one by one: %s", error)
+        logger.debug("blocks are simulated one by one: %s", str(error))
         return task.profile(every_block=True)
 
 

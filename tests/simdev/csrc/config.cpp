@@ -40,6 +40,7 @@ int64_t configure(const std::string& name, int64_t value) {
       {"kernel_delay_us", &c.kernel_delay_us},
       {"jitter_us", &c.jitter_us},
       {"capacity", &c.capacity},
+      {"middle_segment", &c.middle_segment},
       {"poison", &c.poison},
       {"blocking", &c.blocking},
       {"races", &c.races},

@@ -17,6 +17,7 @@ struct Config {
   std::atomic<int64_t> kernel_delay_us{0};   // before each kernel
   std::atomic<int64_t> jitter_us{0};         // up to so much, at random, before each kernel and copy
   std::atomic<int64_t> capacity{0};          // bytes of a device; 0: it reports 64 GiB and refuses none
+  std::atomic<int64_t> middle_segment{20 << 20};  // bytes taken at once for blocks of more than 1 MiB, up to half of it
   std::atomic<int64_t> poison{0};            // freed blocks are overwritten by the stream that owns them
   std::atomic<int64_t> blocking{0};          // wait after each kernel and copy
   std::atomic<int64_t> races{0};             // check the order of every access. See races.h

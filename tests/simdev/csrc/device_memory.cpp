@@ -1,8 +1,8 @@
 // [Note: device memory]
-// CUDA's rules: sizes are rounded to 512 bytes, segments of 2 and 20 MiB are split and merged, each stream has its own
-// pools, and a freed block is used again at once by its stream. ``record_stream`` delays that until the other stream has
-// passed its position. With ``poison`` the owning stream overwrites what is freed. Beyond the capacity the device
-// synchronizes, gives free segments back, and then raises torch's own OutOfMemoryError.
+// CUDA's rules: sizes are rounded to 512 bytes, segments of 2 and 20 MiB (``middle_segment``) are split and merged,
+// each stream has its own pools, and a freed block is used again at once by its stream. ``record_stream`` delays that
+// until the other stream has passed its position. With ``poison`` the owning stream overwrites what is freed. Beyond
+// the capacity the device synchronizes, gives free segments back, and then raises torch's own OutOfMemoryError.
 #include "device_memory.h"
 
 #include <sys/mman.h>
@@ -19,8 +19,7 @@ namespace simdev {
 
 namespace {
 
-constexpr size_t kRound = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kMiddle = 10 << 20, kMiddleSegment = 20 << 20,
-                 kLargeRound = 2 << 20;
+constexpr size_t kRound = 512, kSmall = 1 << 20, kSmallSegment = 2 << 20, kLargeRound = 2 << 20;
 constexpr int kPoison = 0xA5;
 
 size_t up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -211,7 +210,8 @@ struct Pools : c10::DeviceAllocator {
   }
 
   Block* grow(int device, int64_t stream, bool small, size_t size) {
-    size_t segment = small ? kSmallSegment : size < kMiddle ? kMiddleSegment : up(size, kLargeRound);
+    size_t middle = static_cast<size_t>(config().middle_segment);
+    size_t segment = small ? kSmallSegment : size < middle / 2 ? middle : up(size, kLargeRound);
     auto& s = stats.at(device);
     auto fits = [&] {
       int64_t capacity = config().capacity;
