@@ -21,6 +21,8 @@ import torch
 from benchmarks.case import MARK, READY, Case, Row
 from benchmarks.peers import absent, way_named
 from benchmarks.results_folder import RESULTS, hardware, is_simulated, result_folder, summary, write_result
+from ebbtide.cli.lockstep import why_alone
+from ebbtide.track import MemoryReader
 
 MIB = 1 << 20
 CASE_SECONDS = 240.0
@@ -50,7 +52,8 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
     """Run cases in fresh processes; death becomes a row's status.
 
     They are begun one after the other. Those with ``lockstep`` stop before their first timed step; then each takes a
-    step, and each the next, so that a machine whose speed drifts does not favour one of them.
+    step, and each the next, so that a machine whose speed drifts does not favour one of them. If the first one, which
+    has then done all that a step does, shows that memory does not hold them all, they follow one another.
 
     Args:
         cases: What to run.
@@ -61,6 +64,12 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
         for case in cases:
             running.append(_Running(case, limit_seconds))
             running[-1].read()
+            if len(running) == 1 and running[0].waits:
+                reason = why_alone(running[0].peak_bytes, runs=len(cases), device="cpu")
+                if reason is not None:
+                    print(f"The cases follow one another: {reason}.", flush=True)
+                    running[0].end()
+                    return [_run_alone(case, limit_seconds) for case in cases]
         for number in itertools.count():
             waiting = [each for each in running if each.waits]
             if not waiting:
@@ -74,6 +83,10 @@ def run_in_lockstep(cases: Sequence[Case], *, limit_seconds: float = CASE_SECOND
             each.end()
 
 
+def _run_alone(case: Case, limit_seconds: float) -> Row:
+    return run_in_lockstep([replace(case, lockstep=False)], limit_seconds=limit_seconds)[0]
+
+
 class _Running:
     """A case in a process of its own."""
 
@@ -83,7 +96,7 @@ class _Running:
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ  # without it deterministic algorithms are not
         self._case, self._limit_seconds, self._left_seconds = case, limit_seconds, limit_seconds
         self._printed = self._stopped = ""
-        self._peak_bytes = 0
+        self._process_peak_bytes = 0
         self.waits = False
         """Whether it waits to be permitted a step."""
         self._child = subprocess.Popen(
@@ -94,6 +107,11 @@ class _Running:
             cwd=RESULTS.parents[1],
             env=environment,
         )
+
+    @property
+    def peak_bytes(self) -> int:
+        """Its peak until now."""
+        return MemoryReader(self._child.pid).peaks()["peak_rss_bytes"] or 0
 
     def step(self) -> None:
         """Let it take a step."""
@@ -118,7 +136,7 @@ class _Running:
         self._left_seconds -= time.monotonic() - began
         if not self.waits:
             _, status, usage = os.wait4(child.pid, 0)  # nobody has asked for its end before: it waits for this
-            child.returncode, self._peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
+            child.returncode, self._process_peak_bytes = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024
             if not stop.is_alive():
                 self._stopped = f"stopped after {self._limit_seconds:.0f} s"
             self._close()
@@ -132,7 +150,7 @@ class _Running:
             row = Row(**(found | {"case": Case(**found["case"])}))
         else:
             row.status = self._stopped or "its process died: out of memory, most likely"
-        row.notes["process_peak_bytes"] = self._peak_bytes  # as the system saw it
+        row.notes["process_peak_bytes"] = self._process_peak_bytes  # as the system saw it
         return row
 
     def end(self) -> None:
@@ -205,7 +223,7 @@ class Book:
         """Run cases at the same time, in lockstep; one after the other where they share a device.
 
         Args:
-            cases: On a CPU, memory must hold them all.
+            cases: What to run.
         """
         if torch.accelerator.is_available():
             self.run_all(cases)
