@@ -148,7 +148,10 @@ class ClosedLoop:
     def _corrected(self, check: Check) -> Check | None:
         before, budget = check.solution, check.budget_bytes
         profile = (recalibrated(check) if check.too_slow else None) or before.profile
-        found, budget = self._solution(profile, None if budget is None else max(budget - check.over_budget_bytes, 1))
+        if budget is not None and check.over_budget_bytes:
+            predicted = int(before.predicted.peak_bytes * (1 + RESERVE))
+            budget = max(min(budget, predicted) - check.over_budget_bytes, 1)
+        found, budget = self._solution(profile, budget)
         if budget is not None:
             return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
         if self._corrections == CORRECTIONS or found.predicted.kept_bytes <= before.predicted.kept_bytes:

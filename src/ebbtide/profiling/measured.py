@@ -7,6 +7,13 @@ are measured, still under the heuristic; in the second of them some blocks run w
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
 whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
 too, again under the heuristic, and get a new plan.
+
+[Note: a budget of resident memory]
+On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
+shows what a step takes, and makes the next one fault all its pages in again, which is a tenth of its time. So it is
+returned after measured steps, and under a plan only where less than ``SPARE`` of the budget is left: a heap that serves
+equal steps hardly grows. A plan that exceeds the budget is replaced; after two of them memory is returned after every
+step, and after ``IN_PIECES`` whenever it is freed, since a heap in pieces may hold what no plan lowers.
 """
 
 from __future__ import annotations
@@ -33,7 +40,7 @@ from ebbtide.profiling.closed_loop import KEEPS, ClosedLoop, kept_blocks
 from ebbtide.profiling.promise import Check
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.disk import DiskTier
-from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, room_bytes
+from ebbtide.store.meter import device_bytes, meter_for, reserved_bytes, resident_bytes, room_bytes
 from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
@@ -43,6 +50,12 @@ MEASURED_STEPS = 2
 
 COMPARED = 2
 """Blocks of a kind that run without hooks while a plan is judged."""
+
+SPARE = 0.02
+"""Share of a budget that remains free. See [Note: a budget of resident memory]."""
+
+IN_PIECES = 3
+"""Plans that exceeded the budget in turn."""
 
 PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
@@ -67,7 +80,7 @@ class MeasuredPlan:
         self._timer: StepTimer | None = None
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
-        self._exceeded = False  # a plan took more than the budget
+        self._exceeded = 0  # plans that took more than the budget
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -86,7 +99,7 @@ class MeasuredPlan:
             )
         memory = budget is not None or device_bytes(self._tier) is not None
         if memory and isinstance(self._tier, DiskTier):
-            self._tier.return_freed_memory()  # the budget is of the process's resident memory
+            self._tier.return_freed_memory(self._returns_freed_memory)
 
         def waited() -> dict[str, float]:
             return {**engine.stats().stalls, TAIL: sum(run["seconds"] for run in self._bus.ask("paused"))}
@@ -227,9 +240,10 @@ class MeasuredPlan:
         check.reserved_bytes = reserved_bytes(self._tier)
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
-            # The first time another plan may do; after that a heap in pieces may hold what no plan can lower.
-            self._tier.return_freed_memory(at_once=self._exceeded or following is None)
-            self._exceeded = True
+            self._exceeded += 1
+            self._tier.return_freed_memory(
+                self._returns_freed_memory, at_once=self._exceeded >= IN_PIECES or following is None
+            )
         if following is not None:
             self._carry_out(following)
         return following is not None and following.unjudged
@@ -270,6 +284,12 @@ class MeasuredPlan:
             return room
         peaks = [peak for b in step.blocks for peak in (b.forward_peak_bytes, b.backward_peak_bytes)]
         return min(room, budget - max(filter(None, [*peaks, step.head_peak_bytes]), default=budget))
+
+    def _returns_freed_memory(self) -> bool:
+        budget, resident = self._loop.budget_bytes, resident_bytes()
+        if self._measures or self._exceeded > 1 or budget is None or resident is None:
+            return True
+        return resident > (1 - SPARE) * budget
 
     def _rates(self) -> Rates:
         counters = self._tier.counters

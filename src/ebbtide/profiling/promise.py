@@ -176,10 +176,12 @@ class Check:
                 system_seconds=span.system_seconds,
             )
         )
-        if len(self._steps) >= CHECKED:
-            times = sorted(step.seconds for step in self._steps)
+        times = sorted(step.seconds for step in self._steps)
+        if len(times) >= CHECKED:
             self.too_slow = times[1] > self.allowed_seconds * (1 + self._noise)
             self.measured = self._summary(times[1], times[-2])
+        elif self.budget_bytes is not None and (span.peak_bytes or 0) > self.budget_bytes:
+            self.measured = self._summary(times[0], times[-1])  # one such step is enough
         return self.measured
 
     def _judge(self, found: Measured) -> Measured | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -138,7 +138,7 @@ class DiskTier:
         self.counters = TierCounters()
         self.direct = file.direct
         self._align_bytes = file.align_bytes
-        self._trims_heap = False
+        self._trims_heap: Callable[[], bool] = lambda: False
         self._room = Room(file, budget_bytes)
         self._work = DiskWork(file, self._room, window_bytes=in_flight_bytes, counters=self.counters)
         # The threads reference the work, not the tier: they end with a tier that is dropped without being closed.
@@ -259,16 +259,17 @@ class DiskTier:
         if self._work.usable:
             self._work.measure()
             self._work.pool.trim()
-        if self._trims_heap:
+        if self._trims_heap():
             trim_heap()
 
-    def return_freed_memory(self, *, at_once: bool = False) -> None:
-        """Return memory that the process has freed to the system, now and at each ``trim``.
+    def return_freed_memory(self, when: Callable[[], bool] = lambda: True, *, at_once: bool = False) -> None:
+        """Return memory that the process has freed to the system, now and at each ``trim`` from now on.
 
         Args:
+            when: Whether to return it at a ``trim``.
             at_once: Large blocks also whenever they are freed: no heap in pieces, and more page faults.
         """
-        self._trims_heap = True
+        self._trims_heap = when
         if at_once:
             return_large_blocks()
         trim_heap()

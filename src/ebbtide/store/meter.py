@@ -6,6 +6,7 @@ without one it is the host's clock.
 
 from __future__ import annotations
 
+import mmap
 import os
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from ebbtide.store.spill import SpillTier
 Timestamp = Any
 """A meter's timestamp, opaque to others."""
 
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_STATUS, _CLEAR, _STATM = (Path("/proc/self") / name for name in ("status", "clear_refs", "statm"))
 _FORGET_PEAK = "5"
 """Makes Linux reset a process's peak resident size (proc_pid_clear_refs(5))."""
 
@@ -163,6 +164,14 @@ def device_bytes(tier: Tier) -> int | None:
     if _device_of(tier) is None or not torch.accelerator.is_available() or room is None:
         return None
     return room + int(device_memory().memory_allocated())
+
+
+def resident_bytes() -> int | None:
+    """Return the resident size of the process; None if the system does not tell."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * mmap.PAGESIZE
+    except (OSError, IndexError):
+        return None
 
 
 def reserved_bytes(tier: Tier) -> int | None:

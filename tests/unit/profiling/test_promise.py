@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +20,7 @@ from ebbtide.planner.profile import Rates
 from ebbtide.planner.solve import smallest
 from ebbtide.profiling.baseline import ROOM, against_plain, noise, plain_blocks, sample
 from ebbtide.profiling.closed_loop import FRAGMENTS, LOOSENED, RESERVE, fit_with_reserve, kept_blocks
-from ebbtide.profiling.measured import MeasuredPlan
+from ebbtide.profiling.measured import IN_PIECES, MeasuredPlan
 from ebbtide.profiling.promise import CHECKED, CORRECTIONS, compared
 from ebbtide.profiling.step_profile import profile_of
 from ebbtide.store.counters import TierCounters
@@ -552,26 +553,49 @@ def test_a_peak_above_the_budget_is_corrected_by_as_much() -> None:
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     assert plan.table is not None
     before = plan.table.predicted.peak_bytes
-    assert carry_out(plan, *[13.0] * CHECKED, peak=budget + 100 * MB)
+    assert carry_out(plan, 13.0, peak=budget + 100 * MB), "one step is enough"
     assert plan.table.predicted.peak_bytes <= before - 90 * MB
     assert not carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
 
 
-def test_freed_blocks_are_returned_at_once_if_a_second_plan_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+def test_freed_blocks_are_returned_at_once_if_a_third_plan_exceeds_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[bool, bool]] = []
+    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: 0)
     disk = DiskTier()
-    monkeypatch.setattr(disk, "return_freed_memory", lambda *, at_once: asked.append(at_once))
-    budget = 1_500 * MB
+    monkeypatch.setattr(disk, "return_freed_memory", lambda when, *, at_once: asked.append((when(), at_once)))
+    budget = 1_900 * MB
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._tier = disk
     carry_out(plan, *[13.0] * CHECKED, peak=budget - MB)
     assert asked == [], "it fits"
     plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
     plan._tier = disk
-    for _ in range(2):
-        carry_out(plan, *[13.0] * CHECKED, peak=budget + 100 * MB)
-    assert asked == [False, True]
+    for _ in range(IN_PIECES):
+        carry_out(plan, 13.0, peak=budget + 10 * MB)
+    assert asked == [(False, False), (True, False), (True, True)]
     disk.close()
+
+
+def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed: list[int] = []
+    resident = [1_460 * MB]
+    monkeypatch.setattr("ebbtide.store.disk.trim_heap", lambda: trimmed.append(1))
+    monkeypatch.setattr("ebbtide.profiling.measured.resident_bytes", lambda: resident[0])
+
+    def trims() -> bool:
+        disk.return_freed_memory(plan._returns_freed_memory)
+        trimmed.clear()
+        disk.trim()
+        return bool(trimmed)
+
+    with contextlib.closing(DiskTier()) as disk:
+        plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
+        assert not trims()
+        resident[0] = 1_480 * MB
+        assert trims(), "less than 2 % is left"
+        resident[0] = 1_300 * MB
+        plan._timer = cast("Any", SimpleNamespace(wanted=True))
+        assert trims(), "a step is measured"
 
 
 def test_what_a_budget_costs_the_kernel_is_shown() -> None:
@@ -595,7 +619,7 @@ def test_a_budget_that_nothing_fits_goes_on_with_the_least_memory_and_one_warnin
     for _ in range(3):
         plan.saw_step(step(peak=1_300 * MB))
     assert plan.table is not None and plan.table.predicted.kept_bytes == 0
-    carry_out(plan, *[13.0] * CHECKED, peak=1_300 * MB)
+    carry_out(plan, 13.0, peak=1_300 * MB)
     (record,) = [r for r in caplog.records if r.levelname == "WARNING" and "no plan fits" in r.getMessage()]
     assert "memory_budget is" in record.getMessage() and "smallest peak" in record.getMessage()
 
