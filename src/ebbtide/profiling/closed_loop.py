@@ -35,8 +35,12 @@ from ebbtide.store.protocol import Tier
 
 logger = logging.getLogger("ebbtide")
 
-RESERVE = 0.03
-"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget."""
+RESERVE, RESIDENT_RESERVE = 0.03, 0.05
+"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget. The second is that of
+resident memory, with what the heap keeps: see [Note: a budget of resident memory]."""
+
+MARGIN = 0.01
+"""Share of a budget by which a plan that follows an excess takes less than that demands."""
 
 FRAGMENTS = 0.2
 """Assumed fragmentation of torch's allocator, as a share of the allocated bytes."""
@@ -78,6 +82,10 @@ class ClosedLoop:
     def _device_bytes(self) -> int | None:
         found = device_bytes(self._tier)
         return None if found is None else int(found / (1 + FRAGMENTS))
+
+    @property
+    def _reserve(self) -> float:
+        return RESIDENT_RESERVE if self._device_bytes is None else RESERVE
 
     def first(self, profile: Profile, noise: float) -> Check:
         """Return the first plan of a profile.
@@ -149,8 +157,8 @@ class ClosedLoop:
         before, budget = check.solution, check.budget_bytes
         profile = (recalibrated(check) if check.too_slow else None) or before.profile
         if budget is not None and check.over_budget_bytes:
-            predicted = int(before.predicted.peak_bytes * (1 + RESERVE))
-            budget = max(min(budget, predicted) - check.over_budget_bytes, 1)
+            predicted = int(before.predicted.peak_bytes * (1 + self._reserve))
+            budget = max(int(min(budget, predicted) * (1 - MARGIN)) - check.over_budget_bytes, 1)
         found, budget = self._solution(profile, budget)
         if budget is not None:
             return None if found.assignment == before.assignment else self._check(found, check.budget_bytes or budget)
@@ -172,7 +180,7 @@ class ClosedLoop:
             if budget_bytes is None or found.predicted.peak_bytes * (1 + RESERVE) <= budget_bytes:
                 return found, None
         try:
-            return fit_with_reserve(profile, budget_bytes), budget_bytes
+            return fit_with_reserve(profile, budget_bytes, self._reserve), budget_bytes
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
@@ -209,18 +217,19 @@ def solution_for(policy: Policy, profile: Profile) -> Solution:
     return shrink(profile, policy.max_slowdown)
 
 
-def fit_with_reserve(profile: Profile, budget_bytes: int) -> Solution:
-    """Return the fastest plan whose peak is within a budget and leaves ``RESERVE`` of it; if none, the smallest.
+def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESERVE) -> Solution:
+    """Return the fastest plan whose peak is within a budget and leaves a share of it free; if none, the smallest.
 
     Args:
         profile: The step.
         budget_bytes: The user's budget.
+        reserve: The share, of what the plan takes.
 
     Raises:
         BudgetError: No plan fits the memory budget.
     """
     try:
-        return fit(profile, int(budget_bytes / (1 + RESERVE)))
+        return fit(profile, int(budget_bytes / (1 + reserve)))
     except BudgetError:
         found = smallest(profile)
         return found if found.predicted.peak_bytes <= budget_bytes else fit(profile, budget_bytes)

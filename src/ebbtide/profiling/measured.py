@@ -12,8 +12,8 @@ too, again under the heuristic, and get a new plan.
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
 shows what a step takes, and makes the next one fault all its pages in again, which is a tenth of its time. So it is
 returned after measured steps, and under a plan only where less than ``SPARE`` of the budget is left: a heap that serves
-equal steps hardly grows. A plan that exceeds the budget is replaced; after two of them memory is returned after every
-step, and after ``IN_PIECES`` whenever it is freed, since a heap in pieces may hold what no plan lowers.
+equal steps hardly grows. A plan that exceeds the budget is replaced; after ``IN_PIECES`` of them memory is returned
+after every step, and if there is no other plan, whenever it is freed: a heap in pieces may hold what no plan lowers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SPARE = 0.02
 """Share of a budget that remains free. See [Note: a budget of resident memory]."""
 
 IN_PIECES = 3
-"""Plans that exceeded the budget in turn."""
+"""Plans that exceeded the budget until freed memory is returned after each step."""
 
 PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
@@ -241,9 +241,7 @@ class MeasuredPlan:
         following = self._loop.after(check)
         if check.over_budget_bytes and isinstance(self._tier, DiskTier):
             self._exceeded += 1
-            self._tier.return_freed_memory(
-                self._returns_freed_memory, at_once=self._exceeded >= IN_PIECES or following is None
-            )
+            self._tier.return_freed_memory(self._returns_freed_memory, at_once=following is None)
         if following is not None:
             self._carry_out(following)
         return following is not None and following.unjudged
@@ -287,7 +285,7 @@ class MeasuredPlan:
 
     def _returns_freed_memory(self) -> bool:
         budget, resident = self._loop.budget_bytes, resident_bytes()
-        if self._measures or self._exceeded > 1 or budget is None or resident is None:
+        if self._measures or self._exceeded >= IN_PIECES or budget is None or resident is None:
             return True
         return resident > (1 - SPARE) * budget
 
