@@ -36,8 +36,8 @@ from ebbtide.store.protocol import Tier
 logger = logging.getLogger("ebbtide")
 
 RESERVE, RESIDENT_RESERVE = 0.03, 0.05
-"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget. The second is that of
-resident memory, with what the heap keeps: see [Note: a budget of resident memory]."""
+"""Share by which a measured peak may exceed the predicted one; it is left free of a memory budget. The second is for
+resident memory, which includes what the heap keeps: see [Note: a budget of resident memory]."""
 
 MARGIN = 0.01
 """Share of a budget by which a plan that follows an excess takes less than that demands."""
