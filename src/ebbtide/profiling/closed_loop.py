@@ -3,7 +3,8 @@
 [Note: which plan comes next]
 A plan that missed its promise is replaced by one with the prices that were measured under it, which keeps more
 (``ebbtide.profiling.promise``, [Note: the loop]). If that misses it, too, the measured time does not follow the prices,
-and the next plan aims below the promise, by as much as the last one was above. A first plan that kept its promise
+and the next plan aims below the promise, by as much as the last one was above. All aim ``BELOW`` under it from the
+start: a plan that is corrected has been too slow until then. A first plan that kept its promise
 usually had time to spare, because prices err on the safe side (``ebbtide.profiling.baseline``). The upper end of its
 error bar is taken as its cost; if that is clearly below the prediction, all prices fall in proportion, to no less than
 ``LEAST_PRICE`` of their value at once, and the resulting plan, which keeps less, is executed and judged, at most
@@ -38,6 +39,9 @@ logger = logging.getLogger("ebbtide")
 RESERVE, RESIDENT_RESERVE = 0.03, 0.05
 """Share by which a measured peak may exceed the predicted one; it is left free of a memory budget. The second is for
 resident memory, which includes what the heap keeps: see [Note: a budget of resident memory]."""
+
+BELOW = 0.01
+"""Slowdown that plans leave of the promised one, at most half of it, because predictions err by that and more."""
 
 MARGIN = 0.01
 """Share of a budget by which a plan that follows an excess takes less than that demands."""
@@ -95,7 +99,8 @@ class ClosedLoop:
             noise: Relative difference of the equal steps that were measured.
         """
         self._noise, self._corrections, self._loosened = noise, 0, 0
-        self._aim, self._before, self.story = 1.0, None, []
+        self._aim = max(1 - BELOW / self._policy.max_slowdown, 0.5) if self._policy.max_slowdown else 1.0
+        self._before, self.story = None, []
         check = marked("plan", lambda: self._check(*self._solution(profile, self.budget_bytes)))
         if check.budget_bytes is not None and self.budget_bytes is None:
             self._record(

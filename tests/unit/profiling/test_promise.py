@@ -269,6 +269,15 @@ def test_after_a_second_miss_plans_aim_below_the_promise() -> None:
     assert shares[1] > 1 / 1.5 >= shares[2] > 0
 
 
+@pytest.mark.parametrize(("slowdown", "aimed"), [(0.2, 0.19), (0.1, 0.09), (0.016, 0.008)])
+def test_a_first_plan_aims_below_the_promise_which_stays(slowdown: float, aimed: float) -> None:
+    check = judged_plan(slowdown=slowdown, count=200)._check
+    assert check is not None
+    plain = check.solution.profile.step_seconds
+    assert check.allowed_seconds == pytest.approx(plain * (1 + slowdown))
+    assert aimed - 0.007 < check.solution.predicted.overhead_seconds / plain <= aimed
+
+
 def test_in_the_end_everything_is_kept_without_hooks_and_it_says_so() -> None:
     plan = planned(Auto(max_slowdown=0.0))
     rounds = 0
@@ -477,7 +486,7 @@ def test_a_plan_that_was_corrected_does_not_do_more_again() -> None:
 def test_a_first_plan_that_keeps_everything_is_no_last_word() -> None:
     """Prices that noise made far too high: what they really are is tried, and everything is kept if it must be."""
     for slower, expected in ((1.001, False), (1.5, True)):
-        plan = judged_plan(slowdown=0.015)
+        plan = judged_plan(slowdown=0.03)
         assert plan._check is not None and "there is room for a plan" in plan.explain()
         assert not plan._check.keeps
         rounds(plan, slower)
