@@ -143,7 +143,7 @@ class _Group:
                     good, payload = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     self._processes[rank].join(5)
-                    return [], f"rank {rank} died with exit code {self._processes[rank].exitcode}"
+                    return [], self._died(rank)
                 if not good:
                     return [], self._death(rank) or f"rank {rank} raised\n{payload}"
                 values[rank] = payload
@@ -154,8 +154,17 @@ class _Group:
         dead = wait([p.sentinel for rank, p in enumerate(self._processes) if rank != raised], timeout=3.0)
         for rank, process in enumerate(self._processes):
             if process.sentinel in dead:
-                return f"rank {rank} died with exit code {process.exitcode}"
+                return self._died(rank)
         return ""
+
+    def _died(self, rank: int) -> str:
+        """Say how a rank ended and what it last wrote: what was thrown, and the stacks of a signal that is an error."""
+        return f"rank {rank} died with exit code {self._processes[rank].exitcode}\n{self._wrote(rank)[-8000:]}"
+
+    def _wrote(self, rank: int) -> str:
+        """Return what a rank wrote to standard error, its stacks included."""
+        file = Path(self._folder.name, f"stderr{rank}")
+        return file.read_text(errors="replace") if file.exists() else ""
 
     def _hang(self, timeout_seconds: float, ranks: Sequence[int]) -> str:
         stacks: list[str] = []
@@ -164,11 +173,10 @@ class _Group:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes the stacks
         for rank in ranks:
-            file = Path(self._folder.name, f"stacks{rank}")
             deadline = time.monotonic() + 2
-            while time.monotonic() < deadline and not (file.exists() and "most recent" in file.read_text()):
+            while time.monotonic() < deadline and "most recent" not in self._wrote(rank):
                 wait([self._processes[rank].sentinel], timeout=0.05)
-            stacks.append(f"rank {rank}:\n{file.read_text() if file.exists() else '(no stack)'}")
+            stacks.append(f"rank {rank}:\n{self._wrote(rank) or '(no stack)'}")
         return f"hangs: no answer of ranks {list(ranks)} within {timeout_seconds:g} s\n" + "\n".join(stacks)
 
     def end(self, *, grace_seconds: float = 0.0) -> None:
@@ -196,8 +204,10 @@ def _rank_main(
     """One rank: initialise, say so, then answer case after case until told to stop."""
     os.environ.clear()
     os.environ.update(environment)
-    stacks = Path(folder, f"stacks{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    stderr = Path(folder, f"stderr{rank}").open("w")  # noqa: SIM115 - faulthandler needs it open for good
+    os.dup2(stderr.fileno(), 2)
+    faulthandler.enable(file=stderr, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stderr, all_threads=True)
     size = str(world_size)  # as torchrun says it
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
