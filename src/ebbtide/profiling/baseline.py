@@ -3,12 +3,12 @@
 [Note: the baseline]
 ``max_slowdown`` is relative to ordinary training, but steps measured under hooks include ebbtide's overhead. So in the
 second measured step some blocks of each kind run without hooks (``ebbtide.engine.timing``, [Note: plain blocks]), at
-most one in ``APART``: the last ones, because no copies run during their backward, and others spread over the stack,
-because speed varies within a step. The extra time of blocks of the same kind with hooks in the same step, less
-recomputes, is the overhead: it is charged to moved and recomputed storages (``ebbtide.planner.charges``), and all
-blocks of the kind get the times without hooks. Machines are noisy, so the upper quartile with hooks is compared with
-the lower quartile without: a plan that keeps too much costs less than a broken promise. If no block of the kind ran
-with hooks, a block is compared with itself in the step before.
+most one in ``APART``, and the first ones: no copies of other blocks run during their forward, and none are left when
+their backward runs. On a CPU copies take compute time from every block that runs meanwhile. The extra time of blocks of
+the same kind with hooks in the same step, less recomputes, is the overhead: it is charged to moved and recomputed
+storages (``ebbtide.planner.charges``), and all blocks of the kind get the times without hooks. Machines are noisy, so
+the upper quartile with hooks is compared with the lower quartile without: a plan that keeps too much costs less than a
+broken promise. If no block of the kind ran with hooks, a block is compared with itself in the step before.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
     wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second of any, the smallest first
     for last in {block.kind: block for block in blocks}.values():
         equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
-        for round_, block in enumerate(_spread(equals, min(most, max(len(equals) // APART, 1)))):
+        for round_, block in enumerate(equals[: min(most, max(len(equals) // APART, 1))]):
             executions = sum(other.name == block.name for other in blocks)
             wanted.append((round_, ROOM * executions * block.saved_bytes, block.name))
     chosen: dict[str, int] = {}
@@ -108,14 +108,6 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
     return frozenset(chosen)
 
 
-def _spread(equals: list[Sized], count: int) -> list[Sized]:
-    """Return some of several blocks, in order of preference: half of them the last ones, the others spread."""
-    tail = (count + 1) // 2
-    rest = equals[: len(equals) - tail]
-    spread = [rest[len(rest) * place // (count - tail + 1)] for place in range(1, count - tail + 1)]
-    return [*reversed(equals[len(equals) - tail :]), *spread]
-
-
 def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
     """Return kind → times of the blocks that ran without hooks in a step.
 
@@ -124,7 +116,6 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         step: The step.
     """
     drift = _drift(before, step)
-    last_hooked = max((place for place, block in enumerate(step.blocks) if not block.plain), default=-1)
     found: dict[str, PlainBlock] = {}
     for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
         places = [place for place, block in enumerate(step.blocks) if block.plain and block.kind == kind]
@@ -137,12 +128,11 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
         ]
         equals = [block for block in hooked if _treated(block)] or hooked
         kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
-        tail = [place for place in places if place > last_hooked] or places  # no copies ran during their backward
         forwards = [block.forward_seconds for block in equals] or [self_before.forward_seconds * drift]
         backwards = [block.backward_seconds for block in equals] or [self_before.backward_seconds * drift]
         # Removing hooks cannot make a block slower, so a slower time is a disturbance.
         forward = min(quartile([step.blocks[place].forward_seconds for place in places]), median(forwards))
-        backward = min(quartile([step.blocks[place].backward_seconds for place in tail]), median(backwards))
+        backward = min(quartile([step.blocks[place].backward_seconds for place in places]), median(backwards))
         hooks = median(block.forward_seconds + block.backward_seconds for block in kept) if kept else 0.0
         found[kind] = PlainBlock(
             units=(equals[0] if equals else self_before).units,
@@ -163,7 +153,7 @@ def _treated(block: TimedBlock) -> bool:
 def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int | None) -> frozenset[str]:
     """Return blocks that keep everything under hooks in the next step, to measure the cost of hooks alone.
 
-    They are as many as those that run plain, and neighbours of them, of kinds that have four times as many blocks.
+    They are as many as those that run plain, and follow them, of kinds that have four times as many blocks.
 
     Args:
         blocks: The blocks of a measured step.
@@ -174,9 +164,9 @@ def kept_sample(blocks: Sequence[Sized], plain: frozenset[str], room_bytes: int 
     for kind in {block.kind for block in blocks if block.name in plain}:
         names = [block.name for block in blocks if block.kind == kind]
         for place in [place for place, name in enumerate(names) if name in plain]:
-            before = next((name for name in reversed(names[:place]) if name not in plain | chosen), None)
-            if before is not None and len(names) >= APART:
-                chosen.add(before)
+            following = next((name for name in names[place:] if name not in plain | chosen), None)
+            if following is not None and len(names) >= APART:
+                chosen.add(following)
     needed = ROOM * sum(block.saved_bytes for block in blocks if block.name in plain | chosen)
     return frozenset(chosen) if room_bytes is not None and needed <= room_bytes else frozenset()
 

@@ -262,10 +262,18 @@ class MeasuredPlan:
         """Return blocks that run without hooks until a plan is judged, besides those that keep everything."""
         if check.budget_bytes is not None:
             return frozenset()
-        kept, blocks = kept_blocks(check.solution), check.solution.profile.blocks
-        enough = Counter(block.kind for block in blocks if block.name in kept)
-        few = [block for block in blocks if enough[block.kind] < COMPARED]
-        return sample(few, self._loop.spare_bytes(check), most=COMPARED) - kept
+        solution = check.solution
+        kept, kinds = kept_blocks(solution), {block.name: block.kind for block in solution.profile.blocks}
+        enough = Counter(kind for name, kind in kinds.items() if name in kept)
+        treated = Counter(kind for name, kind in kinds.items() if name not in kept)
+        # Beside copies a kept block is no ordinary one: the first ones are. One of a kind must execute the plan.
+        copies = solution.predicted.offloaded_bytes > 0
+        few = [
+            block
+            for block in solution.profile.blocks
+            if block.name not in kept and treated[block.kind] > 1 and (copies or enough[block.kind] < COMPARED)
+        ]
+        return sample(few, self._loop.spare_bytes(check), most=COMPARED)
 
     def _run_unhooked(self, names: frozenset[str]) -> None:
         if self._timer is not None:

@@ -89,13 +89,18 @@ def compared(span: Span, solution: Solution) -> Measured | None:
     if [block.name for block in span.blocks] != [block.name for block in profile.blocks]:
         return None
     pairs = list(zip(span.blocks, profile.blocks, strict=True))
-    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in pairs if found.plain])
+    # Only blocks before those that offload: during the others copies run, which ordinary training has not.
+    offloads = (
+        place
+        for place, actions in enumerate(solution.assignment)
+        if Action.OFFLOAD in actions and not span.blocks[place].plain
+    )
+    quiet = [pair for pair in pairs[: next(offloads, len(pairs))] if pair[0].plain]
+    plain = quiet or [pair for pair in pairs if pair[0].plain]
+    forwards = _speeds([(found.forward_seconds, block.forward_seconds) for found, block in plain])
     if forwards is None:
         return None
-    # Of backwards only those in which no other block's copies run, which an ordinary step has not.
-    moves = [place for place, actions in enumerate(solution.assignment) if Action.OFFLOAD in actions]
-    quiet = pairs[: min(moves, default=len(pairs))]
-    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet if found.plain])
+    backwards = _speeds([(found.backward_seconds, block.backward_seconds) for found, block in quiet])
     planned = sum(_planned_seconds(span.blocks, solution, place) for place in range(len(span.blocks)))
     plain_forward = sum(block.forward_seconds for block in profile.blocks)
     plain_backward = sum(block.backward_seconds for block in profile.blocks)
