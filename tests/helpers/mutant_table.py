@@ -8,6 +8,7 @@ TRUST = ("tests/unit/engine/test_trust.py",)
 PRICES = (
     "tests/unit/profiling/test_measured.py",
     "tests/unit/profiling/test_promise.py",
+    "tests/unit/test_promise.py",
     "tests/unit/wrap/test_measured_step.py",
 )
 
@@ -701,8 +702,29 @@ MUTANTS = (
     Mutant(
         "price: a backward behind copies shows the machine's speed",
         "ebbtide/profiling/promise.py",
-        "quiet = pairs[: min(moves, default=len(pairs))]",
-        "quiet = pairs",
+        "pairs[: next(offloads, len(pairs))]",
+        "pairs",
+        PRICES,
+    ),
+    Mutant(
+        "price: a forward during copies shows the machine's speed",
+        "ebbtide/profiling/promise.py",
+        "plain = quiet or [pair",
+        "plain = [pair",
+        PRICES,
+    ),
+    Mutant(
+        "price: the only block that executes a plan runs without hooks to be compared",
+        "ebbtide/profiling/measured.py",
+        "treated[block.kind] > 1",
+        "treated[block.kind] > 0",
+        PRICES,
+    ),
+    Mutant(
+        "price: steps of different lengths are compared as equal ones",
+        "ebbtide/profiling/baseline.py",
+        "equal_steps = [step for step in steps if abs(_size(base, step) - 1) <= EQUAL]",
+        "equal_steps = steps",
         PRICES,
     ),
 )

@@ -185,6 +185,26 @@ def test_what_hooks_cost_is_measured_where_they_keep_everything(dear_hooks: list
         assert 0 < predicted.overhead_percent <= 50 and predicted.kept_bytes < stats.unique_bytes
 
 
+def test_a_model_of_one_block_gets_a_plan() -> None:
+    """In one of its measured steps no block has hooks."""
+    timed = Timed(1, max_slowdown=0.05)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 1)
+        assert timed.plan.judged
+        assert "plain step 2 s" in timed.handle.explain()
+
+
+def test_batches_of_all_lengths_get_a_plan_that_is_judged() -> None:
+    """No two of them are alike, as with padding to the longest of a batch."""
+    timed = Timed(12, max_slowdown=0.5)
+    with timed.handle:
+        for rows in range(40, 40 + UNTIL_PLAN + TO_JUDGE):
+            timed.x = torch.randn(rows % 7 + 30, 8)
+            timed.model(timed.x).square().sum().backward()
+        assert timed.plan.table is not None and timed.plan.judged
+        assert timed.handle.stats().kept_bytes < timed.handle.stats().unique_bytes
+
+
 def last_kept(count: int) -> Callable[[Profile, float], Solution]:
     """Return a solver that offloads what the first blocks save and keeps what the last ``count`` do."""
 
@@ -196,6 +216,14 @@ def last_kept(count: int) -> Callable[[Profile, float], Solution]:
         )
 
     return shrink
+
+
+def test_the_only_block_that_offloads_has_hooks_while_its_plan_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.profiling.closed_loop.shrink_hooked", last_kept(BLOCKS - 1))
+    timed = Timed(max_slowdown=10.0)
+    with timed.handle:
+        timed.steps(UNTIL_PLAN + 1)
+        assert timed.plan._timer is not None and timed.plan._timer.unhooked == {"1", "2", "3"}
 
 
 def test_blocks_of_which_all_is_kept_have_no_hooks_from_the_first_planned_step(

@@ -174,12 +174,6 @@ class Engine:
             **run.tally.fields(),
         )  # fmt: skip
 
-    def finish_copies(self) -> None:
-        """Make compute wait for all copies to the store, for nobody's sake."""
-        with self.lock:
-            self._stalls.clear_reader()
-            self._copy_out.finish()
-
     # What a block asks while it packs
 
     def may_move(self, tensor: torch.Tensor) -> bool:

@@ -204,10 +204,7 @@ class Restorer:
     def begin_block(self, run: RunRecord, task: int) -> None:
         """A block shows in a backward: cancel what need not be copied out, and bring in what comes next."""
         run.task, run.unordered = task, run.order_key not in self._engine.orders
-        backward = self.backwards.get(task)
-        if backward is None:
-            backward = self.backwards[task] = Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task))
+        backward = self.watch(task)
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
         backward.run = run
@@ -227,6 +224,14 @@ class Restorer:
             self._timer = self._engine.timer.recomputes
         flow.reach(run.number)
         flow.advance()
+
+    def watch(self, task: int) -> Backward:
+        """Return what is known of the backward that runs now; from now on its end is noticed."""
+        backward = self.backwards.get(task)
+        if backward is None:
+            backward = self.backwards[task] = Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task))
+        return backward
 
     def end_all(self) -> None:
         """End every backward."""

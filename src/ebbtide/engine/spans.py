@@ -70,7 +70,6 @@ class _Block:
     plain: bool
     forward: list[Edges] = field(default_factory=list[Edges])
     backward: list[Edges] = field(default_factory=list[Edges])
-    aside: list[Edges] = field(default_factory=list[Edges])  # of its forward, what is not its own
 
 
 class _Open:
@@ -168,12 +167,6 @@ class SpanTimer:
         if self._open is not None and run in self._open.by_run:
             self._open.left = self._meter.timestamp(self._device)
 
-    def leave_out(self, run: RunRecord | PlainRun, edges: Edges) -> None:
-        """Take some time out of a block's forward, and out of the span."""
-        block = None if self._open is None else self._open.by_run.get(run)
-        if block is not None:
-            block.aside.append(edges)
-
     def pass_ends(self, saved_bytes: int | None) -> None:
         """A forward is over.
 
@@ -221,14 +214,13 @@ class SpanTimer:
             BlockSpan(
                 name=block.name,
                 plain=block.plain,
-                forward_seconds=max(self._seconds(block.forward) - self._seconds(block.aside), 0.0),
+                forward_seconds=self._seconds(block.forward),
                 backward_seconds=self._seconds(block.backward),
             )
             for block in found.blocks
         )
-        aside = sum(self._seconds(block.aside) for block in found.blocks)
         span = Span(
-            seconds=self._meter.seconds(found.began, found.ended) - aside,
+            seconds=self._meter.seconds(found.began, found.ended),
             peak_bytes=found.peak_bytes,
             saved_bytes=found.saved_bytes,
             blocks=blocks,

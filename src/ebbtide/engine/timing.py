@@ -186,22 +186,6 @@ class StepTimer:
         """Return whether a block that is about to begin is checkpointed to measure what that takes."""
         return self._wanted and name in self.checkpointed
 
-    def leave_out(self, run: RunRecord | PlainRun, work: Callable[[], None]) -> None:
-        """Do some work in a block's forward whose time is not the block's.
-
-        Args:
-            run: The block, which has begun.
-            work: What is done.
-        """
-        block = None if self._pass is None else self._pass.by_run.get(run)
-        began = self._meter.timestamp(self._where)
-        work()
-        edges = began, self._meter.timestamp(self._where)
-        if block is not None:
-            block.aside.append(edges)
-        if self.spans is not None:
-            self.spans.leave_out(run, edges)
-
     # What the engine tells
 
     def pass_ends(self, saved_bytes: int) -> None:
@@ -214,6 +198,8 @@ class StepTimer:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
             self.want()
+            if not self._memory:  # the time does not depend on whether the next passes are as large, the peak does
+                self._largest_bytes = saved_bytes
         if self.spans is not None:
             self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 

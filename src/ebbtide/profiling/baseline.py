@@ -32,6 +32,9 @@ MOST = 4
 APART = 4
 """Of this many blocks of a kind at most one runs plain; the others show the cost of hooks."""
 
+EQUAL = 0.01
+"""Relative difference of bytes up to which blocks, or steps, saved as much."""
+
 
 class Sized(Protocol):
     """A block whose saved bytes are known."""
@@ -96,7 +99,7 @@ def sample(blocks: Sequence[Sized], room_bytes: int | None, *, most: int = MOST)
         return frozenset()
     wanted: list[tuple[int, int, str]] = []  # one block of each kind before a second of any, the smallest first
     for last in {block.kind: block for block in blocks}.values():
-        equals = [b for b in blocks if b.kind == last.kind and b.saved_bytes == last.saved_bytes]
+        equals = [b for b in blocks if b.kind == last.kind and _equal(b.saved_bytes, last.saved_bytes)]
         for round_, block in enumerate(equals[: min(most, max(len(equals) // APART, 1))]):
             executions = sum(other.name == block.name for other in blocks)
             wanted.append((round_, ROOM * executions * block.saved_bytes, block.name))
@@ -120,11 +123,11 @@ def plain_blocks(before: TimedStep, step: TimedStep) -> dict[str, PlainBlock]:
     for kind in dict.fromkeys(block.kind for block in step.blocks if block.plain):
         places = [place for place, block in enumerate(step.blocks) if block.plain and block.kind == kind]
         self_before = before.blocks[places[-1]]
-        places = [place for place in places if before.blocks[place].saved_bytes == self_before.saved_bytes]
+        places = [place for place in places if _equal(before.blocks[place].saved_bytes, self_before.saved_bytes)]
         hooked = [
             block
             for block, first in zip(step.blocks, before.blocks, strict=True)
-            if not block.plain and block.kind == kind and first.saved_bytes == self_before.saved_bytes
+            if not block.plain and block.kind == kind and _equal(first.saved_bytes, self_before.saved_bytes)
         ]
         equals = [block for block in hooked if _treated(block)] or hooked
         kept = [block for block in hooked if not _treated(block)] if equals is not hooked else []
@@ -197,26 +200,27 @@ def against_plain(profile: Profile, plain: Mapping[str, PlainBlock]) -> Profile:
 
 
 def alike(one: TimedStep, other: TimedStep) -> bool:
-    """Whether two steps ran the same blocks, which saved the same bytes if they had hooks."""
-
-    def same(a: TimedBlock, b: TimedBlock) -> bool:
-        units = [[(unit.site, unit.nbytes) for unit in block.units] for block in (a, b)]
-        # Under KEEP, a tensor that was cast up and its narrower source may be separate storages.
-        return a.name == b.name and (a.plain or b.plain or _treated(a) != _treated(b) or units[0] == units[1])
-
-    return len(one.blocks) == len(other.blocks) and all(map(same, one.blocks, other.blocks))
+    """Whether two steps ran the same blocks. What these saved may differ: lengths of sequences do, and routes."""
+    return [(block.name, block.kind) for block in one.blocks] == [(block.name, block.kind) for block in other.blocks]
 
 
 def fastest(steps: list[TimedStep]) -> TimedStep:
-    """Return a step whose every part is the shortest of several equal steps, where it had hooks in all of them."""
+    """Return a step whose every part is the shortest of several, where it had hooks and saved as much in all of them.
+
+    Args:
+        steps: Steps that ran the same blocks; one of them had hooks on all.
+    """
     base = next(step for step in reversed(steps) if not any(block.plain for block in step.blocks))
+    equal_steps = [step for step in steps if abs(_size(base, step) - 1) <= EQUAL]
     blocks: list[TimedBlock] = []
     for place, block in enumerate(base.blocks):
-        equals = [step.blocks[place] for step in steps if not step.blocks[place].plain]
+        others = [step.blocks[place] for step in equal_steps if not step.blocks[place].plain]
+        equals = [other for other in others if _equal(other.saved_bytes, block.saved_bytes)]
         equals = [other for other in equals if _treated(other) == _treated(block)]
+        recomputes = [{unit.site: unit.recompute_seconds for unit in other.units} for other in equals]
         units = tuple(
-            replace(unit, recompute_seconds=_least(other.units[number].recompute_seconds for other in equals))
-            for number, unit in enumerate(block.units)
+            replace(unit, recompute_seconds=_least(seconds.get(unit.site) for seconds in recomputes))
+            for unit in block.units
         )
         blocks.append(
             replace(
@@ -229,8 +233,8 @@ def fastest(steps: list[TimedStep]) -> TimedStep:
     return replace(
         base,
         blocks=tuple(blocks),
-        head_seconds=min(step.head_seconds for step in steps),
-        tail_seconds=min(step.tail_seconds for step in steps),
+        head_seconds=min(step.head_seconds for step in equal_steps),
+        tail_seconds=min(step.tail_seconds for step in equal_steps),
     )
 
 
@@ -248,7 +252,7 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
     if plain is None:
         return block
     size = 1.0
-    if block.saved_bytes != plain.saved_bytes and plain.hooked_forward_seconds:
+    if not _equal(block.saved_bytes, plain.saved_bytes) and plain.hooked_forward_seconds:
         size = block.forward_seconds / plain.hooked_forward_seconds
     return replace(
         block,
@@ -259,13 +263,13 @@ def _plain(block: BlockProfile, plain: PlainBlock | None) -> BlockProfile:
 
 
 def noise(before: TimedStep, step: TimedStep) -> float:
-    """Return the relative difference in time of two equal steps."""
-    drift = _drift(before, step)
+    """Return the relative difference in time of two steps, in proportion to what they saved."""
+    drift = _drift(before, step) / _size(before, step)
     return max(drift, 1 / drift) - 1 if drift else 0.0
 
 
 def _drift(before: TimedStep, step: TimedStep) -> float:
-    """Return the extra time in the later step of blocks that had hooks in both."""
+    """Return by how many times blocks that had hooks in both took longer in the later step."""
 
     def seconds(block: TimedBlock) -> float:
         return block.forward_seconds + block.backward_seconds
@@ -273,3 +277,15 @@ def _drift(before: TimedStep, step: TimedStep) -> float:
     pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
     ratios = [seconds(other) / seconds(one) for one, other in pairs if seconds(one)]
     return median(ratios) if ratios else 1.0
+
+
+def _size(before: TimedStep, step: TimedStep) -> float:
+    """Return by how many times blocks that had hooks in both saved more in the later step."""
+    pairs = [(one, other) for one, other in zip(before.blocks, step.blocks, strict=True) if not other.plain]
+    ratios = [other.saved_bytes / one.saved_bytes for one, other in pairs if one.saved_bytes and other.saved_bytes]
+    return median(ratios) if ratios else 1.0
+
+
+def _equal(one: int, other: int) -> bool:
+    """Whether two blocks saved as much, but for what is saved by the first of several that use it."""
+    return abs(one - other) <= EQUAL * max(one, other)

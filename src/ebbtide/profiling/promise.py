@@ -25,6 +25,7 @@ from ebbtide.base.actions import Action
 from ebbtide.base.runs import SETTLING
 from ebbtide.base.units import format_size
 from ebbtide.engine.spans import BlockSpan, Span
+from ebbtide.engine.timing import GROWTH
 from ebbtide.planner.charges import Work, charged, scaled
 from ebbtide.planner.profile import Profile
 from ebbtide.planner.solve import Solution
@@ -171,6 +172,8 @@ class Check:
         found = None if self.budget_bytes is not None else compared(span, self.solution)
         if found is not None:
             return self._judge(found)
+        if span.saved_bytes * GROWTH < self.solution.profile.saved_bytes:
+            return None  # shorter sequences: it shows neither the time nor the peak that were promised
         seconds = span.seconds + self.solution.profile.tail_seconds
         self._steps.append(
             Measured(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -331,6 +332,8 @@ def _alike(one: Any, other: Any, distance: int, seen: set[tuple[int, int]]) -> b
             return one == other
         case int():
             return one == other or other - one == distance
+        case weakref.ref():
+            return both(one(), other())
         case functools.partial():
             return both((one.func, one.args, one.keywords), (other.func, other.args, other.keywords))
         case _ if hasattr(one, "__func__"):

@@ -165,12 +165,6 @@ class CopyOut(Generic[SavedT]):
             self._release_copied(self.window.out_bytes)
         self._count_none_as_none()
 
-    def finish(self) -> None:
-        """Make compute wait for every copy, and release all sources."""
-        self.begin()
-        self._release_copied(-1)
-        self._count_none_as_none()
-
     def _count_none_as_none(self) -> None:
         if not self._queue and not self._gathered:
             self.in_flight_bytes = 0  # whatever an interrupt left of a count

@@ -87,9 +87,6 @@ class PlainBlocks:
         run = PlainRun(block, pass_, where)
         if timer is not None:
             timer.block_begins(run)
-            if timer.times_blocks and (where is None or where.type == "cpu"):
-                # On a CPU copies take cores and memory bandwidth from the timed block.
-                timer.leave_out(run, self._engine.finish_copies)
         try:
             output = forward(*args, **kwargs)
         finally:
@@ -138,6 +135,8 @@ class PlainBlocks:
                     self._engine.restorer.begin_block(run.previous, task)
             if self._engine.timer is not None:
                 self._engine.timer.backward_begins(run)
+                if self._engine.timer.times_blocks:
+                    self._engine.restorer.watch(torch._C._current_graph_task_id())
 
     def _backward_leaves(self, run: BlockRun | PlainRun, gradients: tuple[torch.Tensor, ...]) -> None:
         with self._engine.lock:

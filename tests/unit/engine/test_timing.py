@@ -258,14 +258,13 @@ def test_what_a_block_saved_is_timed_once_for_each_kind() -> None:
         assert [u.action for u in block.units] == [Action.OFFLOAD, Action.KEEP, Action.OFFLOAD]
 
 
-def test_a_block_without_hooks_is_timed_and_what_is_left_out_is_not() -> None:
+def test_a_block_without_hooks_is_timed() -> None:
     scene, one = Scene(), Pass()
     first = scene.forward(one, "a")
     scene.timer.plain = frozenset({"b"})
     assert scene.timer.runs_plain("b") and not scene.timer.runs_plain("a")
     plain: Any = PlainRun(SimpleNamespace(name="b", kind="Layer"), one, CPU)  # type: ignore[arg-type]
     scene.timer.block_begins(plain)
-    scene.timer.leave_out(plain, lambda: scene.spend(7.0))
     scene.spend(1.5)
     scene.timer.block_ends(plain)
     scene.backward([*first, plain])
@@ -332,7 +331,6 @@ def test_every_second_of_a_span_belongs_to_a_block_or_to_the_head() -> None:
     runs = scene.forward(one, "a", "b", seconds=1.0, between=0.25)
     plain: Any = PlainRun(SimpleNamespace(name="c", kind="Layer"), one, CPU)  # type: ignore[arg-type]
     scene.timer.block_begins(plain)
-    scene.timer.leave_out(plain, lambda: scene.spend(7.0))
     scene.spend(1.5)
     scene.timer.block_ends(plain)
     scene.spend(0.5)  # the head

@@ -300,6 +300,76 @@ def test_without_memory_for_more_the_plan_stays_and_a_warning_says_so(
     assert "no plan is known" in plan.explain()
 
 
+# Steps that differ
+
+
+def sized(found: TimedStep, factor: float) -> TimedStep:
+    """Return the step for sequences that are ``factor`` times as long."""
+    blocks = tuple(
+        replace(
+            block,
+            units=tuple(
+                replace(
+                    u,
+                    nbytes=int(u.nbytes * factor),
+                    recompute_seconds=u.recompute_seconds and u.recompute_seconds * factor,
+                )
+                for u in block.units
+            ),
+            forward_seconds=block.forward_seconds * factor,
+            backward_seconds=block.backward_seconds * factor,
+        )
+        for block in found.blocks
+    )
+    return replace(found, blocks=blocks, head_seconds=0.5 * factor, tail_seconds=0.25 * factor)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.995, 1.0, 3.0])
+def test_sequences_of_other_lengths_are_measured_together(factor: float) -> None:
+    """Of the second step only the ratios count: the plan is of the first, in which all blocks had hooks."""
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    second = sized(many(12), factor)
+    plain = [replace(b, units=(), plain=True, forward_seconds=0.5 * factor, backward_seconds=2.0 * factor)
+             for b in second.blocks[:2]]  # fmt: skip
+    for found in (many(12), many(12), replace(second, blocks=(*plain, *second.blocks[2:]))):
+        plan.saw_step(found)
+    assert plan.profile is not None and plan.profile.saved_bytes == 12 * 200 * MB
+    tail = 0.75 * min(factor, 1.0) if factor > 0.99 else 0.75
+    assert plan.profile.step_seconds == pytest.approx(12 * 2.5 + tail, rel=0.01)
+    assert noise(many(12), second) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_storage_that_a_plain_block_saved_first_is_found_in_the_next() -> None:
+    """Several blocks save the same tensor, such as an embedding of the time: it is the first one's with hooks."""
+    plan = MeasuredPlan(Auto(max_slowdown=0.1), tier(), None, Bus())
+    first, *others = many(12).blocks
+    shared = replace(unit("time", Action.OFFLOAD), nbytes=MB // 2)
+    plain = replace(first, units=(), plain=True, forward_seconds=0.5, backward_seconds=2.0)
+    before = replace(many(12), blocks=(replace(first, units=(shared, *first.units)), *others))
+    after = replace(others[0], units=(shared, *others[0].units))
+    for found in (before, before, replace(before, blocks=(plain, after, *others[1:]))):
+        plan.saw_step(found)
+    assert plan.profile is not None and plan.profile.step_seconds == pytest.approx(12 * 2.5 + 0.75)
+    assert [len(block.units) for block in plan.profile.blocks] == [3] + [2] * 11
+
+
+def test_other_blocks_are_measured_anew() -> None:
+    plan = MeasuredPlan(Auto(), tier(), None, Bus())
+    for count in (4, 4, 3, 4, 3):
+        plan.saw_step(many(count))
+    assert plan.profile is None
+    plan.saw_step(many(3))
+    assert plan.profile is not None and len(plan.profile.blocks) == 3
+
+
+def test_shorter_sequences_show_neither_the_promised_time_nor_the_peak() -> None:
+    plan = planned(Auto(memory_budget=100 * MB), peak=50 * MB)
+    short = Span(seconds=1.0, peak_bytes=10 * MB, saved_bytes=500 * MB)
+    for _ in range(SETTLING + CHECKED + 1):
+        assert plan.saw_span(short)
+    assert plan._check is not None and plan._check.measured is None
+
+
 # Compared with blocks without hooks
 
 
@@ -362,6 +432,23 @@ def test_backwards_without_copies_show_the_machines_speed() -> None:
     assert found(0, Action.RECOMPUTE, plain=last) == pytest.approx(1.0)
     # Behind a block that offloads, a slower backward may be the doing of its copies.
     assert found(0, Action.OFFLOAD, plain=last) > 1.1
+
+
+def test_forwards_beside_copies_do_not_show_the_machines_speed() -> None:
+    """All that ran beside the copies of the third block took 1.3 times as long: that is the plan's doing."""
+    plan = judged_plan()
+    assert plan._check is not None
+    solution = plan._check.solution
+    actions = [tuple(Action.OFFLOAD if i >= 2 else Action.KEEP for _ in b) for i, b in enumerate(solution.assignment)]
+    even = span_of(plan, 1.3, plain=(0, 1, 5, 6, 7))
+    blocks = [
+        replace(b, forward_seconds=b.forward_seconds * 1.3) if i in (5, 6, 7) else b for i, b in enumerate(even.blocks)
+    ]
+    later = sum(b.seconds for b in blocks) - sum(b.seconds for b in even.blocks)
+    span = replace(even, blocks=tuple(blocks), seconds=even.seconds + later)
+    found = compared(span, replace(solution, assignment=actions))
+    assert found is not None and found.low_seconds == found.seconds == found.high_seconds
+    assert found.seconds == pytest.approx(2.5 * (2 + 10 * 1.3) + 0.75)
 
 
 def test_without_a_block_without_hooks_or_with_other_blocks_nothing_is_compared() -> None:
