@@ -5,9 +5,9 @@ Passes that execute the plan, and their blocks, are timed (``ebbtide.engine.span
 without hooks; memory permitting, so do a few others until the plan is judged. So each pass measures the plan and
 ordinary training at the same machine speed, and their ratio is judged (``compared``). The spread of the blocks without
 hooks gives the ratio an error bar. The promise is kept once the bar is below it, and missed once the bars of ``MISSES``
-passes are above; otherwise the median of ``CHECKED`` passes decides. Without such blocks, or with a memory budget,
-``CHECKED`` whole passes are compared with the measured steps: the promise is missed if all but the fastest took longer
-than promised, by more than the measured steps differed.
+passes are above; otherwise, or if the plan seems to be faster than ordinary training, the median of ``CHECKED`` passes
+decides. Without such blocks, or with a memory budget, ``CHECKED`` whole passes are compared with the measured steps:
+the promise is missed if all but the fastest took longer than promised, by more than the measured steps differed.
 
 After a miss, unexplained time is charged to copies and recomputes (``ebbtide.planner.charges``), and the new plan keeps
 more. If it would not, or after ``CORRECTIONS`` of them, everything is kept, without hooks, memory permitting. A memory
@@ -200,7 +200,9 @@ class Check:
         low = median(step.low_seconds for step in self._steps)
         high = median(step.high_seconds for step in self._steps)
         missed = sum(step.low_seconds > limit for step in self._steps) >= MISSES and low > limit
-        if missed or high <= limit or len(self._steps) >= CHECKED:
+        # Nothing is faster than keeping everything: what seems to be was measured while the machine's speed changed.
+        plausible = median(step.seconds for step in self._steps) > self.solution.profile.step_seconds * (1 - ALONE)
+        if missed or (high <= limit and plausible) or len(self._steps) >= CHECKED:
             self.too_slow = missed or (high > limit and median(step.seconds for step in self._steps) > limit)
             self.measured = self._summary(low, high)
         return self.measured

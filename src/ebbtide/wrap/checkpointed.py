@@ -149,27 +149,8 @@ def run_checkpointed(
     # Our hooks compare versions and bytes, more than torch's check of shapes.
     try:
         return checkpoint(flat, *leaves, use_reentrant=False, determinism_check="none")
-    except BaseException as error:
-        _close_checkpoint(error)
-        raise
     finally:
         run.add_checkpointed(saved_bytes)
-
-
-def _close_checkpoint(error: BaseException) -> None:
-    """Close the hooks of a checkpoint whose first forward raised.
-
-    Torch 2.8 and 2.9 leave that to the end of a generator that the traceback keeps alive, and so hide our hooks, which
-    are below. Newer ones have closed it: closing it again does nothing.
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        frame, trace = trace.tb_frame, trace.tb_next
-        if frame.f_code.co_name == checkpoint.__name__ and frame.f_globals.get("__name__") == checkpoint.__module__:
-            left: Any = frame.f_locals.get("gen")
-            if left is not None:
-                left.close()
-            return
 
 
 class _Packed:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from ebbtide.base.errors import note_place
 from ebbtide.engine import Block, Engine
@@ -39,6 +40,8 @@ class offloading:
         return run
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            _close_checkpoints(error)
         self.close()
         if isinstance(error, RuntimeError) and _NO_HOOKS in str(error):
             hint = "take the gradient with torch.autograd.grad, or leave the block out with blocks=..."
@@ -57,6 +60,22 @@ class offloading:
                 self._engine.end_block(run, checkpointed=self._checkpointed)
         finally:
             run.close()  # an open run references its own tickets
+
+
+def _close_checkpoints(error: BaseException) -> None:
+    """Close the hooks of the checkpoints inside the block whose forward raised, ours and others'.
+
+    Torch 2.8 to 2.10 leave that to the end of a generator that the traceback keeps alive, and so hide our hooks, which
+    are below. Torch 2.13 has closed it: closing it again does nothing.
+    """
+    left: list[Any] = []
+    trace = error.__traceback__
+    while trace is not None:
+        frame, trace = trace.tb_frame, trace.tb_next
+        if frame.f_code.co_name == checkpoint.__name__ and frame.f_globals.get("__name__") == checkpoint.__module__:
+            left.append(frame.f_locals.get("gen"))
+    for generator in filter(None, reversed(left)):  # the innermost first
+        generator.close()
 
 
 def _open_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

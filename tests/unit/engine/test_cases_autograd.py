@@ -15,6 +15,7 @@ from ebbtide.engine import Engine
 from tests.helpers.engines import POLICIES, REMAKE, assert_nothing_left, forward_pass, leaf, open_engine
 from tests.helpers.oracle import same_bits
 from tests.helpers.parts import gated_model
+from tests.helpers.torches import MULTIPLIES_GROUPS
 from tests.unit.engine.test_rules import CASES, VIEWS
 
 RULES: dict[str, Callable[[Tensor], Tensor]] = CASES | VIEWS
@@ -42,6 +43,8 @@ def twice(make: Callable[[Tensor], Tensor], x: Tensor, engine: Engine | None, we
 @pytest.mark.parametrize("plan", ["recompute", "offload"])
 @pytest.mark.parametrize("node", sorted(RULES))
 def test_the_gradient_of_a_gradient_goes_through_every_rule(node: str, plan: str) -> None:
+    if node == "GroupedMmBackward0" and not MULTIPLIES_GROUPS:
+        pytest.skip("this torch multiplies groups on devices only")
     make = RULES[node]
     weights = list(make.float().parameters()) if isinstance(make, nn.Module) else []
     x = leaf(4, 6)

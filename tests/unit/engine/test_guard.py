@@ -19,6 +19,7 @@ from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Record, Running, record_of
 from ebbtide.engine.weights import Weights
 from tests.helpers.engines import REMAKE, forward_pass, leaf, open_engine
+from tests.helpers.torches import needs_slots
 
 
 def guard(settle: Any = lambda: None) -> WeightGuard:
@@ -181,6 +182,7 @@ def test_a_layer_is_credited_only_with_what_came_into_being_while_it_ran() -> No
         assert [record.kind for record in run.builder.records.values()] == [nn.LayerNorm]
 
 
+@needs_slots
 @pytest.mark.parametrize("name", ["batch norm", "group norm", "linear", "convolution"])
 def test_a_frozen_bias_is_known_from_a_layer_of_its_kind_only(name: str) -> None:
     """The record of another layer says nothing about it, also where that has no bias."""

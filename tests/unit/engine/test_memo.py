@@ -25,6 +25,7 @@ from tests.helpers.engines import (
     observe,
     open_engine,
 )
+from tests.helpers.torches import needs_slots
 
 EMPTY = torch.empty(0)
 
@@ -272,6 +273,7 @@ def test_what_a_block_saves_may_be_of_an_earlier_one(policy: str, outside: bool)
             assert engine.stats().unique_bytes == anew.stats().unique_bytes and engine.kept.total == 0
 
 
+@needs_slots
 def test_a_recipe_reads_what_an_earlier_block_keeps_and_its_own_block_does_not_save() -> None:
     """The second block's tensor is recomputed in every step, from a kept storage with and without an entry."""
 
@@ -294,6 +296,7 @@ def test_a_recipe_reads_what_an_earlier_block_keeps_and_its_own_block_does_not_s
             assert_nothing_left(engine)
 
 
+@needs_slots
 def test_an_operand_that_changed_is_named_alike_with_and_without_an_entry() -> None:
     def program(leaves: Leaves) -> list[Tensor]:
         kept = leaves["x"].relu()

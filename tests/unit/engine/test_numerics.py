@@ -16,6 +16,7 @@ from ebbtide.engine import recompute as recompute_module
 from ebbtide.engine.numerics import current_numerics, exactly
 from tests.helpers.interrupts import Fuse
 from tests.helpers.parts import WIDTH, Model, Part, differing, gated_model, training_step
+from tests.helpers.torches import CURRENT_PRECISIONS, needs_current_precisions
 
 # ruff: noqa: B023 - functions defined in a loop are called in the same round
 
@@ -36,12 +37,15 @@ def _reset() -> None:
     torch.backends.cudnn.allow_tf32 = True
     for node in NODES:
         default = "tf32" if node in (("cuda", "conv"), ("cuda", "rnn")) else "none"
-        torch._C._set_fp32_precision_setter(*node, default)
+        if CURRENT_PRECISIONS:
+            torch._C._set_fp32_precision_setter(*node, default)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
-    torch.backends.mkldnn.set_flags(_enabled=True, _deterministic=False, _fp32_precision=None)
-    torch.backends.cudnn.set_flags(_enabled=True, _benchmark=False, _deterministic=False, _fp32_precision=None)
+    for name in ("mkldnn_deterministic", "cudnn_benchmark", "cudnn_deterministic"):
+        getattr(torch._C, f"_set_{name}")(False)
+    torch._C._set_mkldnn_enabled(True)
+    torch._C._set_cudnn_enabled(True)
     matmul = torch.backends.cuda.matmul
     matmul.allow_fp16_reduced_precision_reduction = matmul.allow_bf16_reduced_precision_reduction = True
     matmul.allow_fp16_accumulation = False
@@ -67,6 +71,11 @@ def _all(*settings: Setting) -> Setting:
 
     call.__name__ = ",".join(setting.__name__ for setting in settings)
     return call
+
+
+def _offered(*settings: Setting) -> list[Setting]:
+    """Return the settings that this torch has."""
+    return [s for s in settings if CURRENT_PRECISIONS or not ("fp32_precision" in s.__name__ or "(" in s.__name__)]
 
 
 def highest() -> None:
@@ -101,7 +110,7 @@ def nothing() -> None:
     pass
 
 
-PRECISIONS = [
+PRECISIONS = _offered(
     _set("fp32_precision", "tf32"),
     _set("fp32_precision", "ieee"),
     _set("fp32_precision", "bf16"),
@@ -125,9 +134,9 @@ PRECISIONS = [
     _set("cuda.matmul.allow_tf32", True),
     _set("cudnn.allow_tf32", False),
     _all(medium, _set("cuda.matmul.fp32_precision", "ieee")),
-]  # fmt: skip
+)  # fmt: skip
 
-FLAGS = [
+FLAGS = _offered(
     deterministic,
     warn_only,
     double,
@@ -140,7 +149,7 @@ FLAGS = [
     _set("cuda.matmul.allow_fp16_reduced_precision_reduction", False),
     _set("cuda.matmul.allow_bf16_reduced_precision_reduction", (False, False)),
     _set("cuda.matmul.allow_fp16_accumulation", True),
-]
+)
 
 
 def _names(setting: Setting) -> str:
@@ -172,17 +181,18 @@ def _shown() -> list[Any]:
         torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
         lambda: cuda.allow_fp16_accumulation,
     ]
-    return [*(torch._C._get_fp32_precision_getter(*node) for node in NODES), *(_read(getter) for getter in getters)]
+    precisions = [torch._C._get_fp32_precision_getter(*node) for node in NODES if CURRENT_PRECISIONS]
+    return [*precisions, *(_read(getter) for getter in getters)]
 
 
-THEN = [
+THEN = _offered(
     nothing,
     _set("fp32_precision", "tf32"),
     _set("fp32_precision", "ieee"),
     _set("cudnn.fp32_precision", "ieee"),
     _all(_set("fp32_precision", "ieee"), _set("cudnn.fp32_precision", "none")),
     high,
-]
+)
 """What a program may do next: shows which settings are inherited."""
 
 
@@ -252,6 +262,7 @@ print(*found, b.cudnn.conv.fp32_precision, b.cudnn.rnn.fp32_precision, b.mkldnn.
 """
 
 
+@needs_current_precisions
 def test_what_nobody_has_set_yields_to_what_is_set_later() -> None:
     """In a fresh process: no write brings back the value that cuDNN's precisions begin with."""
     ran = subprocess.run([sys.executable, "-c", FRESH], capture_output=True, text=True, check=True, timeout=120)
@@ -319,6 +330,7 @@ def convolution(s: Any, x: Tensor) -> Tensor:
     return x + s.b(nn.functional.silu(s.a(nn.functional.silu(x))))
 
 
+@needs_current_precisions
 @pytest.mark.parametrize("policy", ["auto", "minimal", "offload"])
 @pytest.mark.parametrize("where", ["the forward", "the backward"])
 def test_convolutions_under_another_precision_on_one_side(policy: str, where: str) -> None:

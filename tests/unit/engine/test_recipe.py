@@ -22,6 +22,7 @@ from ebbtide.engine.rules import rule_table
 from ebbtide.engine.tickets import LightTicket
 from tests.helpers.engines import REMAKE, Leaves, assert_nothing_left, compare, forward_pass, leaf, observe, open_engine
 from tests.helpers.oracle import same_bits
+from tests.helpers.torches import needs_slots
 
 
 def light(value: Tensor) -> LightTicket:
@@ -96,6 +97,7 @@ def test_a_number_is_data_and_not_a_new_recipe() -> None:
     assert len(verdicts) == 1, "the verdicts grow with the steps"
 
 
+@needs_slots
 def test_a_number_is_read_under_a_dispatch_mode_too(caplog: pytest.LogCaptureFixture) -> None:
     """A mode that counts operators is handed the number itself where a rule asks for its value."""
     x = leaf(4, 4)
@@ -109,6 +111,7 @@ def test_a_number_is_read_under_a_dispatch_mode_too(caplog: pytest.LogCaptureFix
     assert "MulBackward0" in engine.rules and not caplog.records
 
 
+@needs_slots
 def test_the_record_of_a_module_outlives_what_passes_its_output_on() -> None:
     """An identity or a dropout in eval after a norm returns the norm's own output."""
     model = nn.Sequential(nn.Sequential(nn.LayerNorm(8), nn.Identity(), nn.Dropout(0.0).eval(), nn.Linear(8, 8)))

@@ -25,6 +25,7 @@ from tests.helpers.engines import (
     open_engine,
 )
 from tests.helpers.oracle import same_bits
+from tests.helpers.torches import MULTIPLIES_GROUPS, READS_SLOTS, needs_slots
 
 Make = Callable[[Tensor], Tensor]
 
@@ -202,8 +203,9 @@ def run(make: Make, dtype: torch.dtype, *, view: bool, node: str) -> None:
             assert compare(expected, got) == []
             last = "CloneBackward0" if view else node
             recomputed = [s for s, action in engine.last_pass.sites if action is Action.RECOMPUTE]
-            assert last in {s.node for s in recomputed}, (step, engine.last_pass.sites, engine.trust.demoted)
-            assert engine.stats().recomputed_bytes > 0 and engine.stats().total_recomputes > before
+            if READS_SLOTS:  # else many rules build no recipe, and what they would have made is offloaded
+                assert last in {s.node for s in recomputed}, (step, engine.last_pass.sites, engine.trust.demoted)
+                assert engine.stats().recomputed_bytes > 0 and engine.stats().total_recomputes > before
             assert engine.stats().demoted_sites == ()
             current[0] = None
             assert_nothing_left(engine)
@@ -222,6 +224,8 @@ def _names(node: torch.autograd.graph.Node) -> set[str]:
 def test_a_value_is_made_again(node: str, dtype: torch.dtype) -> None:
     if node == "AvgPool3DBackward0" and dtype is torch.bfloat16:
         pytest.skip("torch pools bfloat16 volumes on devices only")
+    if node == "GroupedMmBackward0" and not MULTIPLIES_GROUPS:
+        pytest.skip("this torch multiplies groups on devices only")
     run(CASES[node], dtype, view=False, node=node)
 
 
@@ -286,6 +290,7 @@ def test_another_shape_of_a_rule(name: str, dtype: torch.dtype) -> None:
     run(make, dtype, view=False, node=node)
 
 
+@needs_slots
 def test_a_recomputed_batch_norm_counts_no_batch_twice() -> None:
     norm = nn.BatchNorm1d(6)
     x = leaf(4, 6)
@@ -314,6 +319,7 @@ def test_random_operators_have_no_rule() -> None:
             assert reached.name() not in rule_table() or reached.name() == "MulBackward0"
 
 
+@needs_slots
 @pytest.mark.parametrize("frozen", [nn.Linear, ConvOfRows], ids=["linear", "convolution"])
 def test_a_frozen_bias_is_taken_as_autocast_cast_it(frozen: type[nn.Module]) -> None:
     layer = (frozen(6, 5) if frozen is nn.Linear else frozen(1, 3, 2)).requires_grad_(False)
@@ -333,6 +339,7 @@ def test_a_frozen_bias_is_taken_as_autocast_cast_it(frozen: type[nn.Module]) -> 
         assert any(s.node == "SigmoidBackward0" and a is Action.RECOMPUTE for s, a in sites), sites
 
 
+@needs_slots
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_the_work_of_a_convolution_does_not_depend_on_what_is_frozen(kind: type[nn.Module]) -> None:
     found = []

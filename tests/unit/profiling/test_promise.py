@@ -488,6 +488,17 @@ def test_one_pass_shows_that_a_promise_is_kept() -> None:
     assert "in 1 step" in plan.explain()
 
 
+def test_a_plan_that_seems_faster_than_ordinary_training_is_measured_again() -> None:
+    plan = judged_plan()
+    assert judged_after(plan, 0.8) == 0
+    check = plan._check
+    assert check is not None
+    for slower in (1.05, 1.05):
+        assert check.measured is None
+        plan.saw_span(span_of(plan, slower, plain=(3, 5, 7, 9)))
+    assert check.measured is not None and check.measured.steps == 3 and not check.too_slow
+
+
 def test_two_passes_that_agree_show_that_it_is_missed() -> None:
     plan = judged_plan()
     assert judged_after(plan, 1.5, 1.5) == 2

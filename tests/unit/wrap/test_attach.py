@@ -360,6 +360,29 @@ def test_an_exception_in_a_block_leaves_the_next_step_right(error: BaseException
         assert_nothing_left(handle._engine)
 
 
+@MODES
+def test_an_exception_inside_a_checkpoint_of_a_block_leaves_no_hooks_open(policy: str) -> None:
+    """Some versions of torch leave a checkpoint's hooks open until the traceback is gone, and ours below them."""
+    tiny = build("block")
+    fails = Fails()
+
+    class Checkpoints(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda y: checkpoint(fails, y, use_reentrant=False), x, use_reentrant=False)
+
+    tiny.block_list()[1].append(Checkpoints())
+    expected = tiny.step()
+    with enable(tiny.model, policy=policy) as handle:
+        for _ in range(2):
+            fails.error = ValueError("no")
+            with pytest.raises(ValueError, match="no"):
+                tiny.step()
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+            fails.error = None
+            assert differences(tiny.step(), expected) == []
+        assert_nothing_left(handle._engine)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_no_hooks_are_entered(mode: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = build("block")

@@ -1,0 +1,32 @@
+"""What the installed torch can do: marks for tests of what older ones cannot (``docs/reference/versions.md``)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ebbtide.engine.slots import SINCE, readable
+
+READS_SLOTS = readable()
+"""Whether it shows what autograd saved: more recipes can be built, and the coverage of the blocks is measured."""
+
+needs_slots = pytest.mark.skipif(not READS_SLOTS, reason=f"torch before {SINCE} does not show what autograd saved")
+
+CURRENT_PRECISIONS = hasattr(torch.backends, "fp32_precision")
+"""Whether it has the current interface for the precision of float32."""
+
+needs_current_precisions = pytest.mark.skipif(not CURRENT_PRECISIONS, reason="torch before 2.9 has no fp32_precision")
+
+
+def _multiplies_groups() -> bool:
+    try:
+        torch._grouped_mm(torch.ones(16, 16), torch.ones(1, 16, 16), offs=torch.tensor([16], dtype=torch.int32))
+    except NotImplementedError:
+        return False
+    except RuntimeError:  # not these shapes or types, but there is a kernel
+        return True
+    return True
+
+
+MULTIPLIES_GROUPS = _multiplies_groups()
+"""Whether the products of groups run on a CPU."""
