@@ -20,6 +20,7 @@ from tests.helpers.engines import assert_nothing_left
 from tests.helpers.models import WIDTH as MODEL_WIDTH
 from tests.helpers.models import Mlp, Recurrent, Stack, build
 from tests.helpers.oracle import differences, same_bits
+from tests.helpers.torches import needs_slots
 
 POLICIES = ("auto", "offload", "inputs", "minimal", "keep")
 WIDTH = 24
@@ -94,6 +95,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(s.nbytes() for s in found.values())
 
 
+@needs_slots
 @pytest.mark.parametrize("policy", POLICIES)
 def test_inside_and_outside_are_all_that_autograd_saves(policy: str) -> None:
     model, x = Head(), torch.randn(6, WIDTH)
@@ -119,6 +121,7 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@needs_slots
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("wrapped", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("kind", [Head, Recurrent])
@@ -147,6 +150,7 @@ def test_the_coverage_of_a_wrapped_model_is_that_of_the_model(wrapped: str, kind
     assert all(map(same_bits, found, alone))
 
 
+@needs_slots
 @pytest.mark.parametrize("policy", POLICIES)
 def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCaptureFixture) -> None:
     model, x = Stem(), torch.randn(200, WIDTH)
@@ -163,6 +167,7 @@ def test_modules_that_save_most_become_blocks(policy: str, caplog: pytest.LogCap
     assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
 
 
+@needs_slots
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_model_whose_largest_children_save_nothing_becomes_one_block(policy: str) -> None:
     model, x = Bypassed(), torch.randn(5, WIDTH)
@@ -177,6 +182,7 @@ def test_a_model_whose_largest_children_save_nothing_becomes_one_block(policy: s
     assert not any(isinstance(v, StandIn) for m in model.modules() for v in vars(m).values())
 
 
+@needs_slots
 @pytest.mark.usefixtures("world")
 def test_ranks_keep_the_blocks_of_the_structure(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     model, x = Stem(), torch.randn(200, WIDTH)
@@ -188,6 +194,7 @@ def test_ranks_keep_the_blocks_of_the_structure(monkeypatch: pytest.MonkeyPatch,
     assert record.levelno == logging.WARNING and "hint: blocks=[...]" in record.getMessage()
 
 
+@needs_slots
 def test_blocks_that_were_named_stay(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Stem(), torch.randn(200, WIDTH)
     with enable(model, blocks=["layers.*"]) as handle:
@@ -206,6 +213,7 @@ class Checkpointed(Head):
         return {"logits": self.head(self.norm(x)).exp()}
 
 
+@needs_slots
 def test_blocks_in_checkpoints_are_no_reason_for_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model, x = Checkpointed(), torch.randn(60, WIDTH)
     with caplog.at_level(logging.INFO, "ebbtide"), enable(model) as handle:
@@ -253,6 +261,7 @@ def test_the_model_as_one_block(policy: str, compiled: str) -> None:
     assert not any(isinstance(v, StandIn) for m in call.modules() for v in vars(m).values())
 
 
+@needs_slots
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lone_lstm(policy: str) -> None:
     tiny = build("lstm")

@@ -21,6 +21,7 @@ from ebbtide.wrap.others import OFFLOADERS, Offloader
 from tests.helpers.engines import ByTable, assert_nothing_left, hooks_are_closed
 from tests.helpers.models import WIDTH, Attention, Mlp, Stack, build
 from tests.helpers.oracle import Oracle, differences, same_bits
+from tests.helpers.torches import needs_slots
 
 Around = Callable[..., Any]
 
@@ -69,6 +70,7 @@ HINT = (
 )
 
 
+@needs_slots
 @pytest.mark.parametrize("policy", ["keep", "inputs", "offload", "minimal", "auto"])
 @pytest.mark.parametrize(
     ("around", "found"),
@@ -96,6 +98,7 @@ def test_hooks_inside_a_block_that_take_all_it_saves_are_refused(around: Around,
         assert_nothing_left(handle._engine)
 
 
+@needs_slots
 @pytest.mark.parametrize("part", [taken, lambda f, x: saved_tensors_hooks_of_their_own(f, x), taken_and_checkpointed])
 def test_hooks_inside_a_block_that_take_a_part_are_said_once(part: Around, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
@@ -165,6 +168,7 @@ def test_the_hooks_of_our_own_checkpoint_are_no_others() -> None:
             assert handle.stats().checkpointed_blocks == 3
 
 
+@needs_slots
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_transformers_offloads_itself_is_refused_and_its_flag_named(
     monkeypatch: pytest.MonkeyPatch, reentrant: bool
