@@ -26,6 +26,8 @@ class LiveBytes:
 
     def add(self, item: _Sized) -> None:
         """Count an object as long as it lives."""
+        if self._dead:  # nobody may ever ask for the sum
+            self._forget_dead()
         self._bytes[weakref.ref(item, self._dead.append)] = item.nbytes  # nothing interrupts a deque's ``append``
         self._total += item.nbytes
 
@@ -36,8 +38,12 @@ class LiveBytes:
     @property
     def total(self) -> int:
         """Bytes of the objects that are alive."""
-        while self._dead:
-            self._total -= self._bytes.pop(self._dead.popleft(), 0)
+        if self._dead:
+            self._forget_dead()
         if not self._bytes:
             self._total = 0  # whatever an interrupt left of a sum
         return self._total
+
+    def _forget_dead(self) -> None:
+        while self._dead:
+            self._total -= self._bytes.pop(self._dead.popleft(), 0)
