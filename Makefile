@@ -8,6 +8,8 @@ STAMP := $(VENV)/.stamp
 # Test processes side by side; WORKERS=0 runs the tests in one process (for a debugger).
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
+# What the first part of make test takes or leaves out: make test TESTS=tests/unit/engine
+TESTS ?=
 SOURCES := src tests benchmarks docs/site_hooks.py
 
 # Five steps or more warm up, the last measures activation memory, and those between are timed; the modes go in lockstep.
@@ -42,7 +44,7 @@ demo: setup  ## Fine-tune a small model plainly, with checkpointing and with ebb
 	$(BIN)/ebbtide compare sft $(DEMO_FLAGS) --modes $(DEMO_MODES) --rounds 1 --out runs/demo
 
 test: setup simdev  ## Run the tests, but for the slow ones; those of tests/gpu on the simulated device
-	$(PYTEST)
+	$(PYTEST) $(TESTS)
 	$(PYTEST) --simdev
 
 test-all: setup simdev docs  ## Run every test, the slow ones too, and build the site
@@ -57,7 +59,7 @@ check: setup  ## Format, lint, types, floors, contracts
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/contract
+	$(PYTEST) -q tests/contract
 
 bench: setup  ## Run the benchmark suites of a CPU-only machine
 	@for suite in $(CPU_SUITES); do echo "== $$suite"; $(BIN)/python -m benchmarks.suites.$$suite || exit 1; done

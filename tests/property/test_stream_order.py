@@ -215,6 +215,7 @@ def test_the_trial_itself_is_clean(rate: float) -> None:
     assert device.out_bytes > 0 and device.in_bytes > 0
 
 
+@pytest.mark.slow
 @SPEEDS
 @pytest.mark.parametrize(
     "waits",
@@ -227,6 +228,7 @@ def test_a_missing_wait_is_found(waits: tuple[str, str], rate: float) -> None:
     assert device.found or (rate == 1e9 and waits[1] != "compute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_found(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CheckedDevice(20.0, 20.0)

@@ -154,6 +154,7 @@ def test_cases_in_lockstep_take_each_step_together() -> None:
     assert len(against_plain([plain, keep, unknown])[1]) == 3 and against_plain([plain, keep, unknown])[2] == []
 
 
+@pytest.mark.slow
 def test_cases_that_memory_does_not_hold_together_follow_one_another(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

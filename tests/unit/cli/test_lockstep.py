@@ -112,6 +112,7 @@ def test_a_step_that_all_have_taken_is_a_line(stepped):
     )
 
 
+@pytest.mark.slow
 def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "free_memory_bytes", lambda: 0)
     alone = Round(tmp_path)

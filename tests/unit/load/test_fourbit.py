@@ -157,6 +157,7 @@ def _peak(width: int, layers: int, path: str) -> int:
     return int(json.loads(result.stdout))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="this system does not tell a process's peak")
 def test_what_is_there_in_full_precision_is_one_weight(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from ebbtide.planner.profile import Profile
 from ebbtide.profiling.faketensors import FakeMachine
 from ebbtide.profiling.repeats import NotAlike
 from ebbtide.profiling.simulated import Job, _Task, forecast
-from tests.helpers.pairs import all_pairs
 
 WIDTH = 64
 
@@ -102,7 +101,15 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize(("make", "shards"), all_pairs([alike, mixed], [1, 4]))
+@pytest.mark.parametrize(
+    ("make", "shards"),
+    [
+        (alike, 1),
+        pytest.param(alike, 4, marks=pytest.mark.slow),
+        (mixed, 1),
+        pytest.param(mixed, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_the_profile_is_that_of_all_blocks(make: Callable[[int], Net], shards: int, operators: list[int]) -> None:
     net, job = make(60 if make is mixed else 16), Job(shards=shards)
     short = task(net, job).profile(every_block=False)

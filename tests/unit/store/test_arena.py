@@ -39,7 +39,7 @@ def park_all(device: FakeDevice, tier: HostTier, sizes: list[int]) -> None:
     tier.trim()
 
 
-@pytest.mark.parametrize("kind", [FakeDevice, PowersOfTwo])
+@pytest.mark.parametrize("kind", [FakeDevice, pytest.param(PowersOfTwo, marks=pytest.mark.slow)])
 def test_a_repeating_trace_asks_for_memory_in_its_first_step_only(kind: type[FakeDevice]) -> None:
     device = kind(1e9, 1e9)
     tier = HostTier(device)
