@@ -6,7 +6,8 @@ turn, so that what else the machine does meets each. Gradients are compared with
 red gate. Tensors are small, so that the bookkeeping is what is timed and not the bytes. On a device the chain's kernels
 are enqueued behind one another and waited for at the end. The window there is far below what the chain saves, and the
 suite checks that every pass copies the rest; a pass that fits into the window is held back whole and has its own row.
-Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing.
+Without an accelerator, "host memory" is offloading over a device whose streams and events do nothing. Then steps of
+two small models are timed under four ways in turn. Where py-spy is installed, it tells in which lines the time goes.
 
     python -m benchmarks.suites.overhead [--pairs 30] [--out DIR]
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,8 +28,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.case import synchronize
 from benchmarks.cases import device_name
+from benchmarks.frames import shares
 from benchmarks.nodevice import NoDevice
 from benchmarks.results_folder import result_folder, summary, write_result
+from benchmarks.small_steps import SMALL_MODELS, SPY_SECONDS, small_steps
 from ebbtide.base.events import Bus
 from ebbtide.config import Keep, Minimal, Offload, Options, Policy
 from ebbtide.engine import Block, Engine
@@ -43,6 +47,8 @@ SAVED = 200
 SHAPE = (64, 64)
 
 WINDOW_BYTES = 64 * 1024
+
+LINES_OF = ("keep", "recompute", "offload, host memory", "offload")
 
 Scope = Callable[[], AbstractContextManager[object]]
 
@@ -125,8 +131,8 @@ def variants() -> dict[str, Variant]:
     return found
 
 
-def measure(pairs: int) -> dict[str, list[float]]:
-    """Return µs per saved tensor of every variant, in every round."""
+def measure(pairs: int) -> tuple[dict[str, list[float]], dict[str, Counter[str]]]:
+    """Return µs per saved tensor of every variant, in every round; and samples by line of those that do most."""
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     ways, x = variants(), torch.linspace(0.1, 1.0, SHAPE[0] * SHAPE[1], device=device).view(SHAPE)
     expected = chain(x, nullcontext())
@@ -141,7 +147,58 @@ def measure(pairs: int) -> dict[str, list[float]]:
             way.run(x)
             synchronize(device)
             found[name].append((time.perf_counter() - started) / SAVED * 1e6)
-    return found
+    lines = {
+        name: sampled
+        for name, way in ways.items()
+        if name in LINES_OF and (sampled := shares(lambda way=way: way.run(x), SPY_SECONDS)) is not None
+    }
+    return found, lines
+
+
+def by_line(samples: dict[str, list[float]], lines: dict[str, Counter[str]]) -> list[str]:
+    """Return where the time of a saved tensor goes: the lines that take most, in µs."""
+    rows: list[str] = []
+    for name, sampled in lines.items():
+        whole = statistics.median(samples[name]) / max(1, sampled.total())
+        rest = sum(n for place, n in sampled.items() if not place.startswith("ebbtide/"))
+        rows += [
+            "",
+            f"## Where {name} spends its time",
+            "",
+            f"Innermost Python lines, µs per saved tensor, as py-spy sees them; "
+            f"torch's and the suite's own: {rest * whole:.1f}.",
+            "",
+            "| line | µs |",
+            "| --- | ---: |",
+            *(
+                f"| `{place}` | {n * whole:.2f} |"
+                for place, n in sampled.most_common(40)
+                if place.startswith("ebbtide/")
+            ),
+        ]
+    return rows
+
+
+def of_small_models(pairs: int) -> tuple[dict[str, dict[str, list[float]]], list[str]]:
+    """Return the ratios of steps of small models by model and way, and their table."""
+    rows = [
+        "",
+        "## Steps of small models",
+        "",
+        "Forward and backward, float32; the ways take steps in turn in one process. *Lines of ours*: the share of the",
+        "step in which the innermost Python line is ebbtide's, with what it asks of torch.",
+        "",
+        "| model | way | step / plain | quartiles | lines of ours |",
+        "| --- | --- | ---: | --- | ---: |",
+    ]
+    ratios: dict[str, dict[str, list[float]]] = {}
+    for model, (shape, tokens) in SMALL_MODELS.items():
+        ways = small_steps(shape, tokens, pairs)
+        ratios[model] = {way: values for way, (values, _) in ways.items()}
+        for way, (values, share) in ways.items():
+            row, percent = summary(values), "–" if share is None else f"{share:.1%}"
+            rows.append(f"| {model} | {way} | ×{row['median']:.3f} | {row['q1']:.3f} … {row['q3']:.3f} | {percent} |")
+    return ratios, rows
 
 
 def main() -> None:
@@ -150,8 +207,11 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=30)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    samples = measure(given.pairs)
+    samples, lines = measure(given.pairs)
+    torch.set_num_threads(threads)
+    ratios, steps = of_small_models(given.pairs)
     base = statistics.median(samples["no hooks"])
     rows = ["| saved tensors are | µs per saved tensor above no hooks | quartiles |", "| --- | --- | --- |"]
     for name, values in samples.items():
@@ -167,12 +227,18 @@ def main() -> None:
             "`sin`; a training step moves tensors of MiB, where the bytes count and this does not.",
             "",
             *rows,
+            *steps,
+            *by_line(samples, lines),
             "",
         ]
     )
     print(text)
     folder = given.out or result_folder("overhead")
-    write_result(folder, {"suite": "overhead", "pairs": given.pairs, "us_per_saved_tensor": samples}, text)
+    write_result(
+        folder,
+        {"suite": "overhead", "pairs": given.pairs, "us_per_saved_tensor": samples, "steps_over_plain": ratios},
+        text,
+    )
     print(f"written to {folder}")
 
 

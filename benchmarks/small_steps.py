@@ -1,0 +1,67 @@
+"""Steps of small models, in which the host's time shows most: the ways take them in turn, in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from benchmarks.case import step, synchronize
+from benchmarks.frames import ours, shares
+from benchmarks.peers import Prepared, way_named
+from benchmarks.shapes import SHAPES, Shape, qwen3
+
+WAYS = ("plain", "ebbtide keep", "ebbtide offload", "ebbtide minimal")
+WARMUP_STEPS = 5
+SPY_SECONDS = 15.0
+
+SMALL_MODELS: dict[str, tuple[Shape, int]] = {
+    "8 blocks, width 256, 128 tokens": (qwen3(256, 768, 8, 4, 2, head=64, words=512), 128),
+    "12 blocks, width 576, 256 tokens": (SHAPES["SmolLM2-12"], 256),
+}
+"""Qwen3's kind; the shape and the tokens of a step."""
+
+
+def small_steps(shape: Shape, tokens: int, pairs: int) -> dict[str, tuple[list[float], float | None]]:
+    """Time steps of a model under each way, in turn.
+
+    Args:
+        shape: The model's.
+        tokens: Of each step.
+        pairs: Steps of each way that are timed.
+
+    Returns:
+        By way: seconds of its steps ÷ those of the plain ones of the same turn; and the share of its time in lines of
+        ebbtide's, None where py-spy is not installed.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    inputs = shape.inputs(tokens, 1, device)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with contextlib.ExitStack() as stack:
+        ways: dict[str, Prepared] = {}
+        for way in WAYS:
+            torch.manual_seed(0)
+            model = shape.build(device, "full").train()
+            ways[way] = stack.enter_context(contextlib.contextmanager(way_named(way).prepare)(model))
+        for _ in range(WARMUP_STEPS):
+            losses = [step(prepared, inputs) for prepared in ways.values()]
+            if not all(torch.equal(loss, losses[0]) for loss in losses):
+                raise SystemExit("the losses differ; no speed number on a red gate")
+        for _ in range(pairs):
+            for way, prepared in ways.items():
+                synchronize(device)
+                began = time.perf_counter()
+                step(prepared, inputs)
+                synchronize(device)
+                seconds[way].append(time.perf_counter() - began)
+        found = {
+            way: shares(lambda prepared=prepared: step(prepared, inputs), SPY_SECONDS) for way, prepared in ways.items()
+        }
+    return {
+        way: (
+            [one / plain for one, plain in zip(seconds[way], seconds["plain"], strict=True)],
+            None if (sampled := found[way]) is None else ours(sampled),
+        )
+        for way in WAYS
+    }
