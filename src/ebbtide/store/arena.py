@@ -325,7 +325,7 @@ class Arena:
             try:
                 self._add_chunks(step, missing, pinned=pinned)
             except RuntimeError as error:
-                cause = cause or error
+                cause = cause or error.with_traceback(None)  # whose frames hold what could not be pinned
                 continue
             if self._pins and not pinned:
                 self._pins = False

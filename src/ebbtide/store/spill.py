@@ -205,6 +205,7 @@ class SpillTier:
             if self._disk is not None:
                 self._pass_on(self._disk)
             if slot.stage is not None:
+                slot.wanted = False
                 return slot.stage.take()
         if slot.on_disk is None:
             raise freed_error()
@@ -300,7 +301,7 @@ class SpillTier:
                 except TargetError as error:
                     freed = self._fail(slot, error) or freed
             self._staged.popleft()
-        while self._written:
+        for _ in range(len(self._written)):
             found = staged(self._written[0])
             if found is None:
                 freed = True
@@ -311,10 +312,12 @@ class SpillTier:
                         if not wait or freed:
                             break
                         slot.on_disk.wait_parked()
-                    if wait or not slot.wanted:
-                        slot.stage = None
-                        stage.free()
-                        freed = True
+                    if slot.wanted and not wait:  # looked at again when it is no longer
+                        self._written.rotate(-1)
+                        continue
+                    slot.stage = None
+                    stage.free()
+                    freed = True
                 except TargetError as error:
                     freed = self._fail(slot, error) or freed
             self._written.popleft()

@@ -16,9 +16,12 @@ Steps and phases that a loop marks manually (``run.phase``, ``run.step``, the re
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from threading import get_ident
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,6 +60,8 @@ class StepMarker:
         self._turned: float | None = None
         """End of a forward whose backward has not begun."""
         self._stepping: torch.optim.Optimizer | None = None
+        self._caller: tuple[int, FrameType] | None = None
+        """The thread in which it steps, and torch's frame around its step."""
         self._stepped: list[torch.optim.Optimizer] = []
         """Optimizers that have stepped in this step."""
         self._ended: float | None = None
@@ -108,14 +113,14 @@ class StepMarker:
         if torch.compiler.is_compiling() or not _in_training_forward():
             return
         with self._lock:
-            if self._stepping is None:
+            if not self._steps():
                 self._forward_begins()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not _in_training_forward():
             return
         with self._lock:
-            if self._stepping is None:
+            if not self._steps():
                 self._forward_ends()
         for node in {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
             if node is not None:
@@ -123,7 +128,7 @@ class StepMarker:
 
     def _before_backward(self, gradients: object) -> None:
         with self._lock:
-            if self._stepping is None:
+            if not self._steps():
                 self._backward_begins()
 
     # Events of the bus and of optimizers
@@ -136,7 +141,7 @@ class StepMarker:
                 self._phase_by_hand(fields)
             elif kind == "step":
                 self._step_by_hand(fields)
-            elif self._stepping is not None:
+            elif self._steps():
                 return  # of an optimizer that calls the model itself, such as LBFGS
             elif kind == "pass_begin":
                 self._forward_begins()
@@ -193,11 +198,11 @@ class StepMarker:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
-            if self._stepping is not None and self._stepping is not optimizer:
+            if self._steps() and self._stepping is not optimizer:
                 return  # an optimizer inside another
             if any(other is optimizer for other in self._stepped):
                 self._settle()
-            self._stepping = optimizer
+            self._stepping, self._caller = optimizer, (get_ident(), sys._getframe(1))
             if _in_backward():
                 return  # it steps inside backward, as soon as a gradient is ready
             if self._phase is None and self._turned is not None:  # no event marked backward's begin
@@ -212,13 +217,29 @@ class StepMarker:
         with self._lock:
             if self._stepping is not optimizer:
                 return
-            self._stepping = None
+            self._stepping = self._caller = None
             if self._phase == "optimizer":
                 self._end_phase()
             self._stepped.append(optimizer)
             self._ended = time.monotonic()
             if not _in_backward():
                 self._look()
+
+    def _steps(self) -> bool:
+        """Whether an optimizer steps now. Of one whose step raised, torch does not say that it is over."""
+        if self._stepping is None or self._caller is None:
+            return False
+        thread, caller = self._caller
+        if thread != get_ident():
+            return True
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not caller:
+            frame = frame.f_back
+        if frame is None:
+            self._stepping = self._caller = None
+            if self._phase == "optimizer":
+                self._end_phase()
+        return frame is not None
 
     def _look(self) -> None:
         """Read the figures of the step now: when it is emitted, handles may be closed and gradients freed."""

@@ -97,6 +97,27 @@ def test_from_the_stage_while_it_is_there(disk: Path) -> None:
             each.free()
 
 
+def test_a_stage_that_was_wanted_when_its_disk_write_ended_is_freed_when_it_is_no_longer(disk: Path) -> None:
+    with spilling(disk, rate=1.0) as (device, tier):
+        kept = [tier.park(produce(device, 8 * KIB)) for _ in range(7)]
+        slot = tier.park(produce(device, 8 * KIB))
+        assert isinstance(slot, SpillSlot)
+        tier.host.wait_copied(slot.stage)
+        with tier._lock:
+            tier._pass_on(tier._disk)
+        slot.on_disk.wait_parked()
+        slot.prefetch()
+        with tier._lock:
+            tier._pass_on(tier._disk)
+        assert slot.stage is not None
+        slot.put_back()
+        with tier._lock:
+            assert tier._pass_on(tier._disk)
+        assert slot.stage is None and not tier._written
+        for each in (*kept, slot):
+            each.free()
+
+
 @pytest.mark.parametrize("reason", ["no directory", "disk full"])
 def test_a_disk_that_cannot_take_the_rest_is_a_cap_error(
     reason: str, disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -286,3 +286,21 @@ def test_a_tiny_model_that_offloads_nothing_is_told_why(caplog: pytest.LogCaptur
         list(loop(model, adam(model), steps=1))
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert any("below min_bytes=64.0 KiB" in words and "hint: " in words for words in said), said
+
+
+def test_an_optimizer_whose_step_raised_does_not_end_the_steps_of_others(tmp_path: Path) -> None:
+    model = model_of()
+    failing, good = torch.optim.SGD(model.parameters(), lr=0.1), adam(model)
+
+    def closure() -> float:
+        raise RuntimeError("out of memory")
+
+    with ebbtide.track_memory(tmp_path) as run:
+        for loss in loop(model, good, steps=2):
+            run.step(loss=loss)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            failing.step(closure)
+        for loss in loop(model, good, steps=2):
+            run.step(loss=loss)
+    assert [event["step"] for event in marks(tmp_path, "step")] == [1, 2, 3, 4]
+    assert all(spans(tmp_path, step)[-1] == "optimizer" for step in (1, 2, 3, 4))
