@@ -29,16 +29,19 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 def storage_keys(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the keys of the storages that have bytes now."""
-    keys: set[int] = set()
+    return {storage._cdata for storage in storages(tensors)}
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages that have bytes now."""
     others: list[torch.Tensor] = []
     for tensor in tensors:  # at each forward, of each weight: no more calls than needed
         if type(tensor) is not nn.Parameter:
             others.append(tensor)
         elif tensor.layout is torch.strided and (storage := tensor.untyped_storage()).nbytes():
-            keys.add(storage._cdata)
+            yield storage
     for tensor in plain_tensors(others):
         if is_lazy(tensor):  # has no memory yet
             continue
         if tensor.layout == torch.strided and (storage := tensor.untyped_storage()).nbytes():
-            keys.add(storage_key(storage))
-    return keys
+            yield storage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from ebbtide.engine.fingerprint import can_be_taken, is_cast_of
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Running, computes_as_configured
-from ebbtide.engine.storages import storage_key, storage_keys
+from ebbtide.engine.storages import storage_key, storage_keys, storages
 from ebbtide.engine.tickets import Expr, weights_read
 
 
@@ -28,7 +29,8 @@ class Weights:
         weights = list(own()) if model.move or not model.known else []
         model.note_versions(weights)
         self._own = storage_keys(weights)
-        self._passing: set[int] = set()  # storages that have bytes only while a part of the block runs
+        self._passing: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that have bytes only while a part of the block runs. They may die, and others get their keys."""
         self._nodes: dict[int, tuple[Any, torch.Tensor]] = {}  # of weights that are views: FSDP1's, unsharded
         if model.move:
             self._note_nodes([*weights, *model.lasting()])
@@ -37,7 +39,9 @@ class Weights:
         """Learn weights that have bytes only now, while a part of the block runs: never moved, in no recipe."""
         weights = list(weights)
         self.model.note_versions(weights)
-        self._passing |= storage_keys(weights) - self._own
+        for storage in storages(weights):
+            if storage._cdata not in self._own:
+                self._passing[storage._cdata] = weakref.ref(storage)
         self._note_nodes(weights)
 
     def forget(self) -> None:
@@ -59,7 +63,9 @@ class Weights:
     def hold(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is that of a weight."""
         key, model = storage._cdata, self.model
-        return key in model.keys or key in self._own or key in self._passing or (model.move and model.lasts(key))
+        if key in model.keys or key in self._own or (model.move and model.lasts(key)):
+            return True
+        return key in self._passing and self._passing[key]() is storage
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward recomputes."""
@@ -103,7 +109,9 @@ class Weights:
             return None
         if self.usable(weight):
             return weight
-        return weight if storage_key(weight.untyped_storage()) in self._passing else None
+        storage = weight.untyped_storage()
+        passing = self._passing.get(storage._cdata)
+        return weight if passing is not None and passing() is storage else None
 
     @staticmethod
     def _frozen(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:
