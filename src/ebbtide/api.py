@@ -98,14 +98,16 @@ class Handle:
         self._attachment.enabled = True
 
     def close(self) -> None:
-        """Remove the hooks and, once no graph needs it, the store. May be called repeatedly."""
+        """Remove the hooks and close the store: at once or, if a graph needs it, after that graph's backward.
+
+        May be called repeatedly: after a graph was dropped without a backward, the next call closes the store.
+        """
         if not self._closed:
             self._closed = True
             self._attachment.remove()
             self._unlist()
             log_saved(self.stats(), self._engine.options.min_bytes, called=self._attachment.calls.called)
-            if not self._engine.live_entries:
-                self._engine.tier.close()
+        self._engine.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -308,6 +310,7 @@ class offload_saved_tensors(ContextDecorator):
         # Per thread, since several may run one decorated function; reentrant.
         self._entered: defaultdict[int, list[tuple[Engine, offloading]]] = defaultdict(list)
         self._latest: Engine | None = None
+        self._kept: dict[Hashable, list[Engine]] = {}  # idle engines of a plan, which lives no longer than this
 
     def stats(self) -> Stats:
         """Return the figures of the latest context; the totals may include earlier contexts with the same settings."""
@@ -339,9 +342,9 @@ class offload_saved_tensors(ContextDecorator):
             self._idle().append(engine)
 
     def _idle(self) -> list[Engine]:
-        policy = self._policy if isinstance(self._policy, Policy) else id(self._policy)  # its engines hold it
-        settings = (self._options, policy, tuple(_custom_rules.items()), os.getpid())
-        return _idle_engines.setdefault(settings, [])
+        shared = isinstance(self._policy, Policy)  # equal ones decide alike; a plan is made anew with each file read
+        settings = (self._options, self._policy if shared else None, tuple(_custom_rules.items()), os.getpid())
+        return (_idle_engines if shared else self._kept).setdefault(settings, [])
 
 
 def register_recompute(name: str, rule: Rule) -> None:

@@ -44,7 +44,7 @@ class Admission(RunRecord):
         self.jagged = False  # it saved a jagged tensor, or a part of one
         self.replays = False  # uses memos: see [Note: memo]
         self._memo: Memo | None = None  # of the tensor that is saved now
-        self._seen: set[int] = set()
+        self._seen: set[weakref.ref[Entry]] = set()
         self._narrow: dict[tuple[int, int], Ticket] = {}  # what was stored in the type that it was cast up from
         self.running: list[Running] = []  # modules of the block, innermost last
         self._sites = Sites(block, engine.known_sites.setdefault(block.name, Known()))
@@ -83,7 +83,11 @@ class Admission(RunRecord):
             entry = known or self._admit(tensor, layout, storage, at, outer)
             engine.index.remember(storage, entry, same_bytes=known is None)
         else:
-            if engine.weights.move and id(entry) not in self._seen and not self.weights.can_recompute(entry.recipe):
+            if (
+                engine.weights.move
+                and weakref.ref(entry) not in self._seen
+                and not self.weights.can_recompute(entry.recipe)
+            ):
                 self._store(entry, tensor)
             if outer is None and self._memo is None:
                 self._remember(tensor, None)
@@ -251,8 +255,7 @@ class Admission(RunRecord):
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
         self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)
-        self._seen.add(id(inner))
-        self.entries.append(weakref.ref(inner))
+        self._note_entry(inner)
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
         return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
 
@@ -273,10 +276,15 @@ class Admission(RunRecord):
         ticket = Ticket(entry, layout, self, probe, version, alias=alias)
         if outer is None and tensor.is_leaf:
             ticket.leaf = weakref.ref(tensor)
-        if entry.action is not KEEP and id(entry) not in self._seen:
-            self._seen.add(id(entry))
-            self.entries.append(weakref.ref(entry))
+        if entry.action is not KEEP and weakref.ref(entry) not in self._seen:
+            self._note_entry(entry)
         return ticket
+
+    def _note_entry(self, entry: Entry) -> None:
+        """An entry that this block did not keep: its backward will read it."""
+        reference = weakref.ref(entry)  # equal to no other's, when this one is dead
+        self._seen.add(reference)
+        self.entries.append(reference)
 
     def _find_kept(self, storage: torch.UntypedStorage) -> KeptStorage | None:
         """Return what is known of a storage that is kept without an entry."""

@@ -59,6 +59,7 @@ class Engine:
         weights_move: Parameters have bytes only around their block's forward and backward (FSDP).
         rules: Node name → how its output is made again; default: the built-in ones.
         tensor_types: Types of tensors that have a storage of their own; any other is a wrapper, or stays.
+        trust: Compares recomputes; default: one that compares bytes.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class Engine:
         weights_move: bool = False,
         rules: dict[str, Rule] | None = None,
         tensor_types: tuple[type[torch.Tensor], ...] = (torch.Tensor,),
+        trust: Trust | None = None,
     ) -> None:
         leave_untraced()
         self.plan, self.tier, self.options, self.bus = plan, tier, options, bus
         self.lock = threading.RLock()
-        self.trust = Trust(bus, always_full=options.verify)
+        self.trust = trust or Trust(bus, always_full=options.verify)
         guard = self.guard = WeightGuard(self.lock, self.trust.settle)
         self.weights = ModelWeights(model_weights, move=weights_move, steps=lambda: guard.steps)
         self.rules = rules if rules is not None else rule_table()
@@ -103,6 +105,17 @@ class Engine:
         self._stalls, self._waits = StallBook(tier, bus), tier.stalls
         self._operator: int | None = None  # autograd's number of the operator that saved what is postponed
         self.restorer = Restorer(self, mover, self._copy_out, self._stalls, bus)
+        self._closed = False
+
+    def close(self) -> None:
+        """Close the store, at once or at the end of the backward after which no graph needs it; may be called again."""
+        self._closed = True
+        self.close_if_idle()
+
+    def close_if_idle(self) -> None:
+        """Close the store if ``close`` was called and no graph needs it any more."""
+        if self._closed and not self.live_entries:
+            self.tier.close()
 
     # Passes and blocks
 

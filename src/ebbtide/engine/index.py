@@ -18,6 +18,10 @@ from ebbtide.engine.tickets import Entry, Version
 _Known = tuple[weakref.ref[torch.UntypedStorage], list[weakref.ref[Entry]]]
 
 
+MOST_PARTS = 32
+"""Parts of a storage with entries of their own; the next view that is saved moves the storage."""
+
+
 class StorageIndex:
     """Finds the entry of a storage while both are alive; keeps neither alive. See [Note: identity]."""
 
@@ -54,6 +58,8 @@ class StorageIndex:
         known = self.known.get(id(storage))
         if known is None or known[0]() is not storage:
             return 0
+        if len(known[1]) >= MOST_PARTS:
+            return storage.nbytes()
         entries, size = [entry for reference in known[1] if (entry := reference()) is not None], storage.nbytes()
         return sum(e.nbytes for e in entries if e.at == version and e.nbytes < size)
 
@@ -73,6 +79,7 @@ class StorageIndex:
             known = self.known[id(storage)] = reference, [weakref.ref(entry)]
             self._keys[reference] = id(storage)
         else:
-            known[1][:] = [*(r for r in known[1] if r() is not None), weakref.ref(entry)]
+            alive = [r for r in known[1] if r() is not None]
+            known[1][:] = [weakref.ref(entry), *alive]  # the latest first: the one of the whole storage comes last
         if same_bytes and entry.storage_ref is None:
             entry.storage_ref = known[0]

@@ -102,6 +102,10 @@ class Pass:
         return lines
 
 
+MOST_ORDERS = 256
+"""Orders that are remembered: one for each kind of block and number of tensors, which routing to experts may vary."""
+
+
 class RunRecord:
     """The part of a block's run that outlives its forward: its place in the pass, and the order of its reads.
 
@@ -170,7 +174,10 @@ class RunRecord:
         # Python makes one plain weak reference per object: the same one here and in ``entries``, dead or alive.
         places = {id(reference): i for i, reference in enumerate(self.entries)}
         read = list(dict.fromkeys(places[id(r)] for r in self.reads if id(r) in places))
-        unread = [i for i in reversed(range(len(self.entries))) if i not in set(read)]
+        known = set(read)
+        unread = [i for i in reversed(range(len(self.entries))) if i not in known]
+        while len(self._orders) >= MOST_ORDERS:
+            self._orders.pop(next(iter(self._orders)), None)
         self._orders[self.order_key] = tuple(read + unread)
         self.reads = []
 

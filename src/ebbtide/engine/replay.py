@@ -85,8 +85,9 @@ class Replay(Admission):
             if node is None and tensor.is_leaf:
                 ticket.leaf = weakref.ref(tensor)
             if entry.action is not KEEP:
-                self._seen.add(id(entry))
-                self.entries.append(weakref.ref(entry))
+                reference = weakref.ref(entry)
+                self._seen.add(reference)
+                self.entries.append(reference)
             action, nbytes = entry.action, entry.nbytes
         self.saved.append((site, action, nbytes, not (recipe or settled or came_in)))
         return ticket

@@ -68,7 +68,9 @@ class Restorer:
     def __init__(
         self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
     ) -> None:
-        self._engine, self._mover, self._copy_out, self._stalls, self._bus = engine, mover, copy_out, stalls, bus
+        self._mover, self._copy_out, self._stalls, self._bus = mover, copy_out, stalls, bus
+        self._engine = weakref.ref(engine)  # whose: a circle would leave the store of a dropped engine to the collector
+        self._lock, self._tier, self._trust, self._orders = engine.lock, engine.tier, engine.trust, engine.orders
         self._window, self._waits = copy_out.window, engine.tier.stalls
         self.backwards: dict[int, Backward] = {}
         self.recomputes, self.recompute_seconds = 0, 0.0
@@ -93,7 +95,7 @@ class Restorer:
             began, timer = time.perf_counter(), self._timer
             read = functools.partial(self.content, backward=backward, run=run, target=entry)
             keep = functools.partial(self._keep, backward)
-            work = functools.partial(recompute, self._engine.trust, entry, run.block.name, read, keep)
+            work = functools.partial(recompute, self._trust, entry, run.block.name, read, keep)
             if timer is not None:
                 timer.begin(run.where)
             content = self._with_room("recompute", _flow_of(backward, run), work)
@@ -134,7 +136,7 @@ class Restorer:
                 return entry.source
             case Residence.RESTORED:
                 if entry.restored is not None:
-                    self._engine.tier.follow(entry.restored, entry.restored_on)
+                    self._tier.follow(entry.restored, entry.restored_on)
                 return entry.restored
             case Residence.ELSEWHERE:
                 storage = None if entry.storage_ref is None else entry.storage_ref()
@@ -180,7 +182,7 @@ class Restorer:
                 note_place(error, f"while reading {entry.site} ({entry.action.value}), an operand of a recompute")
             raise
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._engine.tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))
         if flow is not None:
             flow.has_read(entry)
@@ -203,7 +205,7 @@ class Restorer:
 
     def begin_block(self, run: RunRecord, task: int) -> None:
         """A block shows in a backward: cancel what need not be copied out, and bring in what comes next."""
-        run.task, run.unordered = task, run.order_key not in self._engine.orders
+        run.task, run.unordered = task, run.order_key not in self._orders
         backward = self.watch(task)
         if backward.run is not None and backward.run.reads:
             backward.run.record_order()
@@ -219,9 +221,10 @@ class Restorer:
         self._stalls.set_reader("backward", run.block.name)
         logger.debug("Reloading activation group %d/%d", run.block.index + 1, run.block.count)
         self._bus.emit("block_backward", index=run.block.index, name=run.block.name)
-        if self._engine.timer is not None:
-            self._engine.timer.backward_begins(run)
-            self._timer = self._engine.timer.recomputes
+        engine = self._engine()
+        if engine is not None and engine.timer is not None:
+            engine.timer.backward_begins(run)
+            self._timer = engine.timer.recomputes
         flow.reach(run.number)
         flow.advance()
 
@@ -230,7 +233,7 @@ class Restorer:
         backward = self.backwards.get(task)
         if backward is None:
             backward = self.backwards[task] = Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end(task, all_read=True))
         return backward
 
     def end_all(self) -> None:
@@ -238,28 +241,38 @@ class Restorer:
         for task in list(self.backwards):
             self.end(task)
 
-    def end(self, task: int) -> None:
-        """A backward is over: let go of what it restored."""
-        with self._engine.lock:
+    def end(self, task: int, *, all_read: bool = False) -> None:
+        """A backward is over: let go of what it restored.
+
+        Args:
+            task: Autograd's number for it.
+            all_read: It did not raise: its last block has read all that it wanted.
+        """
+        with self._lock:
             backward = self.backwards.pop(task, None)
             if backward is None:
                 return
+            if all_read and backward.run is not None and backward.run.reads:
+                backward.run.record_order()
             for reference in backward.restored:
                 entry = reference()
                 if entry is not None:
                     entry.restored = None
             for flow in backward.flows.values():
                 flow.discard()
-            self._engine.tier.trim()
+            self._tier.trim()
             self._stalls.flush()
-            if self._engine.timer is not None:
-                self._engine.timer.backward_ends()
+            engine = self._engine()
+            if engine is not None and engine.timer is not None:
+                engine.timer.backward_ends()
                 self._timer = None
-            self._engine.trust.end_backward()
+            self._trust.end_backward()
+            if engine is not None:
+                engine.close_if_idle()
 
     def _keep(self, backward: Backward | None, entry: Entry, content: torch.Tensor) -> None:
         if self._timer is not None:
             self._timer.made((entry.site, entry.nbytes))
         if backward is not None:
-            entry.restored, entry.restored_on = content, self._engine.tier.stream_of(content)
+            entry.restored, entry.restored_on = content, self._tier.stream_of(content)
             backward.restored.append(weakref.ref(entry))

@@ -48,6 +48,10 @@ class Services(Protocol):
     kept: LiveBytes
     kept_storages: dict[int, weakref.ref[KeptStorage]]
 
+    def close_if_idle(self) -> None:
+        """Close the store if the engine was closed and no graph needs it any more."""
+        ...
+
     def may_move(self, tensor: torch.Tensor) -> bool:
         """Whether the user's filters let a tensor be offloaded."""
         ...

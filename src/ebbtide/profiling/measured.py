@@ -19,6 +19,7 @@ after every step, and if there is no other plan, whenever it is freed: a heap in
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from pathlib import Path
 
@@ -27,6 +28,7 @@ import torch
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import Bus
+from ebbtide.base.weak import weakly
 from ebbtide.config import Auto
 from ebbtide.engine import Engine
 from ebbtide.engine.spans import Span, SpanTimer
@@ -101,11 +103,17 @@ class MeasuredPlan:
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
 
-        def waited() -> dict[str, float]:
-            return {**engine.stats().stalls, TAIL: sum(run["seconds"] for run in self._bus.ask("paused"))}
+        watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer, and so do we
 
-        timer = StepTimer(meter, self.saw_step, waited=waited, memory=memory)
-        timer.spans, timer.marks = SpanTimer(meter, self.saw_span, memory=memory), True
+        def waited() -> dict[str, float]:
+            engine = watched()
+            return {
+                **({} if engine is None else engine.stats().stalls),
+                TAIL: sum(run["seconds"] for run in bus.ask("paused")),
+            }
+
+        timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
+        timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
         self._timer = engine.timer = timer
         timer.want()
 

@@ -19,6 +19,7 @@ from statistics import median
 
 from ebbtide.base.actions import Action, Candidate, Plan
 from ebbtide.base.events import BUS, Bus
+from ebbtide.base.weak import weakly
 from ebbtide.config import Auto, Minimal, Policy
 from ebbtide.engine import Engine
 from ebbtide.engine.timed import TimedStep
@@ -60,7 +61,7 @@ class MinimalPlan:
     def watch(self, engine: Engine) -> None:
         """Let an engine measure its steps for this plan."""
         meter = meter_for(self._tier)
-        timer = StepTimer(meter, self.saw_step, waited=dict[str, float], memory=False)
+        timer = StepTimer(meter, weakly(self.saw_step), waited=dict[str, float], memory=False)
         self._timer = engine.timer = timer
         timer.marks = True  # so both are measured in the same parts
         timer.want()

@@ -150,11 +150,12 @@ class _Task:
         modules = [module for module, _ in pairs]
         inputs = [x for x in tree_leaves(arguments) if _is_tensor(x)]
         simulated = FakeMachine(self.machine, _base_bytes(twin, modules, self.job) + _nbytes(inputs))
+        bus = Bus()
         engine = Engine(
-            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=LEAST_WINDOW), Bus(),
+            plan_for(Auto()), FakeTensorTier(), replace(self.options, window_bytes=LEAST_WINDOW), bus,
             rules=self.rules, tensor_types=TENSOR_TYPES, model_weights=lambda: (*twin.parameters(), *twin.buffers()),
+            trust=_Simulated(bus, simulated),
         )  # fmt: skip
-        engine.trust = _Simulated(engine.bus, simulated)
         timer = Marks(simulated, lambda step: bool(found.append(step)), waited=dict[str, float], memory=True)
         engine.timer = timer
         timer.want()

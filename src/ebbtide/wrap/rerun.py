@@ -12,6 +12,7 @@ comparison: see [Note: checked checkpoints].
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -140,7 +141,7 @@ class Reruns:
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
             if run.jagged:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
-            if _contents(args, kwargs) != before_contents:
+            if not _alike(_contents(args, kwargs), before_contents):
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def _possible(self, block: Block) -> bool:
@@ -177,8 +178,16 @@ def _own_tensors(state: State, compared: Compared) -> list[Watched]:
     return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
 
 
-def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[tuple[int, int]]]:
-    """Return a comparable snapshot of a block's arguments: structure, leaves, and their versions."""
+_Contents = tuple[Any, list[Any], list[int]]
+"""Structure, leaves and their versions: the leaves themselves, so that no other object can get the address of one."""
+
+
+def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
+    """Return a comparable snapshot of a block's arguments."""
     leaves, spec = tree_flatten((args, kwargs))
-    versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
-    return spec, [(id(x), version) for x, version in zip(leaves, versions, strict=True)]
+    return spec, leaves, [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
+
+
+def _alike(one: _Contents, other: _Contents) -> bool:
+    """Whether two snapshots are of the same structure with the same objects at the same versions."""
+    return one[0] == other[0] and one[2] == other[2] and all(map(operator.is_, one[1], other[1]))

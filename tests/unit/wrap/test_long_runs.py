@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ebbtide
 from benchmarks.nodevice import NoDevice
+from ebbtide.engine import Block
+from ebbtide.engine.passes import MOST_ORDERS, Pass, RunRecord
 from ebbtide.store.disk import DiskTier
 from ebbtide.store.host import HostTier
+from tests.helpers.engines import REMAKE
 from tests.helpers.handles import enable_over
-from tests.unit.wrap.test_replay import batch, stack
+from tests.unit.wrap.test_replay import WIDTH, batch, stack
 
 WARM, MORE = 20, 24
 
@@ -73,3 +79,92 @@ def test_nothing_is_left_by_a_step(tmp_path: Path, target: str, policy: str, ste
                 counts.append(len(gc.get_objects()))
     place.close()
     assert min(counts[-6:]) - min(counts[:6]) < MORE / 4, counts
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is let go must be gone at once: large trainers switch the collector off."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("policy", ["offload", "inputs", "minimal", "keep", "auto"])
+def test_an_engine_that_is_dropped_is_gone_with_its_disk(no_collector: None, policy: str) -> None:
+    threads = set(threading.enumerate())
+    x = torch.randn(64, 64, requires_grad=True)
+    for _ in range(3):
+        with ebbtide.offload_saved_tensors(policy=policy, min_bytes=0, target="disk") as context:
+            y = x.exp().sin().sum()
+        y.backward()
+        engine = weakref.ref(context._latest)
+        del context, y
+        assert engine() is None
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=10.0)
+        assert not thread.is_alive()
+
+
+def test_engines_of_a_plan_are_kept_no_longer_than_the_context(
+    no_collector: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ebbtide.api, "open_tier", lambda *given, **options: HostTier(NoDevice()))
+    known, x = len(ebbtide.api._idle_engines), torch.randn(64, 64, requires_grad=True)
+
+    def step(context: ebbtide.offload_saved_tensors) -> weakref.ref[object]:
+        with context:
+            y = x.exp().sum()
+        y.backward()
+        return weakref.ref(context._latest)
+
+    context = ebbtide.offload_saved_tensors(policy=REMAKE, min_bytes=0)
+    first, second = step(context)(), step(context)()
+    assert first is second is not None
+    engine = weakref.ref(first)
+    del first, second, context
+    assert engine() is None and len(ebbtide.api._idle_engines) == known
+
+
+def test_a_closed_handle_closes_its_store_after_the_last_backward() -> None:
+    model, place = stack(), HostTier(NoDevice())
+    handle = enable_over(place, model, policy="offload", min_bytes=0)
+    for _ in range(2):
+        model(batch(5, 0)).sum().backward()
+    late = model(batch(5, 0)).sum()
+    handle.close()
+    assert not place._closed
+    late.backward()
+    assert place._closed
+
+
+def test_a_closed_handle_closes_its_store_when_it_is_told_again_that_no_graph_is_left() -> None:
+    model, place = stack(), HostTier(NoDevice())
+    handle = enable_over(place, model, policy="offload", min_bytes=0)
+    dropped = model(batch(5, 0))
+    handle.close()
+    handle.close()
+    assert not place._closed
+    del dropped
+    handle.close()
+    assert place._closed
+
+
+def test_the_block_that_a_backward_reads_last_has_its_order_learned() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with enable_over(HostTier(NoDevice()), model, policy="offload", min_bytes=0) as handle:
+        train(model, 0)
+        assert len(handle._engine.orders) == 1
+
+
+def test_orders_are_remembered_for_so_many_numbers_of_tensors_only() -> None:
+    orders: dict[tuple[str, int], tuple[int, ...]] = {}
+    for number in range(MOST_ORDERS + 10):
+        block = Block(name="b", kind=f"kind {number}", index=0, count=1, weights=tuple)
+        run = RunRecord(block, Pass(), orders, set(), checkpointed=False)
+        things = [nn.Identity() for _ in range(number % 7 + 1)]
+        run.entries = [weakref.ref(thing) for thing in things]
+        run.reads = [run.entries[0]]
+        run.record_order()
+        assert orders[run.order_key][0] == 0 and sorted(orders[run.order_key]) == list(range(len(things)))
+    assert len(orders) == MOST_ORDERS

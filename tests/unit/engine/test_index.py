@@ -1,0 +1,52 @@
+"""Views of one storage that have entries of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ebbtide.engine import Block, Engine
+from ebbtide.engine.index import MOST_PARTS, StorageIndex
+from ebbtide.wrap.hooks import offloading
+from tests.helpers.engines import open_engine
+
+
+def loop(engine: Engine | None, frames: Tensor, steps: int) -> tuple[Tensor, list[int]]:
+    """A loop over time that saves a view of its input in each step; the gradient, and the sizes of what was moved."""
+    weight, h = torch.ones(64, requires_grad=True), torch.zeros(64)
+
+    def forward() -> Tensor:
+        nonlocal h
+        for t in range(steps):
+            h = h * 0.5 + frames[t] * weight
+        return h
+
+    if engine is None:
+        return torch.autograd.grad(forward().sum(), weight)[0], []
+    engine.begin_pass()
+    with offloading(engine, Block(name="loop", kind="loop", index=0, count=1, weights=tuple), []):
+        out = forward()
+    engine.end_pass()
+    entries = [entry for reference in engine.live_entries if (entry := reference()) is not None]
+    sizes = [entry.nbytes for entry in entries if entry.storage_ref and entry.storage_ref() is frames.untyped_storage()]
+    return torch.autograd.grad(out.sum(), weight)[0], sizes
+
+
+def test_many_views_of_a_storage_move_it_whole() -> None:
+    frames = torch.randn(400, 64)
+    plain, _ = loop(None, frames, 400)
+    with open_engine("offload") as engine:
+        gradient, sizes = loop(engine, frames, 400)
+    assert torch.equal(gradient, plain)
+    assert len(sizes) == MOST_PARTS + 1 and sizes.count(400 * 64 * 4) == 1
+
+
+def test_few_views_of_a_storage_move_alone() -> None:
+    frames = torch.randn(400, 64)
+    with open_engine("offload") as engine:
+        _, sizes = loop(engine, frames, 8)
+    assert len(sizes) == 8 and max(sizes) < 2048
+
+
+def test_a_storage_that_is_not_known_has_no_parts() -> None:
+    assert StorageIndex().bytes_apart(torch.zeros(3).untyped_storage(), 0) == 0
