@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from tests.helpers.loop_training import Training
+    from tests.helpers.torches import CURRENT_PRECISIONS
+from tests.helpers.loop_training import Training
 
 Happening = Callable[["Training"], object]
 
@@ -122,6 +123,8 @@ def flash(on: bool) -> Happening:
 
 def precision(of: str, value: str) -> Happening:
     def choose(t: Training) -> None:
+        if not CURRENT_PRECISIONS:
+            return
         b = torch.backends
         modules = {"all": b, "conv": b.mkldnn.conv, "matmul": b.mkldnn.matmul, "cuda": b.cuda.matmul}
         modules[of].fp32_precision = value

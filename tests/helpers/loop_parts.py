@@ -21,7 +21,7 @@ WIDTH = 16
 def numerics() -> tuple[object, ...]:
     """Return the state that decides how kernels compute, read without the getters that raise on mixed settings."""
     b = torch.backends
-    modules = (b, b.cuda.matmul, b.cudnn.conv, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv)
+    modules = (b, b.cuda.matmul, b.cudnn.conv, b.mkldnn, b.mkldnn.matmul, b.mkldnn.conv) if CURRENT_PRECISIONS else ()
     return (
         *(m.fp32_precision for m in modules),
         torch.are_deterministic_algorithms_enabled(),

@@ -35,6 +35,7 @@ from tests.helpers.loop_limits import excuse
 from tests.helpers.loop_programs import Event, Part, Program, Setting
 from tests.helpers.loop_training import Snapshot, Training
 from tests.helpers.oracle import same_bits
+from tests.helpers.torches import CURRENT_PRECISIONS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +192,7 @@ def _default_numerics() -> None:
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(False)
     b.cuda.enable_flash_sdp(True)
-    for module in (b, b.cuda.matmul, b.mkldnn.conv, b.mkldnn.matmul):
+    for module in (b, b.cuda.matmul, b.mkldnn.conv, b.mkldnn.matmul) if CURRENT_PRECISIONS else ():
         module.fp32_precision = "none"
 
 

@@ -75,9 +75,9 @@ class StorageIndex:
         if known is None or known[0]() is not storage:
             if self._dead:
                 self._forget_dead()
-            reference = weakref.ref(storage, self._dead.append)  # nothing interrupts a deque's ``append``
+            # Nothing interrupts a deque's ``append``. Hashed at once, because a dead reference can no longer be.
+            self._keys[reference := weakref.ref(storage, self._dead.append)] = id(storage)
             known = self.known[id(storage)] = reference, [weakref.ref(entry)]
-            self._keys[reference] = id(storage)
         else:
             alive = [r for r in known[1] if r() is not None]
             known[1][:] = [weakref.ref(entry), *alive]  # the latest first: the one of the whole storage comes last

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
+from ebbtide.base.actions import Site
 from ebbtide.engine import Block, Engine
 from ebbtide.engine.index import MOST_PARTS, StorageIndex
+from ebbtide.engine.layout import Layout
+from ebbtide.engine.tickets import Entry
 from ebbtide.wrap.hooks import offloading
 from tests.helpers.engines import open_engine
 
@@ -50,3 +56,34 @@ def test_few_views_of_a_storage_move_alone() -> None:
 
 def test_a_storage_that_is_not_known_has_no_parts() -> None:
     assert StorageIndex().bytes_apart(torch.zeros(3).untyped_storage(), 0) == 0
+
+
+class Interrupted(dict[Any, Any]):
+    """Is interrupted before it takes its first key."""
+
+    armed = True
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise KeyboardInterrupt
+        super().__setitem__(key, value)
+
+
+def test_an_interrupt_while_a_storage_becomes_known_is_over_when_the_storage_dies() -> None:
+    index, live = StorageIndex(), set[Any]()
+    index._keys = Interrupted()
+
+    def remember() -> None:
+        tensor = torch.zeros(3)
+        layout = Layout.of(tensor)
+        site = Site("block", "", "node", 0)
+        entry = Entry(torch.empty(0), site=site, region=(0, 12), base_layout=layout, at=0, live=live)
+        index.remember(tensor.untyped_storage(), entry)
+        assert index.find(tensor.untyped_storage(), 0, 0, 12) is entry
+
+    with pytest.raises(KeyboardInterrupt):
+        remember()
+    for _ in range(3):
+        remember()
+    assert len(index.known) <= 1 and len(index._keys) <= 1
