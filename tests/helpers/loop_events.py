@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.torches import CURRENT_PRECISIONS
+
 if TYPE_CHECKING:
-    from tests.helpers.torches import CURRENT_PRECISIONS
-from tests.helpers.loop_training import Training
+    from tests.helpers.loop_training import Training
 
 Happening = Callable[["Training"], object]
 

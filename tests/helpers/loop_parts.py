@@ -15,6 +15,8 @@ import torch.nn.utils.prune as prune
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.torches import CURRENT_PRECISIONS
+
 WIDTH = 16
 
 
