@@ -13,8 +13,8 @@ def weakly(method: Callable[[T], bool]) -> Callable[[T], bool]:
     """Return a function that calls a bound method while its object lives, and returns False afterwards."""
     reference = weakref.WeakMethod(method)
 
-    def call(given: T) -> bool:
+    def call(value: T) -> bool:
         bound = reference()
-        return bound is not None and bound(given)
+        return bound is not None and bound(value)
 
     return call
