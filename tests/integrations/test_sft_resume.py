@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +147,16 @@ def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
     assert losses[2] == "nan"  # strict JSON writes it so
     assert weights(tmp_path / "two") == weights(tmp_path / "one")
     assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
+
+
+def test_the_steps_after_a_skipped_one_log_their_own_loss(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 1)
+    losses = train(tiny_model, tmp_path, max_steps=3, nan_loss="skip", logging_steps=1)
+    lines = re.findall(r"step (\d)/3 (\{.*\})", (tmp_path / "training.log").read_text())
+    logged = {int(step): json.loads(line)["loss"] for step, line in lines}
+    assert losses[1] == "nan" and logged[3] == pytest.approx(losses[3], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def test_checkpointing_computes_the_same_losses(plain: dict, tiny_model: Path, t
     assert checkpointed["summary"]["mode"] == "checkpointing"
 
 
+def test_rows_without_a_token_to_learn_from_are_counted(
+    tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "word " * (200 if long else 2), "completion": "yes"} for long in (True, False, False, True)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(tiny_model, tmp_path / "run", dataset=(str(data),), packing=False, max_length=64, max_steps=1)
+    log = (tmp_path / "run" / "training.log").read_text()
+    assert "2 of 4 rows of" in log and "are left out: no token to learn from is within their first 64 tokens" in log
+
+
 @pytest.mark.parametrize("evaluated", [False, True])
 def test_rows_that_may_not_be_cut_are_counted_and_refused(tiny_model: Path, tmp_path: Path, evaluated: bool) -> None:
     short, long = tmp_path / "short.jsonl", tmp_path / "long.jsonl"

@@ -42,7 +42,7 @@ def answer_in(text: str) -> str | None:
 
 
 def number_in(text: str) -> float | None:
-    """Return the number that a text's answer is, without a mark the last number of the text; ``None``: there is none."""
+    """Return the number that a text's answer is, else the last number of the text; ``None``: there is none."""
     answer = answer_in(text)
     if answer is not None:
         return _number(answer)

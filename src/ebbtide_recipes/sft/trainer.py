@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
     from ebbtide_recipes.sft.config import SftConfig
+
+LOGGER = logging.getLogger("ebbtide.sft")
 
 
 class SftTrainer(RecordedTrainer, TrlTrainer):
@@ -96,7 +99,19 @@ def build(
                 _check_lengths(part, names or config.dataset, config.max_length)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
+        packed = len(trainer.train_dataset)
         trainer.train_dataset = trainer.train_dataset.filter(lambda row: len(row["input_ids"]) == config.max_length)
+        if (short := packed - len(trainer.train_dataset)) and packed > short:
+            LOGGER.info(
+                "packing: %d of %d sequences are shorter than %d tokens and left out",
+                *(short, packed, config.max_length),
+            )
+    else:
+        for part, rows, names in (
+            (trainer.train_dataset, dataset, config.dataset),
+            (trainer.eval_dataset, evaluation, config.eval_dataset or config.dataset),
+        ):
+            _say_left_out(part, rows, names, config.max_length)
     if len(trainer.train_dataset) == 0:
         what = f"fill no sequence of {config.max_length} tokens" if config.packing else "leave no token to learn from"
         raise DataError(
@@ -105,6 +120,16 @@ def build(
             hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
         )
     return trainer
+
+
+def _say_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:
+    """Warn of rows that TRL removed: with no completion within the first tokens."""
+    if part is not None and rows is not None and 0 < len(part) < len(rows):
+        LOGGER.warning(
+            "%d of %d rows of %s are left out: no token to learn from is within their first %d tokens; "
+            "hint: a larger --max_length, or --truncation error to refuse longer rows",
+            *(len(rows) - len(part), len(rows), ", ".join(names), most),
+        )
 
 
 def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:

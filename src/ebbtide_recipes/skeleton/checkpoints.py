@@ -32,6 +32,8 @@ LATEST = ("latest", "last", "true")
 """What ``--resume_from_checkpoint`` may say in place of a folder."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
+ASIDE = "set-aside-"
+"""Begins the names of checkpoints beyond the one that a run was resumed from."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_WORDS = ("No space left", "os error 28", "os error 27", "File too large", "PytorchStreamWriter failed writing")
 
@@ -103,6 +105,28 @@ def complete(folder: Path) -> list[Sealed]:
     return sorted((one for one in found if one is not None), key=lambda one: one.step)
 
 
+def resumes(config: RecipeConfig) -> bool:
+    """Whether a run is to be resumed: a file of settings may say ``none`` or ``false``."""
+    return (config.resume_from_checkpoint or "none").lower() not in ("none", "false")
+
+
+def set_aside_later(config: RecipeConfig) -> None:
+    """Rename the checkpoints beyond the one to resume from, which ``latest`` and ``prune`` would take for newer."""
+    name, output = config.resume_from_checkpoint or "none", Path(config.output_dir).expanduser()
+    if not resumes(config) or name.lower() in LATEST:
+        return
+    begin = Path(name).expanduser().resolve()
+    if begin.parent != output.resolve():
+        return
+    for path in _folders(output):
+        if _step(path) > _step(begin):
+            aside = path.with_name(f"{ASIDE}{path.name}")
+            if aside.exists():
+                remove(aside)
+            path.rename(aside)
+            LOGGER.warning("the run is resumed at step %d: %s is set aside as %s", _step(begin), path, aside.name)
+
+
 def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
     """Return the checkpoint to resume from; ``None``: begin at the first step.
 
@@ -115,7 +139,7 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
         ConfigError: It was written by a different kind of run.
     """
     name = config.resume_from_checkpoint
-    if name is None or name.lower() in ("none", "false"):
+    if name is None or not resumes(config):
         return None
     output = Path(config.output_dir).expanduser()
     if name.lower() in LATEST:

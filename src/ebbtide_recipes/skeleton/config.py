@@ -248,6 +248,8 @@ class RecipeConfig:
             idle = (*idle, "eval_steps", "per_device_eval_batch_size")
         if self.save_steps is None:
             idle = (*idle, "save_total_limit")
+        if self.lr_scheduler_type == "constant":  # constant_with_warmup has one
+            idle = (*idle, "warmup_ratio")
         return [name for name in idle if self.is_set(name)]
 
     def is_set(self, name: str) -> bool:

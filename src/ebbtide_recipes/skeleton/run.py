@@ -49,7 +49,7 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
         require(package, extra=recipe.extra, use=f"the {recipe.name} recipe")
     folder = claim(config)
     rank = int(os.environ["RANK"]) if launch.is_rank() else 0
-    resuming = config.resume_from_checkpoint is not None
+    resuming = checkpoints.resumes(config)
     with logging_to(folder, config.log_level, append=resuming, rank=rank), quiet_hosts():
         for name in config.without_effect():
             LOGGER.warning(
@@ -159,10 +159,11 @@ def _check_store(config: RecipeConfig) -> None:
 def _check_output(config: RecipeConfig) -> None:
     """Reject an output folder with an earlier run, unless this run resumes or replaces it."""
     folder = Path(config.output_dir).expanduser()
-    resuming = config.resume_from_checkpoint is not None
-    if (folder / EVENTS_FILE).exists() and not config.overwrite_output_dir and not resuming:
+    resuming = checkpoints.resumes(config)
+    found = [EVENTS_FILE] * (folder / EVENTS_FILE).exists() + [one.folder.name for one in checkpoints.complete(folder)]
+    if found and not config.overwrite_output_dir and not resuming:
         raise DataError(
-            f"{folder} holds an earlier run ({EVENTS_FILE})",
+            f"{folder} holds an earlier run ({', '.join(found)})",
             expected="a folder without one",
             hint="choose another --output_dir, resume it (--resume_from_checkpoint latest), "
             "or pass --overwrite_output_dir true",
@@ -192,12 +193,14 @@ def _put_aside(config: RecipeConfig, folder: Path) -> None:
     Otherwise ``latest`` would find a checkpoint of the overwritten run.
     """
     events = folder / EVENTS_FILE
-    if config.resume_from_checkpoint is not None:
+    if checkpoints.resumes(config):
         if events.exists():
             number = len(list(folder.glob("run-*.jsonl"))) + 1
             events.rename(folder / f"run-{number}.jsonl")
-    elif config.overwrite_output_dir and events.exists():
-        for path in (*folder.glob("checkpoint-*"), *folder.glob("run-*.jsonl")):
+        checkpoints.set_aside_later(config)
+    elif config.overwrite_output_dir and (events.exists() or checkpoints.complete(folder)):
+        own = ("checkpoint-*", f"{checkpoints.ASIDE}checkpoint-*", "run-*.jsonl")
+        for path in [path for pattern in own for path in folder.glob(pattern)]:
             checkpoints.remove(path) if path.is_dir() else path.unlink()
 
 
@@ -220,7 +223,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     from ebbtide_recipes.skeleton.steps import StepRecorder
     from ebbtide_recipes.skeleton.trainer import save
 
-    if config.save_steps is not None or config.resume_from_checkpoint is not None:
+    if config.save_steps is not None or checkpoints.resumes(config):
         checkpoints.check_shared(folder)
     found = checkpoints.find(config, world_size=trainer.args.world_size)
     offload = _offloading(config)

@@ -52,7 +52,8 @@ class StepRecorder(TrainerCallback):
         nan_loss: str = "stop",
     ) -> None:
         self._offload, self._bar, self._mean, self._processes = offload, bar, mean, processes
-        self._nan_loss = nan_loss
+        self.skips = nan_loss == "skip"
+        """Whether a step whose loss is not finite is skipped; else it stops the run."""
         self._loss = 0.0
         self._losses: list[torch.Tensor] = []
         self._accuracies: list[float] = []
@@ -63,7 +64,7 @@ class StepRecorder(TrainerCallback):
         self._first_step = 0
         self._learning_rate: float | None = None
         self._memory_bytes = 0
-        self._stalled_seconds = 0.0
+        self._stalled_seconds = self._logged_seconds = 0.0  # of the handle's stalls
         self.shown: dict[str, float | None] = {}
 
     def micro_batch(self, *, accuracy: float | None, tokens: int) -> None:
@@ -135,7 +136,7 @@ class StepRecorder(TrainerCallback):
             token_accuracy=accuracy,
             **noted,
         )
-        saved_bytes, stall_seconds = self._report_stats(state.global_step)
+        saved_bytes = self._report_stats(state.global_step)
         self._seconds.append(seconds)
         self.shown = {
             **noted,
@@ -143,7 +144,7 @@ class StepRecorder(TrainerCallback):
             "memory(GiB)": self._memory_bytes / GIB,
             "train_speed(s/it)": sum(self._seconds) / len(self._seconds),
             "memory_saved(GiB)": saved_bytes / GIB if saved_bytes is not None else None,
-            "stall(s)": stall_seconds,
+            "stall(s)": None if saved_bytes is None else self._stalled_seconds - self._logged_seconds,
         }
         self._bar.update(
             state.global_step,
@@ -165,7 +166,7 @@ class StepRecorder(TrainerCallback):
 
     def _not_finite(self, step: int, optimizer: torch.optim.Optimizer) -> None:
         """Stop, or skip the update; equal in all processes, because the loss is their mean."""
-        if self._nan_loss == "stop":
+        if not self.skips:
             raise TrainingError(
                 f"the loss of step {step} is {self._loss}",
                 expected="a finite number",
@@ -177,16 +178,15 @@ class StepRecorder(TrainerCallback):
             for parameter in group["params"]:
                 parameter.grad = None  # parameters without gradients are neither updated nor decayed
 
-    def _report_stats(self, step: int) -> tuple[int | None, float | None]:
-        """Emit the handle's figures; return the saved bytes and the stall seconds since the previous step."""
+    def _report_stats(self, step: int) -> int | None:
+        """Emit the handle's figures; return the saved bytes."""
         handle = None if self._offload is None else self._offload.handle
         if handle is None:
-            return None, None
+            return None
         stats = handle.stats()
         BUS.emit("stats", step=step, **dataclasses.asdict(stats))
-        stalled = stats.total_stall_seconds - self._stalled_seconds
         self._stalled_seconds = stats.total_stall_seconds
-        return stats.memory_saved_bytes, stalled
+        return stats.memory_saved_bytes
 
     def on_log(
         self,
@@ -205,7 +205,7 @@ class StepRecorder(TrainerCallback):
         line = {"loss": logs["loss"], **self.shown, **figures}
         rounded = {name: value if value is None else float(f"{float(value):.6g}") for name, value in line.items()}
         LOGGER.info("step %d/%d %s", state.global_step, state.max_steps, json.dumps(rounded | self._progress(state)))
-        self._seconds = []
+        self._seconds, self._logged_seconds = [], self._stalled_seconds
 
     def _progress(self, state: TrainerState) -> dict[str, str]:
         """Return the run's progress and remaining time, under ms-swift's names."""

@@ -85,9 +85,11 @@ class RecordedTrainer(Trainer):
         """Run forward and backward, and mark backward's end."""
         loss = super().training_step(*args, **kwargs)
         BUS.emit("phase", name="backward", edge="end", step=self.state.global_step + 1)
-        if self.recorder is not None:
-            self.recorder.micro_loss(loss)
-        return loss
+        if self.recorder is None:
+            return loss
+        self.recorder.micro_loss(loss)
+        # The trainer adds up what it logs: one NaN of a step that is skipped would stay in all later sums.
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) if self.recorder.skips else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the recorder's figures for trackers."""

@@ -60,7 +60,8 @@ class VideoConfig(RecipeConfig):
         flow_shift: Shift of the noise levels; default: the pipeline scheduler's.
         embedded_guidance: Guidance scale given to transformers that embed it (HunyuanVideo).
         ema_decay: Decay of a moving average of the trained weights, such as 0.999.
-        samples: Clips to sample before training, every --sample_steps and at the end; 0: none.
+        samples: Clips to sample before training, every --sample_steps and at the end, unless --sample_prompts names
+            them; 0: none.
         sample_steps: Steps between two samplings; default: only before training and at the end.
         sample_prompts: Captions to sample; default: those of the first clips.
         sampler_steps: Steps of the sampler.

@@ -41,6 +41,14 @@ class Clip:
         """Its name in errors and manifests."""
         return str(self.origin) if isinstance(self.origin, Path) else self.origin.caption
 
+    @property
+    def identity(self) -> str:
+        """Tells it from any other clip, and from itself after a change."""
+        if not isinstance(self.origin, Path):
+            return repr(self.origin)
+        files = sorted(self.origin.iterdir()) if self.origin.is_dir() else [self.origin]
+        return repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+
     def shape(self, *, most: int, rate: float | None) -> Shape | None:
         """Return its frames, counted up to ``most``, and size; ``None`` for a generated clip of any size."""
         if not isinstance(self.origin, Path):

@@ -2,6 +2,7 @@
 
 [Note: a folder of latents]
 ``clip-000000.safetensors`` holds the latents of one clip, ``text-<hash>.safetensors`` the embeddings of one caption.
+Each names what it was made of, so an interrupted run goes on with what is whole, even if clips came or went.
 ``latents.json`` is written last and names them all, with the identity of the VAE and of the text encoders: a folder
 without it is unfinished, and latents of another VAE are refused. A run that makes latents loads the VAE and the text
 encoders one after the other, and frees each before training begins.
@@ -98,9 +99,14 @@ def is_made(folder: Path) -> bool:
     return (folder / MANIFEST).is_file()
 
 
-def matches(folder: Path, source: Source, making: Making) -> bool:
-    """Whether a folder's latents are those that these settings would make."""
-    return is_made(folder) and _without_name(_manifest(folder)["request"]) == _without_name(_request(source, making))
+def matches(folder: Path, source: Source, making: Making, clips: Sequence[Clip] | None) -> bool:
+    """Whether a folder's latents are those that these settings would make of these clips; ``None``: of any."""
+    if not is_made(folder):
+        return False
+    made = _without_name(_manifest(folder)["request"])
+    if clips is None:
+        made.pop("clips", None)
+    return made == _without_name(_request(source, making, clips))
 
 
 def check(folder: Path, source: Source) -> None:
@@ -171,14 +177,14 @@ def make(
     with phase("vae"), torch.no_grad():
         vae = source.vae(dtype).to(device)
         for number in range(mine, len(clips), step):
-            path = folder / _clip_file(number)
-            if not _done(path, request):
+            path, its_request = folder / _clip_file(number), _clip_request(request, clips[number])
+            if not _done(path, its_request):
                 bucket = _bucket(clips[number], source, making)
                 film = clips[number].pixels(
                     frames=bucket.frames, height=bucket.height, width=bucket.width, rate=making.rate
                 )
                 made = source.family.encode(vae, film[None].to(device, dtype))[0].cpu()
-                _write(path, {"latents": made.contiguous()}, request)
+                _write(path, {"latents": made.contiguous()}, its_request)
         del vae
 
 
@@ -191,7 +197,7 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
         items.append({"file": _clip_file(number), "caption": clip.caption, "clip": clip.name, **bucket})
     manifest = {
         "schema": 1,
-        "request": _request(source, making),
+        "request": _request(source, making, clips),
         "channels": int(_read(folder / _clip_file(0))["latents"].shape[0]),
         "items": items,
     }
@@ -200,12 +206,13 @@ def finish(clips: Sequence[Clip], folder: Path, source: Source, making: Making) 
     draft.replace(folder / MANIFEST)
 
 
-def clear(folder: Path, source: Source, making: Making) -> None:
-    """Remove latents that were made with other settings; nothing else in the folder."""
+def clear(folder: Path, source: Source, making: Making, clips: Sequence[Clip]) -> None:
+    """Remove latents that were made with other settings or of other clips; nothing else in the folder."""
     (folder / MANIFEST).unlink(missing_ok=True)
     request = _hash(json.dumps(_request(source, making), sort_keys=True))
+    wanted = {_clip_file(number): _clip_request(request, clip) for number, clip in enumerate(clips)}
     for path in (*folder.glob("clip-*.safetensors"), *folder.glob("text-*.safetensors")):
-        if not _done(path, request):
+        if not _done(path, wanted.get(path.name, "") if path.name.startswith("clip-") else request):
             path.unlink()
 
 
@@ -244,9 +251,10 @@ def _bucket(clip: Clip, source: Source, making: Making) -> Bucket:
     return bucket
 
 
-def _request(source: Source, making: Making) -> dict[str, Any]:
-    """Return everything that latents depend on."""
-    return {
+def _request(source: Source, making: Making, clips: Sequence[Clip] | None = None) -> dict[str, Any]:
+    """Return everything that latents depend on: the settings and, if given, the clips with their captions."""
+    of_clips = {} if clips is None else {"clips": _hash(repr([(clip.identity, clip.caption) for clip in clips]))}
+    return of_clips | {
         "model": source.name,
         "family": source.family.name,
         "vae": source.vae_identity(),
@@ -330,6 +338,10 @@ def _done(path: Path, request: str) -> bool:
         return False
     with safe_open(path, framework="pt") as opened:
         return (opened.metadata() or {}).get("request") == request
+
+
+def _clip_request(request: str, clip: Clip) -> str:
+    return _hash(request + clip.identity)
 
 
 def _clip_file(number: int) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.skeleton import hubs
 from ebbtide_recipes.video import builtin
 from ebbtide_recipes.video.source import Source
 
 
-def open_source(name: str, *, seed: int) -> Source:
+def open_source(name: str, *, seed: int, use_hf: bool = True) -> Source:
     """Return the parts of the pipeline that ``--model`` names.
+
+    Args:
+        name: A folder, a hub's name, or a built-in one.
+        seed: Of a built-in one's weights.
+        use_hf: Whether a hub's name is one of Hugging Face; else of ModelScope.
 
     Raises:
         DataError: There is no such pipeline, or it is not supported.
@@ -28,7 +34,7 @@ def open_source(name: str, *, seed: int) -> Source:
             expected="a pipeline folder in diffusers' layout, a hub name, or " + " or ".join(builtin.NAMES),
             hint=nearest(folder.name, (*others, *builtin.NAMES)) or f"looked in {parent.resolve()}",
         )
-    return Source(_fetched(name))
+    return Source(_fetched(name) if use_hf else Path(hubs.modelscope_model(name)))
 
 
 def is_local(name: str) -> bool:

@@ -44,7 +44,7 @@ class Video(Recipe[VideoConfig]):
             for name in config.dataset:
                 data.checked(name)
         if is_local(config.model):
-            source = open_source(config.model, seed=config.seed)
+            source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
             if ready:
                 latents.check(folder, source)
             else:
@@ -75,7 +75,7 @@ class Video(Recipe[VideoConfig]):
         launch.check_device(config)
         quiet_bars()
         with PartialState().main_process_first():  # fetch once
-            source = open_source(config.model, seed=config.seed)
+            source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
         dataset = _latents(config, source, options.device)
         if config.preprocess_only:
             return None
@@ -132,17 +132,18 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
     from ebbtide_recipes.video import data, latents
 
     state, folder, making = PartialState(), _latents_folder(config), _making(config, source)
-    same = latents.is_made(folder) and latents.matches(folder, source, making)
-    if latents.is_made(folder) and config.latents_dir is not None:
+    named = config.latents_dir is not None and latents.is_made(folder)  # such latents need no clips
+    clips = [] if named else data.load(config.dataset, seed=config.seed)
+    same = latents.matches(folder, source, making, None if named else clips)
+    if named:
         latents.check(folder, source)
         if not same:
             LOGGER.warning("%s was made with other flags: its clips and sizes are used", folder)
         same = True
     state.wait_for_everyone()  # before one of them begins to write
     if not same:
-        clips = data.load(config.dataset, seed=config.seed)
         if state.is_main_process:
-            latents.clear(folder, source, making)
+            latents.clear(folder, source, making, clips)
         state.wait_for_everyone()
         latents.make(
             clips, folder, source, making, captions=config.sample_prompts or (), device=device, dtype=_dtype(config),
@@ -211,7 +212,7 @@ def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
     """
     from ebbtide_recipes.video.opening import open_source
 
-    other = open_source(name, seed=config.seed)
+    other = open_source(name, seed=config.seed, use_hf=config.use_hf)
     if not other.family.velocity or other.family.name != source.family.name or other.channels != source.channels:
         raise DataError(
             f"the {what} is {other.name}: {other.family.name} with {other.channels} channels",
@@ -227,17 +228,12 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
 
     prompts: list[Prompt] = []
     first = dataset[0]["latents"]
-    for number in range(config.samples):
-        if config.sample_prompts is not None:
-            if number < len(config.sample_prompts):
-                caption = config.sample_prompts[number]
-                prompts.append(Prompt(caption=caption, text=dataset.text(caption), shape=tuple(first.shape)))
-        elif number < len(dataset):
-            item, latents = dataset.items[number], dataset[number]
-            shape = tuple(latents["latents"].shape)
-            prompts.append(
-                Prompt(caption=item["caption"], text=latents["text"], shape=shape, reference=latents["latents"])
-            )
+    for caption in (config.sample_prompts or ()) if config.samples else ():
+        prompts.append(Prompt(caption=caption, text=dataset.text(caption), shape=tuple(first.shape)))
+    for number in range(min(config.samples, len(dataset)) if config.sample_prompts is None else 0):
+        item, latents = dataset.items[number], dataset[number]
+        shape = tuple(latents["latents"].shape)
+        prompts.append(Prompt(caption=item["caption"], text=latents["text"], shape=shape, reference=latents["latents"]))
     sampling = Sampling(
         steps=config.sampler_steps,
         guidance=config.guidance_scale,

@@ -68,6 +68,7 @@ class VideoTrainer(RecordedTrainer):
         if average is not None:
             self.add_callback(average)
         self._shown_at = -1
+        self._sampler: BucketSampler | None = None
 
     def tokens_in(self, inputs: dict[str, Any]) -> int:
         """Return the tokens that the transformer makes of a batch of latents."""
@@ -106,7 +107,14 @@ class VideoTrainer(RecordedTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BucketSampler:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
-        return BucketSampler(dataset.buckets, batch=self.args.per_device_train_batch_size, seed=self.args.seed)
+        batch, seed = self.args.per_device_train_batch_size, self.args.seed
+        self._sampler = BucketSampler(dataset.buckets, batch=batch, seed=seed)
+        return self._sampler
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._sampler is not None:  # accelerate does not reach it in a run of several processes that was resumed
+            self._sampler.set_epoch(kwargs["epoch"])
+        return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)

@@ -143,3 +143,37 @@ def test_an_interrupt_names_the_checkpoint_to_continue_from(
         run.carry_out(SimpleNamespace(), SftConfig(), tmp_path)  # type: ignore[arg-type]
     found = [record.getMessage() for record in caplog.records]
     assert found == [f"{made} is complete: --resume_from_checkpoint latest continues from it"] * sealed
+
+
+def test_checkpoints_beyond_the_one_that_is_resumed_are_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = [make(tmp_path, step) for step in (1, 2, 3)]
+    make(tmp_path, 4, sealed=False)
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=str(made[1]))
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
+        checkpoints.set_aside_later(config)
+    assert "the run is resumed at step 2" in caplog.text and "set-aside-checkpoint-3" in caplog.text
+    three = make(tmp_path, 3)
+    checkpoints.prune(tmp_path, 1)
+    assert [one.folder for one in checkpoints.complete(tmp_path)] == [three] and find(tmp_path) == three
+    checkpoints.set_aside_later(config)  # the same name again
+    assert {path.name for path in tmp_path.iterdir()} == {"set-aside-checkpoint-3", "set-aside-checkpoint-4"}
+
+
+@pytest.mark.parametrize("asked", ["latest", "none", None, "elsewhere"])
+def test_nothing_else_is_set_aside(tmp_path: Path, asked: str | None) -> None:
+    here = [make(tmp_path / "here", step) for step in (1, 2)]
+    elsewhere = make(tmp_path / "elsewhere", 1)
+    name = str(elsewhere) if asked == "elsewhere" else asked
+    checkpoints.set_aside_later(SftConfig(output_dir=str(tmp_path / "here"), resume_from_checkpoint=name))
+    assert all(path.exists() for path in here)
+
+
+@pytest.mark.parametrize("asked", ["none", "False", None])
+def test_a_folder_with_checkpoints_is_not_used_unasked(tmp_path: Path, asked: str | None) -> None:
+    make(tmp_path, 2)
+    config = SftConfig(output_dir=str(tmp_path), resume_from_checkpoint=asked)
+    with pytest.raises(DataError, match=r"holds an earlier run \(checkpoint-2\)"):
+        run._check_output(config)
+    run._check_output(SftConfig(output_dir=str(tmp_path), resume_from_checkpoint="latest"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import shutil
 from collections.abc import Iterator
@@ -63,6 +64,44 @@ def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path
     assert len(kept) == 3 and not list(tmp_path.glob("*.part")) and not latents.is_made(tmp_path)
     make(tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("text-*.safetensors")} == kept
+
+
+def test_an_interrupted_run_goes_on_although_a_clip_was_removed(tmp_path: Path) -> None:
+    source = builtin_source("builtin:tiny-wan", seed=1)
+    clips = data.load(("builtin:moving-shapes#4",), seed=1)
+    latents.make(clips, tmp_path, source, MAKING, device=CPU, dtype=torch.float32)  # not finished
+    fewer = [clips[0], *clips[2:]]
+    latents.clear(tmp_path, source, MAKING, fewer)
+    assert [path.name for path in tmp_path.glob("clip-*")] == ["clip-000000.safetensors"]
+    latents.make(fewer, tmp_path, source, MAKING, device=CPU, dtype=torch.float32)
+    latents.finish(fewer, tmp_path, source, MAKING)
+    read = latents.Latents(tmp_path)
+    for number, clip in enumerate(fewer):
+        pixels = clip.pixels(frames=3, height=16, width=16, rate=None)
+        assert torch.equal(source.family.decode(source.vae(torch.float32), read[number]["latents"][None])[0], pixels)
+        assert read.items[number]["caption"] == clip.caption
+
+
+def test_latents_of_other_clips_or_captions_are_made_again(tmp_path: Path) -> None:
+    make(tmp_path)
+    source, clips = builtin_source("builtin:tiny-wan", seed=1), data.load(MAKING.data, seed=1)
+    assert latents.matches(tmp_path, source, MAKING, clips) and latents.matches(tmp_path, source, MAKING, None)
+    other = dataclasses.replace(clips[0], caption="another caption")
+    assert not latents.matches(tmp_path, source, MAKING, [other, clips[1]])
+    assert not latents.matches(tmp_path, source, MAKING, clips[::-1])
+    assert not latents.matches(tmp_path, source, dataclasses.replace(MAKING, frames=5), None)
+
+
+def test_a_file_that_changed_is_another_clip(tmp_path: Path) -> None:
+    film, frames = tmp_path / "a.mp4", tmp_path / "frames"
+    film.write_bytes(b"film")
+    frames.mkdir()
+    (frames / "0.png").write_bytes(b"frame")
+    for origin, inside in ((film, film), (frames, frames / "0.png")):
+        before = data.Clip(caption="c", origin=origin).identity
+        assert before == data.Clip(caption="c", origin=origin).identity
+        inside.write_bytes(b"changed it")
+        assert data.Clip(caption="c", origin=origin).identity != before
 
 
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
