@@ -112,8 +112,9 @@ def _check_folder(folder: Path) -> None:
 
 
 def _loaded(folder: Path, force: bool) -> Run:
-    """Read a run; a killed one has no summary yet."""
-    if (folder / EVENTS_FILE).exists() and (force or not (folder / SUMMARY_FILE).exists()):
+    """Read a run; a killed one has no summary yet, and one that trains has gone on since its last one."""
+    events, summary = folder / EVENTS_FILE, folder / SUMMARY_FILE
+    if events.exists() and (force or not summary.exists() or events.stat().st_mtime_ns > summary.stat().st_mtime_ns):
         write_summary(folder)
     return load_run(folder)
 

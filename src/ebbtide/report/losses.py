@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ebbtide.report import style
-from ebbtide.report.table import Summary
+from ebbtide.report.table import Summary, losses_by_step
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PLOT = 960.0, 116.0, 24.0, 44.0, 180.0
 _MOST = 800
@@ -22,23 +22,24 @@ def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None
     """
     curves = [_points(summary) for summary in summaries]
     values = [loss for points in curves for _, loss in points]
-    last = max((step for points in curves for step, _ in points), default=0)
-    if len(values) < 2 or last < 2:
+    steps = [step for points in curves for step, _ in points]
+    first, last = min(steps, default=0), max(steps, default=0)
+    if len(values) < 2 or last == first:
         return None
     low, high = min(values), max(values)
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     low, high = low - margin, high + margin
 
     def place(step: int, loss: float) -> tuple[float, float]:
-        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - 1) / (last - 1)
+        x = _LEFT + (_WIDTH - _LEFT - _RIGHT) * (step - first) / (last - first)
         return x, _TOP + _PLOT * (high - loss) / (high - low)
 
     pieces = [style.text(_LEFT, 22, "Loss of each step", "strong")]
     for loss in (low + (high - low) * share for share in (0.05, 0.35, 0.65, 0.95)):
-        y = place(1, loss)[1]
+        y = place(first, loss)[1]
         pieces.append(style.line(_LEFT, y, _WIDTH - _RIGHT, y))
         pieces.append(style.text(_LEFT - 10, y + 4, f"{loss:.4g}", "soft", "num", "end"))
-    for step in sorted({1, *(round(1 + (last - 1) * share / 4) for share in range(5))}):
+    for step in sorted({round(first + (last - first) * share / 4) for share in range(5)}):
         pieces.append(style.text(place(step, low)[0], _TOP + _PLOT + 19, f"{step}", "soft", "num", "mid"))
     x = _LEFT + 150
     for points, name, color in zip(curves, names, style.run_classes(names), strict=True):
@@ -55,10 +56,9 @@ def losses_svg(summaries: Sequence[Summary], names: Sequence[str]) -> str | None
 
 def _points(summary: Summary) -> list[tuple[int, float]]:
     """Return the number and the loss of the steps whose loss is a finite number."""
-    losses = list(summary.get("loss") or [])
     found = [
-        (number, float(loss))
-        for number, loss in enumerate(losses, start=1)
+        (step, float(loss))
+        for step, loss in losses_by_step(summary).items()
         if isinstance(loss, (int, float)) and math.isfinite(loss)
     ]
     every = -(-len(found) // _MOST) or 1

@@ -125,14 +125,20 @@ def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
     """Make the table of losses per step, with all digits; the last column tells whether they are bitwise equal."""
-    columns = [list(summary.get("loss") or []) for summary in summaries]
+    columns = [losses_by_step(summary) for summary in summaries]
     rows: list[tuple[str, ...]] = []
-    for step in range(max((len(column) for column in columns), default=0)):
-        values = [column[step] if step < len(column) else None for column in columns]
+    for step in sorted({step for column in columns for step in column}):
+        values = [column.get(step) for column in columns]
         known = [value for value in values if value is not None]
         verdict = ABSENT if len(known) < 2 else "equal" if all(v == known[0] for v in known) else "differ"
-        rows.append((str(step + 1), *(ABSENT if value is None else str(value) for value in values), verdict))
+        rows.append((str(step), *(ABSENT if value is None else str(value) for value in values), verdict))
     return Table(columns=("step", *names, "bitwise equal"), rows=tuple(rows))
+
+
+def losses_by_step(summary: Summary) -> dict[int, Any]:
+    """Return the losses of a run by step: a resumed one does not begin with step 1."""
+    first = summary.get("first_step")
+    return dict(enumerate(summary.get("loss") or [], start=first if isinstance(first, int) else 1))
 
 
 def ratio(summary: Summary, plain: Summary | None) -> str:
@@ -158,7 +164,10 @@ def loss_verdict(summary: Summary, plain: Summary | None) -> str:
     """Return whether the losses are bitwise equal to plain's, in words."""
     equal = summary.get("loss_equal")
     if equal is None and plain is not None and plain.get("loss") and summary.get("loss"):
-        equal = summary["loss"] == plain["loss"]
+        ours, theirs = losses_by_step(summary), losses_by_step(plain)
+        both = ours.keys() & theirs.keys()
+        resumed = min(ours) != min(theirs)  # else the shorter run lacks steps
+        equal = all(ours[step] == theirs[step] for step in both) if resumed and both else ours == theirs
     return ABSENT if equal is None else "equal" if equal else "differ"
 
 

@@ -103,6 +103,7 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "step_seconds": seconds,
         "lockstep": len(steps) > 1 and len(_all(events, "wait")) == len(steps),
         "tokens_per_second": median(rates) if known else None,
+        "first_step": steps[0].get("step") if steps else None,
         "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }

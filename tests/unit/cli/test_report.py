@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_a_stale_summary_is_made_again_only_by_force(tmp_path, capsys):
     report(tmp_path)
     assert capsys.readouterr().out.startswith("stale")
     report(tmp_path, force=True)
+    assert capsys.readouterr().out.startswith("plain")
+
+
+def test_a_run_that_has_gone_on_since_its_summary_is_summarised_again(tmp_path, capsys):
+    write_run(tmp_path)
+    (tmp_path / "summary.json").write_text(json.dumps({"schema": 1, "mode": "stale"}))
+    os.utime(tmp_path / "summary.json", (1, 1))
+    report(tmp_path)
     assert capsys.readouterr().out.startswith("plain")
 
 

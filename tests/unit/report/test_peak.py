@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.report import Run, html, load_run, peak, split, verdicts
 from ebbtide.report.losses import losses_svg
-from ebbtide.report.table import saved_percent
+from ebbtide.report.table import ABSENT, loss_verdict, losses_table, saved_percent
 from ebbtide.report.verdict import prediction, step_costs
 from ebbtide.track import write_summary
 from tests.unit.report.runs import MIB, write_run
@@ -170,3 +170,15 @@ def test_losses_are_a_curve(tmp_path: Path) -> None:
     many = losses_svg([{"loss": [1 / n for n in range(1, 5000)]}], ["plain"]) or ""
     assert many.count(",") < 2000 and "4999" in many
     assert losses_svg([{"loss": [None, None]}, {}], ["a", "b"]) is None
+
+
+def test_losses_of_a_resumed_run_stand_at_their_steps() -> None:
+    whole = {"loss": [5.0, 4.0, 3.0, 2.0], "first_step": 1}
+    rest, wrong = {"loss": [3.0, 2.0], "first_step": 3}, {"loss": [3.0, 1.0], "first_step": 3}
+    table = losses_table([whole, rest], ["whole", "rest"])
+    assert [row[0] for row in table.rows] == ["1", "2", "3", "4"]
+    assert [row[3] for row in table.rows] == [ABSENT, ABSENT, "equal", "equal"]
+    assert loss_verdict(rest, whole) == "equal" and loss_verdict(wrong, whole) == "differ"
+    assert loss_verdict({"loss": [5.0, 4.0]}, whole) == "differ"  # it lacks steps
+    alone = losses_svg([rest], ["rest"]) or ""
+    assert ">3<" in alone and ">4<" in alone and ">1<" not in alone
