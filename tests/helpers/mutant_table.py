@@ -593,7 +593,7 @@ MUTANTS = (
     Mutant(
         "second run: generators in closures and globals are not searched for",
         "ebbtide/wrap/state.py",
-        "found += [v for v in _values_named_in(function) for v in _inside(v) if _is_generator(v)]",
+        "found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]",
         "pass",
         SECOND_RUN,
     ),

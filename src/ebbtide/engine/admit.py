@@ -60,7 +60,7 @@ class Admission(RunRecord):
         self.where = next((t.device for t in inputs if engine.tier.owns(t)), None)
         self.tally.input_bytes = self._inputs.nbytes
         self.compared = engine.trust.begin_block(
-            (block.name, checkpointed), block.count, accelerator=self._inputs.device_type != "cpu"
+            block.name, (block.kind, checkpointed), accelerator=self._inputs.device_type != "cpu"
         )
         self.is_open = True
         self.builder = Builder(

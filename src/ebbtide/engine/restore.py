@@ -12,6 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ class Backward:
 
     def __init__(self) -> None:
         self.flows: dict[int, CopyIn[Entry]] = {}  # by pass
-        self.restored: list[weakref.ref[Entry]] = []
+        self.restored: list[weakref.ref[Any]] = []  # of entries, and what a function may read again
         self.run: RunRecord | None = None
 
     def flow(self, run: RunRecord) -> CopyIn[Entry] | None:

@@ -94,7 +94,7 @@ class Trust:
     def __init__(self, bus: Bus, *, always_full: bool = False) -> None:
         self._bus, self._always_full = bus, always_full
         self._verdicts: dict[Key, bool] = {}
-        self._met: set[Key] = set()
+        self._met: dict[Key, set[str]] = {}  # blocks that have run, by kind
         self._drawn = random.Random(0)  # ranks draw alike; nobody else's numbers change
         self._unanswered: dict[Key, tuple[_Letter, Site]] = {}  # first comparisons, in order, by a device
         self._unread_bytes = 0  # offloaded since the last backward because of that
@@ -168,6 +168,8 @@ class Trust:
             raise
         except Exception as error:  # a rule that cannot run here must not cost the user the step
             return self._demote(entry.site, f"the rule failed: {type(error).__name__}: {error}")
+        if value.device != base.device:
+            return self._demote(entry.site, f"made on {value.device}, not on {base.device}")
         if value.shape != base.shape or value.dtype != base.dtype:
             return self._demote(entry.site, f"made {value.dtype}{list(value.shape)} of {base.dtype}{list(base.shape)}")
         layout = Layout.of(base)
@@ -194,20 +196,20 @@ class Trust:
 
     # When it is used
 
-    def begin_block(self, block: Key, blocks: int, *, accelerator: bool) -> Compared:
+    def begin_block(self, name: str, kind: Key, *, accelerator: bool) -> Compared:
         """Return how a block's run compares what it recomputes, or what its second run computes.
 
         Args:
-            block: Names the block, and tells whether it will run a second time; the first of its runs is compared
-                whole.
-            blocks: Blocks of the model.
+            name: The block's.
+            kind: Its kind, and whether it will run a second time; the first run of a block is compared whole.
             accelerator: Its tensors are on an accelerator.
         """
         if not self.fingerprints:
             return Compared.NOT
-        first = block not in self._met
-        self._met.add(block)
-        if first or self._always_full or self._drawn.random() * blocks * STEPS_BETWEEN < 1.0:
+        met = self._met.setdefault(kind, set())
+        first = name not in met
+        met.add(name)
+        if first or self._always_full or self._drawn.random() * len(met) * STEPS_BETWEEN < 1.0:
             return Compared.FULL
         return Compared.NOT if accelerator else Compared.SAMPLE
 

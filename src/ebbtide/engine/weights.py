@@ -105,7 +105,7 @@ class Weights:
             weight = leaf if leaf is not None and self.include(leaf) else None
         elif node is None and running is not None and running.casts_to is tensor.dtype:  # frozen: the module tells
             weight = self._frozen(running.module, tensor)
-        if weight is None or self.version(weight) is None:
+        if weight is None or weight.device != tensor.device or self.version(weight) is None:
             return None
         if self.usable(weight):
             return weight

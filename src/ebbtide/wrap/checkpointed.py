@@ -17,12 +17,14 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -156,7 +158,7 @@ def run_checkpointed(
 class _Packed:
     """A saved tensor as torch's checkpoint packed it, with its version and fingerprint."""
 
-    __slots__ = ("dtype", "fingerprint", "held", "probe", "size", "version")
+    __slots__ = ("__weakref__", "dtype", "fingerprint", "held", "probe", "restored", "size", "version")
 
     def __init__(
         self, held: Any, tensor: torch.Tensor, probe: torch.Tensor | None, fingerprint: Fingerprint | bytes | None
@@ -164,6 +166,7 @@ class _Packed:
         self.held, self.probe, self.fingerprint = held, probe, fingerprint
         self.version = 0 if probe is None else probe._version
         self.dtype, self.size = tensor.dtype, () if tensor.is_nested else tuple(tensor.shape)
+        self.restored: torch.Tensor | None = None  # for a function that reads it again in the same backward
 
 
 class _Checked:
@@ -202,13 +205,23 @@ class _Checked:
         block, fingerprint = self._run.block.name, packed.fingerprint
         if packed.probe is not None and packed.probe._version != packed.version:
             raise modified_error(packed.dtype, packed.size, packed.probe._version, packed.version, f"block {block!r}")
+        if packed.restored is not None:
+            return packed.restored
         tensor = self._unpack(packed.held)
+        self._keep(packed, tensor)
         if fingerprint is None or (type(fingerprint) is bytes and host_sample(tensor) == fingerprint):
             return tensor
         same = has_sample(tensor, fingerprint) if isinstance(fingerprint, bytes) else fingerprint.same(tensor)
         if same is not False or _was_written(torch._C._current_autograd_node(), tensor):
             self._run.engine.trust.require(same, functools.partial(_differs, block, packed.size))
         return tensor
+
+    def _keep(self, packed: _Packed, tensor: torch.Tensor) -> None:
+        """Keep a tensor that a custom function reads until its backward ends: torch gives each one out once only."""
+        node, task = torch._C._current_autograd_node(), torch._C._current_graph_task_id()
+        if task != -1 and isinstance(node, FunctionCtx):
+            packed.restored = tensor
+            self._run.engine.let_go_after(task, weakref.ref(packed))
 
 
 def runs_again(pack: Any) -> bool:

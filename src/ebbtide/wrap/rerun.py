@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
@@ -32,6 +33,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.collectives import Collectives
+from ebbtide.wrap.outside import LOOKS, Outside
 from ebbtide.wrap.state import State, States, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -58,6 +60,8 @@ class Reruns:
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
         self._looked: set[str] = set()  # blocks that were searched for generators and iterators
+        self._outside: Counter[str] = Counter()  # looks at what is outside of the blocks of a kind
+        self._changed_outside: set[str] = set()  # kinds that changed it once
 
     def decide(
         self,
@@ -131,6 +135,7 @@ class Reruns:
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
         before_contents = _contents(args, kwargs)
+        outside = Outside(module) if self._outside[kind] < LOOKS else None
         looked = self._collectives.look(block, module) if first else nullcontext()
         try:
             with looked:
@@ -139,10 +144,20 @@ class Reruns:
             self._states.after(module, state)
             if not all(watched.same for watched in before):
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
+            if outside is not None:
+                self._see_outside(kind, outside)
             if run.jagged:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
             if not _alike(_contents(args, kwargs), before_contents):
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
+
+    def _see_outside(self, kind: str, outside: Outside) -> None:
+        """Refuse a kind whose forwards change what is outside of them, see [Note: outside]."""
+        self._outside[kind] += 1
+        if outside.changed:
+            if kind in self._changed_outside:
+                self._refuse(kind, "change objects outside of their modules, which a second forward would change again")
+            self._changed_outside.add(kind)
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:

@@ -76,7 +76,7 @@ class State:
             seen.add(id(value))
             alive.append(value)
             kind = type(value)
-            match _role(kind):
+            match role(kind):
                 case Role.TENSOR:
                     self.tensors.append(value)
                 case Role.GENERATOR:
@@ -250,7 +250,7 @@ def _ids(container: Any) -> list[int]:
 
 
 def _followed(values: Iterable[Any]) -> list[Any]:
-    return [value for value in values if _role(type(value)) is not Role.PLAIN]
+    return [value for value in values if role(type(value)) is not Role.PLAIN]
 
 
 def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, Any]:
@@ -289,7 +289,7 @@ _PLAIN = frozenset((bool, int, float, str, bytes, complex, type(None), torch.dty
 
 
 @functools.lru_cache(4096)
-def _role(kind: type) -> Role:
+def role(kind: type) -> Role:
     """Return the role of a class; cached, since a module reaches hundreds of values of a few dozen classes."""
     if kind in _PLAIN:
         return Role.PLAIN
@@ -348,11 +348,12 @@ def generators_of(module: nn.Module) -> list[Any]:
         for function in vars(kind).values():
             function = getattr(function, "__wrapped__", function)
             if isinstance(function, types.FunctionType):
-                found += [v for v in _values_named_in(function) for v in _inside(v) if _is_generator(v)]
+                found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]
     return found
 
 
-def _values_named_in(function: types.FunctionType) -> Iterator[Any]:
+def values_named_in(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the globals and the variables of enclosing functions that a function names."""
     for name in function.__code__.co_names:
         if name in function.__globals__:
             yield function.__globals__[name]

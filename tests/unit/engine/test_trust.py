@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ebbtide
+from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
 from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
+from ebbtide.engine.layout import Layout
+from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import STEPS_BETWEEN, Trust
 from tests.helpers.twice import Stack, check, check_refused, sgd, step_of
 
@@ -70,11 +73,11 @@ def test_what_has_no_memory_of_its_own_has_no_fingerprint() -> None:
 
 def test_the_first_run_of_a_block_and_then_one_in_some_are_compared_whole() -> None:
     trust, blocks = Trust(Bus()), 4
-    assert [trust.begin_block((n,), blocks, accelerator=True) for n in range(blocks)] == [Compared.FULL] * blocks
+    assert [trust.begin_block(str(n), ("kind",), accelerator=True) for n in range(blocks)] == [Compared.FULL] * blocks
     steps = 200 * STEPS_BETWEEN
-    found = [trust.begin_block((n % blocks,), blocks, accelerator=True) for n in range(steps * blocks)]
+    found = [trust.begin_block(str(n % blocks), ("kind",), accelerator=True) for n in range(steps * blocks)]
     assert 100 < found.count(Compared.FULL) < 400 and Compared.SAMPLE not in found
-    on_host = {trust.begin_block((0,), blocks, accelerator=False) for _ in range(2000)}
+    on_host = {trust.begin_block("0", ("kind",), accelerator=False) for _ in range(2000)}
     assert on_host == {Compared.SAMPLE, Compared.FULL}
 
 
@@ -192,3 +195,12 @@ def test_scheduled_numbers_and_new_lengths_make_no_new_verdicts() -> None:
             model(torch.randn(4 + number % 11, 16).abs()).mean().backward()
             known.add(len(handle._engine.trust._verdicts))
     assert max(known) < 12 and len(known) < 4, known
+
+
+def test_a_recipe_on_another_device_is_left_out() -> None:
+    trust, base = Trust(Bus()), torch.ones(4)
+    layout, site = Layout.of(base), Site("block", "", "node", 0)
+    entry = Entry(torch.empty(0), site=site, region=(0, 16), base_layout=layout, at=0, live=set())
+    recipe = Expr(torch.ones_like, (), key=("made elsewhere",))
+    assert not trust.holds(("block",), entry, recipe, base, lambda: torch.ones(4, device="meta"))
+    assert trust.demoted[site] == "made on meta, not on cpu"

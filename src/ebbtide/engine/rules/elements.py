@@ -11,8 +11,8 @@ from ebbtide.engine.tickets import Expr
 
 
 def _cast(n: NodeView) -> Expr | None:
-    dtype = n.dtype  # it may be the operand's own: `to` with copy=True makes another tensor then too
-    return expression(n, lambda x: x.to(dtype, copy=True), [n.input(0)])
+    device, dtype = n.device, n.dtype  # they may be the operand's own: copy=True makes another tensor then, too
+    return expression(n, lambda x: x.to(device, dtype, copy=True), [n.input(0)])
 
 
 def _where(n: NodeView) -> Expr | None:

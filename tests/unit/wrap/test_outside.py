@@ -1,0 +1,138 @@
+"""What a checkpointed block changes outside of its modules, and functions that read what they saved twice."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ebbtide
+from ebbtide.wrap.outside import Outside
+from tests.helpers.oracle import same_bits
+from tests.unit.wrap.test_second_run import hard
+
+WIDTH = 8
+STATS: dict[str, Any] = {}
+LOSSES: list[Tensor] = []
+CACHE: dict[int, Tensor] = {}
+
+
+class Block(nn.Module):
+    """Two layers and operators without a rule, so that a second run pays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(x)
+        return x + self.b(hard(self.a(x)))
+
+    def note(self, x: Tensor) -> None:
+        pass
+
+
+class Counts(Block):
+    def note(self, x: Tensor) -> None:
+        STATS["calls"] = STATS.get("calls", 0) + 1
+
+
+class Adds(Block):
+    def note(self, x: Tensor) -> None:
+        LOSSES.append(x.square().mean())
+
+
+class Fills(Block):
+    def note(self, x: Tensor) -> None:
+        if x.shape[0] not in CACHE:
+            CACHE[x.shape[0]] = torch.ones(WIDTH)
+
+
+class Owner:
+    """Has a forward hook that counts."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def hook(self, *given: Any) -> None:
+        self.calls += 1
+
+
+def run(kind: type[Block], steps: int = 6, **given: Any) -> tuple[list[Tensor], str]:
+    """Train; the gradients of the last step, and what the plan did with the blocks."""
+    STATS.clear()
+    LOSSES.clear()
+    CACHE.clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(kind() for _ in range(3)))
+    x = torch.randn(16, WIDTH)
+    handle = ebbtide.enable_activation_offloading(model, min_bytes=0, **given) if given else None
+    for _ in range(steps):
+        model.zero_grad()
+        LOSSES.clear()
+        loss = model(x).square().mean() + sum(LOSSES) / (1 + STATS.get("calls", 0))
+        loss.backward()
+    said = "" if handle is None else f"checkpointed: {handle.stats().checkpointed_blocks}"
+    if handle is not None:
+        handle.close()
+    return [p.grad for p in model.parameters() if p.grad is not None], said
+
+
+@pytest.mark.parametrize(("kind", "checkpointed"), [(Block, 3), (Fills, 3), (Counts, 0), (Adds, 0)])
+def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(kind: type[Block], checkpointed: int) -> None:
+    plain, _ = run(kind)
+    ours, said = run(kind, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == f"checkpointed: {checkpointed}"
+
+
+@pytest.mark.parametrize("bind", [lambda owner: owner.hook, lambda owner: functools.partial(Owner.hook, owner)])
+def test_the_owner_of_a_hook_is_looked_at(bind: Callable[[Owner], Any]) -> None:
+    block, owner = Block(), Owner()
+    block.a.register_forward_hook(bind(owner))
+    outside = Outside(block)
+    assert not outside.changed
+    block(torch.randn(2, WIDTH))
+    assert owner.calls == 1 and outside.changed
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        first = ctx.saved_tensors[1]
+        return gradient * first, gradient * ctx.saved_tensors[0]
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Twice.apply(hard(self.a(x)), hard(self.b(x)))
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_function_may_read_what_it_saved_twice(retain: bool) -> None:
+    model = nn.Sequential(*(Reads() for _ in range(3)))
+    twin, x = copy.deepcopy(model), torch.randn(16, WIDTH)
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        for _ in range(4):
+            for one in (model, twin):
+                one.zero_grad()
+                loss = one(x).square().mean()
+                loss.backward(retain_graph=retain)
+                if retain:
+                    loss.backward()
+            pairs = zip(model.parameters(), twin.parameters(), strict=True)
+            assert all(same_bits(p.grad, q.grad) for p, q in pairs)
+        assert handle.stats().checkpointed_blocks == 3
