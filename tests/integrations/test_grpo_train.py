@@ -120,6 +120,26 @@ def test_unpadded_log_probabilities_are_the_padded_ones(
     assert abs(loss - other) < 1e-5  # two orders of summing up, the one tolerance here
 
 
+@pytest.mark.slow
+def test_experts_are_balanced_without_padding_too(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = Qwen3MoeConfig(
+        hidden_size=32, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=len(tokenizer), num_experts=4, num_experts_per_tok=2,
+        router_aux_loss_coef=0.1, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    tokenizer.save_pretrained(tmp_path / "moe")
+    losses = [
+        train(tmp_path / "moe", tmp_path / str(free), **{**WAYS["unpadded"], "padding_free": free})["steps"][1][0]
+        for free in (False, True)
+    ]
+    assert abs(losses[0] - losses[1]) < 1e-3 and losses[1] != 0.0
+
+
 def test_a_model_that_mixes_sequences_in_a_row_is_refused(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,13 +275,17 @@ def _set_random(states: tuple[Any, Any]) -> None:
         sys.modules["numpy"].random.set_state(states[1])
 
 
-def _attention_kernels() -> tuple[bool, ...]:
+def _attention_kernels() -> tuple[tuple[bool, ...], list[int]]:
+    """Return which kernels attention may use, and in which order it tries them."""
     cuda: Any = torch.backends.cuda
-    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA)
+    return tuple(getattr(cuda, f"{kernel}_sdp_enabled")() for kernel in _SDPA), torch._C._get_sdp_priority_order()
 
 
-def _set_attention_kernels(kernels: tuple[bool, ...]) -> None:
+def _set_attention_kernels(kernels: tuple[tuple[bool, ...], list[int]]) -> None:
     cuda: Any = torch.backends.cuda
-    for kernel, on in zip(_SDPA, kernels, strict=True):
+    allowed, order = kernels
+    if torch._C._get_sdp_priority_order() != order:
+        torch._C._set_sdp_priority_order(order)
+    for kernel, on in zip(_SDPA, allowed, strict=True):
         if getattr(cuda, f"{kernel}_sdp_enabled")() != on:
             getattr(cuda, f"enable_{kernel}_sdp")(on)

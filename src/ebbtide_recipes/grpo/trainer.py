@@ -145,8 +145,8 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         logits_to_keep: int,
         batch_size: int | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Compute log-probabilities and entropies without padding. See [Note: sequences in one row]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Compute log-probabilities, entropies, experts' loss without padding. See [Note: sequences in one row]."""
         if not self._separates:
             self._separates = unpadded.separates(model, input_ids.device)
             if not self._separates:
@@ -158,14 +158,19 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
                 )
         log_probs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
+        of_experts: list[torch.Tensor] = []
+        more = {"output_router_logits": True} if kwargs.get("compute_aux_loss") else {}
         size = batch_size or input_ids.size(0)
         for ids, mask in zip(input_ids.split(size), attention_mask.split(size), strict=True):
             with self.accelerator.autocast():
-                output = model(**unpadded.rows_to_one(ids, mask, logits_to_keep), fused_lm_head=True)
+                output = model(**unpadded.rows_to_one(ids, mask, logits_to_keep), fused_lm_head=True, **more)
             log_probs.append(unpadded.one_to_rows(output.log_probs, mask, logits_to_keep))
             if kwargs.get("compute_entropy"):
                 entropies.append(unpadded.one_to_rows(output.entropy, mask, logits_to_keep))
-        return torch.cat(log_probs), torch.cat(entropies) if entropies else None, None
+            if more:
+                of_experts.append(output.aux_loss)
+        aux_loss = torch.stack(of_experts).mean() if of_experts else None
+        return torch.cat(log_probs), torch.cat(entropies) if entropies else None, aux_loss
 
     @contextmanager
     def _phase(self, name: str) -> Generator[None, None, None]:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ebbtide
 from ebbtide.wrap.outside import Outside
@@ -136,3 +138,30 @@ def test_a_function_may_read_what_it_saved_twice(retain: bool) -> None:
             pairs = zip(model.parameters(), twin.parameters(), strict=True)
             assert all(same_bits(p.grad, q.grad) for p, q in pairs)
         assert handle.stats().checkpointed_blocks == 3
+
+
+class Attends(nn.Module):
+    orders: tuple[list[int], ...] = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Attends.orders += (torch._C._get_sdp_priority_order(),)
+        y = F.scaled_dot_product_attention(x, x, x)
+        return hard(self.layer(x + y))
+
+
+def test_a_second_run_tries_attentions_kernels_in_the_order_of_the_first() -> None:
+    model, x = nn.Sequential(*(Attends() for _ in range(2))), torch.randn(2, 2, 4, WIDTH, requires_grad=True)
+    usual = torch._C._get_sdp_priority_order()
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        for _ in range(4):
+            Attends.orders = ()
+            with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+                loss = model(x).sum()
+            loss.backward()
+        assert handle.stats().checkpointed_blocks == 2 and len(Attends.orders) == 4
+    assert len(set(map(tuple, Attends.orders))) == 1 and Attends.orders[0] != usual
+    assert torch._C._get_sdp_priority_order() == usual
