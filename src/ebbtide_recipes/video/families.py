@@ -46,6 +46,8 @@ class Family:
     text_places: ClassVar[tuple[int, ...]] = (0,)
     """Where they stand in what it returns."""
     text_length: ClassVar[int] = 512
+    frame_rate: ClassVar[float] = 16.0
+    """Frames per second that clips are taken to have, unless the user says how many."""
     size: ClassVar[tuple[int, int, int]] = (81, 480, 832)
     """Frames, height and width that its pipeline makes by default."""
     velocity: ClassVar[bool] = True
@@ -169,6 +171,7 @@ class Ltx(HunyuanVideo):
     text = ("prompt_embeds", "prompt_attention_mask")
     text_places = (0, 1)
     text_length = 128
+    frame_rate = 25.0
     size = (161, 512, 704)
 
     def predict(

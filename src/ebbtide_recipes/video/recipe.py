@@ -170,7 +170,9 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
     shared: dict[str, Any] = {
         "family": source.family,
         "condition": Condition(
-            frame_rate=config.frame_rate or 16.0, guidance=config.embedded_guidance, ratios=source.ratios
+            frame_rate=config.frame_rate or source.family.frame_rate,
+            guidance=config.embedded_guidance,
+            ratios=source.ratios,
         ),
         "draws": Draws(
             scheme=config.timestep_sampling,
@@ -237,7 +239,7 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
     sampling = Sampling(
         steps=config.sampler_steps,
         guidance=config.guidance_scale,
-        rate=config.frame_rate or 16.0,
+        rate=config.frame_rate or source.family.frame_rate,
         seed=config.seed,
     )
     return Showing(source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config))

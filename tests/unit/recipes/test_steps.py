@@ -13,6 +13,7 @@ from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 from ebbtide_recipes.video.buckets import Bucket, BucketSampler
 from ebbtide_recipes.video.config import VideoConfig
+from ebbtide_recipes.video.families import Family
 from ebbtide_recipes.video.recipe import _showing
 from ebbtide_recipes.video.trainer import VideoTrainer
 
@@ -61,7 +62,7 @@ def test_every_prompt_is_sampled(prompts: int | None, samples: int, count: int) 
 
     named = None if prompts is None else tuple(f"p{i}" for i in range(prompts))
     config = VideoConfig(sample_prompts=named, samples=samples)
-    assert len(_showing(config, None, Four()).prompts) == count  # type: ignore[arg-type]
+    assert len(_showing(config, SimpleNamespace(family=Family), Four()).prompts) == count  # type: ignore[arg-type]
 
 
 def test_a_warmup_that_the_schedule_has_not_is_said() -> None:
