@@ -111,7 +111,7 @@ def build(
             (trainer.train_dataset, dataset, config.dataset),
             (trainer.eval_dataset, evaluation, config.eval_dataset or config.dataset),
         ):
-            _say_left_out(part, rows, names, config.max_length)
+            _warn_of_rows_left_out(part, rows, names, config.max_length)
     if len(trainer.train_dataset) == 0:
         what = f"fill no sequence of {config.max_length} tokens" if config.packing else "leave no token to learn from"
         raise DataError(
@@ -122,7 +122,7 @@ def build(
     return trainer
 
 
-def _say_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:
+def _warn_of_rows_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:
     """Warn of rows that TRL removed: with no completion within the first tokens."""
     if part is not None and rows is not None and 0 < len(part) < len(rows):
         LOGGER.warning(
