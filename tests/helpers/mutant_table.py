@@ -313,8 +313,8 @@ MUTANTS = (
     Mutant(
         "casts: a copy in the same type is an alias",
         "ebbtide/engine/rules/elements.py",
-        "x.to(dtype, copy=True)",
-        "x.to(dtype)",
+        "x.to(device, dtype, copy=True)",
+        "x.to(device, dtype)",
         TRUST,
     ),
     Mutant(
@@ -681,7 +681,7 @@ MUTANTS = (
     Mutant(
         "price: what backward executes is not timed",
         "ebbtide/engine/restore.py",
-        "            self._timer = self._engine.timer.recomputes\n",
+        "            self._timer = engine.timer.recomputes\n",
         "",
         PRICES,
     ),

@@ -605,8 +605,6 @@ def test_the_order_of_one_backward_serves_the_next() -> None:
             engine.restorer.content = content.__get__(engine.restorer)  # type: ignore[method-assign]
             y.sum().backward()
             del engine.restorer.content
-            # The order is kept when the next block's backward begins; here there is one block.
-            run.record_order() if step == 0 else None
             expected = list(dict.fromkeys(read))
             expected += [i for i in reversed(range(len(run.entries))) if i not in expected]
             del y, content
