@@ -43,9 +43,10 @@ def shares(work: Callable[[], object], seconds: float) -> Counter[str] | None:
         ends = time.monotonic() + seconds + 30
         while recorder.poll() is None and time.monotonic() < ends:
             work()
-        _, said = recorder.communicate(timeout=30)
+        recorder.kill()  # it should have ended by itself
+        _, said = recorder.communicate()
         if recorder.returncode:
-            raise SystemExit(f"py-spy failed: {said.strip()}")
+            raise SystemExit(f"py-spy failed: {said.strip()}; hint: it needs the right to trace this process")
         return innermost(raw.read_text())
 
 

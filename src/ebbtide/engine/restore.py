@@ -70,7 +70,9 @@ class Restorer:
         self, engine: Services, mover: SlotMover, copy_out: CopyOut[Entry], stalls: StallBook, bus: Bus
     ) -> None:
         self._mover, self._copy_out, self._stalls, self._bus = mover, copy_out, stalls, bus
-        self._engine = weakref.ref(engine)  # whose: a circle would leave the store of a dropped engine to the collector
+        self._engine = weakref.ref(
+            engine
+        )  # not held: in a circle, a dropped one and its store would wait for the collector
         self._lock, self._tier, self._trust, self._orders = engine.lock, engine.tier, engine.trust, engine.orders
         self._window, self._waits = copy_out.window, engine.tier.stalls
         self.backwards: dict[int, Backward] = {}

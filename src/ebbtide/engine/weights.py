@@ -40,8 +40,8 @@ class Weights:
         weights = list(weights)
         self.model.note_versions(weights)
         for storage in storages(weights):
-            if storage._cdata not in self._own:
-                self._passing[storage._cdata] = weakref.ref(storage)
+            if (key := storage_key(storage)) not in self._own:
+                self._passing[key] = weakref.ref(storage)
         self._note_nodes(weights)
 
     def forget(self) -> None:
@@ -65,7 +65,12 @@ class Weights:
         key, model = storage._cdata, self.model
         if key in model.keys or key in self._own or (model.move and model.lasts(key)):
             return True
-        return key in self._passing and self._passing[key]() is storage
+        return key in self._passing and self._passes(storage)
+
+    def _passes(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage is that of a weight that has bytes only while a part of the block runs."""
+        passing = self._passing.get(storage_key(storage))
+        return passing is not None and passing() is storage
 
     def usable(self, weight: torch.Tensor) -> bool:
         """Whether a weight has its bytes when the block's backward recomputes."""
@@ -109,9 +114,7 @@ class Weights:
             return None
         if self.usable(weight):
             return weight
-        storage = weight.untyped_storage()
-        passing = self._passing.get(storage._cdata)
-        return weight if passing is not None and passing() is storage else None
+        return weight if self._passes(weight.untyped_storage()) else None
 
     @staticmethod
     def _frozen(module: torch.nn.Module, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -113,14 +113,14 @@ class StepMarker:
         if torch.compiler.is_compiling() or not _in_training_forward():
             return
         with self._lock:
-            if not self._steps():
+            if not self._is_stepping():
                 self._forward_begins()
 
     def _after_forward(self, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not _in_training_forward():
             return
         with self._lock:
-            if not self._steps():
+            if not self._is_stepping():
                 self._forward_ends()
         for node in {x.grad_fn for x in tree_leaves(output) if isinstance(x, torch.Tensor)}:
             if node is not None:
@@ -128,7 +128,7 @@ class StepMarker:
 
     def _before_backward(self, gradients: object) -> None:
         with self._lock:
-            if not self._steps():
+            if not self._is_stepping():
                 self._backward_begins()
 
     # Events of the bus and of optimizers
@@ -141,7 +141,7 @@ class StepMarker:
                 self._phase_by_hand(fields)
             elif kind == "step":
                 self._step_by_hand(fields)
-            elif self._steps():
+            elif self._is_stepping():
                 return  # of an optimizer that calls the model itself, such as LBFGS
             elif kind == "pass_begin":
                 self._forward_begins()
@@ -198,7 +198,7 @@ class StepMarker:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         with self._lock:
-            if self._steps() and self._stepping is not optimizer:
+            if self._is_stepping() and self._stepping is not optimizer:
                 return  # an optimizer inside another
             if any(other is optimizer for other in self._stepped):
                 self._settle()
@@ -225,7 +225,7 @@ class StepMarker:
             if not _in_backward():
                 self._look()
 
-    def _steps(self) -> bool:
+    def _is_stepping(self) -> bool:
         """Whether an optimizer steps now. Of one whose step raised, torch does not say that it is over."""
         if self._stepping is None or self._caller is None:
             return False

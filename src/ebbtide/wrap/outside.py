@@ -2,9 +2,10 @@
 
 [Note: outside]
 A second forward restores what the modules can reach, and no more: a list of losses at the top of a file, or the owner
-of a forward hook, would be written twice, and nothing that is compared would show it. So the containers, tensors and
-hooks' owners that the functions of a block name are looked at around its first forwards. A kind of block that changes
-them twice is not checkpointed; once may be a cache that was filled.
+of a forward hook, would be written twice, and nothing that is compared would show it. So the containers and tensors
+that the functions of a block name, and its hooks' owners, are looked at around its first forwards. A kind of block that
+has changed one is in doubt, and not checkpointed, until a forward changes none: it may have filled a cache. One that
+changes something twice is never checkpointed.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ebbtide.wrap.state import Role, role, values_named_in
+from ebbtide.wrap.state import Role, functions_of, role, values_named_in
 
 LOOKS = 4
 """Forwards of a kind of block around which is looked."""
@@ -32,53 +33,59 @@ class Outside:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._contents = [(value, _contents(value)) for value in _named(module)]
+        self._before = [(value, Snapshot(_inside(value))) for value in _named(module)]
 
     @property
     def changed(self) -> bool:
         """Whether something has changed since."""
-        return not all(_alike(_contents(value), before) for value, before in self._contents)
+        return not all(before.same(_inside(value)) for value, before in self._before)
 
 
 def _named(module: nn.Module) -> list[Any]:
     """Return what can change among what functions and hooks of a block name; each once."""
-    own, found = set(map(id, module.modules())), dict[int, Any]()
-    for part in module.modules():
-        functions: list[Any] = []
-        if not type(part).__module__.startswith("torch."):
-            functions += [getattr(value, "__wrapped__", value) for value in vars(type(part)).values()]
+    modules = list(module.modules())
+    values = [value for function in functions_of(modules) for value in values_named_in(function)]
+    owners: list[Any] = []
+    for part in modules:
         for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
             while isinstance(hook, functools.partial):
-                functions += [*hook.args, *hook.keywords.values()]
+                owners += [*hook.args, *hook.keywords.values()]
                 hook = hook.func
-            functions += [hook, getattr(hook, "__self__", None)]
-        for function in functions:
-            function = getattr(function, "__func__", function)
-            named = values_named_in(function) if isinstance(function, types.FunctionType) else (function,)
-            for value in named:
-                kinds = (Role.TENSOR, Role.DICT, Role.CONTAINER, *([Role.OBJECT] if value is function else []))
-                if role(type(value)) in kinds and id(value) not in own and not isinstance(value, nn.Parameter):
-                    found[id(value)] = value
-    return list(found.values())
+            owners.append(getattr(hook, "__self__", None))
+            hook = getattr(hook, "__func__", hook)
+            values += values_named_in(hook) if isinstance(hook, types.FunctionType) else [hook]
+    own, kinds = set(map(id, modules)), (Role.TENSOR, Role.DICT, Role.CONTAINER)
+    found = [value for value in values if role(type(value)) in kinds]
+    found += [owner for owner in owners if role(type(owner)) in (*kinds, Role.OBJECT)]
+    return list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
 
 
-def _contents(value: Any) -> tuple[list[Any], list[int]]:
-    """Return what is inside of a value, one level deep, and the versions of the tensors among it."""
+def _inside(value: Any) -> list[Any]:
+    """Return what is inside of a value, one level deep."""
     if isinstance(value, dict):
-        inside = [*value.keys(), *value.values()]
-    elif isinstance(value, torch.Tensor):
-        inside = [value]
-    elif role(type(value)) is Role.CONTAINER:
-        inside = list(value)
-    else:
-        inside = list(getattr(value, "__dict__", {}).values())
-    return inside, list(_versions(inside))
+        return [*value.keys(), *value.values()]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return list(value) if role(type(value)) is Role.CONTAINER else list(getattr(value, "__dict__", {}).values())
 
 
-def _versions(inside: list[Any]) -> Iterator[int]:
-    for value in inside:
-        yield value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+class Snapshot:
+    """Objects, and the versions of the tensors among them.
 
+    It holds the objects, so that no other one can get the address of one.
 
-def _alike(one: tuple[list[Any], list[int]], other: tuple[list[Any], list[int]]) -> bool:
-    return len(one[0]) == len(other[0]) and one[1] == other[1] and all(map(operator.is_, one[0], other[0]))
+    Args:
+        objects: Which.
+    """
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self._objects = objects
+        self._versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in objects]
+
+    def same(self, objects: Sequence[Any]) -> bool:
+        """Whether these are the same objects, at the same versions."""
+        return (
+            len(objects) == len(self._objects)
+            and all(map(operator.is_, objects, self._objects))
+            and Snapshot(objects)._versions == self._versions
+        )

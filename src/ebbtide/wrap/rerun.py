@@ -12,7 +12,6 @@ comparison: see [Note: checked checkpoints].
 from __future__ import annotations
 
 import logging
-import operator
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -33,7 +32,7 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.collectives import Collectives
-from ebbtide.wrap.outside import LOOKS, Outside
+from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
 from ebbtide.wrap.state import State, States, generators_of
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -60,8 +59,8 @@ class Reruns:
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
         self._looked: set[str] = set()  # blocks that were searched for generators and iterators
-        self._outside: Counter[str] = Counter()  # looks at what is outside of the blocks of a kind
-        self._changed_outside: set[str] = set()  # kinds that changed it once
+        self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
+        self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
 
     def decide(
         self,
@@ -134,8 +133,9 @@ class Reruns:
             )
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
-        before_contents = _contents(args, kwargs)
-        outside = Outside(module) if self._outside[kind] < LOOKS else None
+        leaves, spec = tree_flatten((args, kwargs))
+        inputs = Snapshot(leaves)
+        outside = Outside(module) if self._looks[kind] < LOOKS or kind in self._in_doubt else None
         looked = self._collectives.look(block, module) if first else nullcontext()
         try:
             with looked:
@@ -148,16 +148,19 @@ class Reruns:
                 self._see_outside(kind, outside)
             if run.jagged:
                 self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
-            if not _alike(_contents(args, kwargs), before_contents):
+            leaves, now = tree_flatten((args, kwargs))
+            if now != spec or not inputs.same(leaves):
                 self._refuse(kind, "change their inputs, which a second forward would read changed")
 
     def _see_outside(self, kind: str, outside: Outside) -> None:
         """Refuse a kind whose forwards change what is outside of them, see [Note: outside]."""
-        self._outside[kind] += 1
-        if outside.changed:
-            if kind in self._changed_outside:
-                self._refuse(kind, "change objects outside of their modules, which a second forward would change again")
-            self._changed_outside.add(kind)
+        self._looks[kind] += 1
+        if not outside.changed:
+            self._in_doubt.discard(kind)
+        elif kind in self._in_doubt:
+            self._refuse(kind, "change objects outside of their modules, which a second forward would change again")
+        else:
+            self._in_doubt.add(kind)
 
     def _possible(self, block: Block) -> bool:
         if self._names is not None:
@@ -172,7 +175,7 @@ class Reruns:
             self._refuse(kind, f"are given a {name}, which a second forward would read changed", "use_cache=False")
         if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
             return False  # autograd does not save them
-        return kind not in self._refused
+        return kind not in self._refused and kind not in self._in_doubt
 
     def _refuse(self, kind: str, why: str, switch: str = "") -> None:
         if kind not in self._refused:
@@ -191,18 +194,3 @@ def _own_tensors(state: State, compared: Compared) -> list[Watched]:
     """Return the current tensors of a block's modules (parameters, buffers, attributes)."""
     tensors = (t for t in state.tensors if not is_lazy(t))
     return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]
-
-
-_Contents = tuple[Any, list[Any], list[int]]
-"""Structure, leaves and their versions: the leaves themselves, so that no other object can get the address of one."""
-
-
-def _contents(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Contents:
-    """Return a comparable snapshot of a block's arguments."""
-    leaves, spec = tree_flatten((args, kwargs))
-    return spec, leaves, [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in leaves]
-
-
-def _alike(one: _Contents, other: _Contents) -> bool:
-    """Whether two snapshots are of the same structure with the same objects at the same versions."""
-    return one[0] == other[0] and one[2] == other[2] and all(map(operator.is_, one[1], other[1]))

@@ -344,12 +344,20 @@ def generators_of(module: nn.Module) -> list[Any]:
     modules = list(module.modules())
     found = State(modules).generators
     found += [value for m in modules for value in vars(m).values() if isinstance(value, Iterator)]
-    for kind in {type(m) for m in modules if not type(m).__module__.startswith("torch.")}:
-        for function in vars(kind).values():
-            function = getattr(function, "__wrapped__", function)
-            if isinstance(function, types.FunctionType):
-                found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]
+    for function in functions_of(modules):
+        found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]
     return found
+
+
+def functions_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
+    """Yield the functions of modules' classes, and of what those inherit from, but for torch's own."""
+    kinds = {base for kind in set(map(type, modules)) for base in inspect.getmro(kind)}
+    for kind in kinds:
+        if kind is not object and not kind.__module__.startswith("torch."):
+            for function in vars(kind).values():
+                function = getattr(function, "__wrapped__", function)
+                if isinstance(function, types.FunctionType):
+                    yield function
 
 
 def values_named_in(function: types.FunctionType) -> Iterator[Any]:

@@ -53,7 +53,8 @@ def main(recipe: Recipe[ConfigT], config: ConfigT) -> None:
     with logging_to(folder, config.log_level, append=resuming, rank=rank), quiet_hosts():
         for name in config.without_effect():
             LOGGER.warning(
-                "--%s has no effect here: the mode is %s, train_type %s", name, config.mode, config.train_type
+                "--%s has no effect here: the mode is %s, train_type %s, lr_scheduler_type %s",
+                *(name, config.mode, config.train_type, config.lr_scheduler_type),
             )
         if config.deepspeed is not None and config.fsdp_strategy != "none":
             LOGGER.warning("--deepspeed %s has no effect here: FSDP shards", config.deepspeed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,14 +66,15 @@ class Owner:
         self.calls += 1
 
 
-def run(kind: type[Block], steps: int = 6, **given: Any) -> tuple[list[Tensor], str]:
+def run(kind: type[Block], steps: int = 6, blocks: int = 3, **given: Any) -> tuple[list[Tensor], str]:
     """Train; the gradients of the last step, and what the plan did with the blocks."""
     STATS.clear()
     LOSSES.clear()
     CACHE.clear()
     torch.manual_seed(0)
-    model = nn.Sequential(*(kind() for _ in range(3)))
+    model = nn.Sequential(*(kind() for _ in range(blocks)))
     x = torch.randn(16, WIDTH)
+    given |= {"blocks": ["*"]} if given else {}
     handle = ebbtide.enable_activation_offloading(model, min_bytes=0, **given) if given else None
     for _ in range(steps):
         model.zero_grad()
@@ -90,6 +92,18 @@ def test_a_kind_that_changes_what_is_outside_is_not_checkpointed(kind: type[Bloc
     plain, _ = run(kind)
     ours, said = run(kind, enable_ckpt=True)
     assert all(map(same_bits, ours, plain)) and said == f"checkpointed: {checkpointed}"
+
+
+class Inherits(Counts):
+    """Names nothing itself."""
+
+
+@pytest.mark.parametrize(("blocks", "kind"), [(1, Counts), (2, Inherits), (1, Inherits)])
+def test_a_lone_block_or_an_inherited_forward_is_not_checkpointed_either(blocks: int, kind: type[Block]) -> None:
+    given: dict[str, Any] = {"blocks": blocks, "steps": 6}
+    plain, _ = run(kind, **given)
+    ours, said = run(kind, enable_ckpt=True, **given)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
 
 
 @pytest.mark.parametrize("bind", [lambda owner: owner.hook, lambda owner: functools.partial(Owner.hook, owner)])
@@ -165,3 +179,20 @@ def test_a_second_run_tries_attentions_kernels_in_the_order_of_the_first() -> No
         assert handle.stats().checkpointed_blocks == 2 and len(Attends.orders) == 4
     assert len(set(map(tuple, Attends.orders))) == 1 and Attends.orders[0] != usual
     assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_a_kind_in_doubt_waits_and_one_that_changes_something_twice_is_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(Block(), Block())
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
+        reruns: Any = handle._attachment._reruns
+
+        def look(changed: bool) -> bool:
+            reruns._see_outside("Block", SimpleNamespace(changed=changed))
+            return reruns._allowed("Block", (), {})
+
+        assert [look(changed) for changed in (False, True, False)] == [True, False, True]
+        assert not caplog.records
+        assert [look(changed) for changed in (True, True, False, False)] == [False] * 4
+    assert "change objects outside of their modules" in caplog.text
