@@ -26,6 +26,9 @@ class NoDevice:
     def compute_stream(self, where: torch.device) -> str:
         return "compute"
 
+    def default_stream(self, where: torch.device) -> str:
+        return "compute"
+
     def side_stream(self, where: torch.device, purpose: str) -> str:
         return purpose
 

@@ -150,6 +150,10 @@ class FakeDevice:
         """Return the one compute stream."""
         return self._compute
 
+    def default_stream(self, where: torch.device) -> FakeStream:
+        """Return the one compute stream."""
+        return self._compute
+
     def side_stream(self, where: torch.device, purpose: str) -> FakeStream:
         """Make a stream."""
         stream = FakeStream(f"{purpose}{len(self._streams)}")

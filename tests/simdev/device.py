@@ -146,6 +146,11 @@ class _DeviceScope:
         native().exchange_device(self.before)
 
 
+def _default_stream(index: int) -> torch.Stream:
+    kind = torch.accelerator.current_stream(index).device_type
+    return torch.Stream(stream_id=0, device_index=index, device_type=kind)
+
+
 def _limit_memory(fraction: float, device: Any = None) -> None:
     total = torch.accelerator.get_memory_info(_index(device))[1]
     configure(capacity=0 if fraction >= 1.0 else int(fraction * total))
@@ -167,6 +172,7 @@ def _device_module() -> types.ModuleType:
         "current_device": native().current_device,
         "current_stream": lambda device=None: torch.accelerator.current_stream(_index(device)),
         "cudart": lambda: _Runtime,
+        "default_stream": lambda device=None: _default_stream(_index(device)),
         "device": _DeviceScope,
         "device_count": native().device_count,
         "Event": torch.Event,

@@ -5,8 +5,10 @@ Each case is first shown to be in order in plain training, so that a race is the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,17 @@ class SavedElsewhere(TwoStreams):
         return x + self.join(one) + filled - filled
 
 
+class SavedInTurn(TwoStreams):
+    """Saves on the side stream, and then on the main one before it waits for the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        h.record_stream(self.side)
+        one = self.beside(lambda: h.sin().exp())
+        other = (3 * h).cos()
+        return x + other * self.join(one)
+
+
 def train(block: type[TwoStreams], scope: Callable[[nn.Module], AbstractContextManager[object]]) -> list[Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(*(block() for _ in range(3))).to(DEVICE)
@@ -81,17 +94,18 @@ def train(block: type[TwoStreams], scope: Callable[[nn.Module], AbstractContextM
     return found
 
 
-def offloaded(model: nn.Module) -> ebbtide.Handle:
+def offloaded(model: nn.Module, **given: Any) -> ebbtide.Handle:
     return ebbtide.enable_activation_offloading(
-        model, policy="offload", min_bytes=0, window="1B", blocks=["0", "1", "2"]
+        model, policy="offload", min_bytes=0, blocks=["0", "1", "2"], **(given or {"window": "1B"})
     )
 
 
-@pytest.mark.parametrize("block", [ReadOnBoth, SavedElsewhere])
-def test_gradients_are_those_of_plain_training(block: type[TwoStreams]) -> None:
+@pytest.mark.parametrize("given", [{}, {"synchronous": True}], ids=["asynchronous", "synchronous"])
+@pytest.mark.parametrize("block", [ReadOnBoth, SavedElsewhere, SavedInTurn])
+def test_gradients_are_those_of_plain_training(block: type[TwoStreams], given: dict[str, Any]) -> None:
     plain = train(block, lambda model: nullcontext())
     assert violations() == []
-    got = train(block, offloaded)
+    got = train(block, functools.partial(offloaded, **given))
     assert violations() == []
     assert all(torch.equal(a, b) for a, b in zip(plain, got, strict=True))
 
@@ -134,5 +148,23 @@ def test_memory_waits_for_the_stream_that_saved_it() -> None:
         torch.accelerator.synchronize()
         assert bool((late == 2).all())
         slot.free()
+    tier.close()
+    assert violations() == []
+
+
+def test_memory_waits_for_a_side_stream_that_saves_first() -> None:
+    tier, side = HostTier(AcceleratorDevice()), torch.Stream(device=DEVICE)
+    values = torch.arange(2, dtype=torch.uint8, device=DEVICE)
+    source = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[1])
+    side.wait_stream(torch.accelerator.current_stream())
+    with configured(copy_delay_us=2000):
+        with side:
+            slot = tier.park(source)
+            slot.wait_parked()
+        del source
+        torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE).copy_(values[0])
+        torch.accelerator.synchronize()
+    assert bool((slot.take() == 1).all())
+    slot.free()
     tier.close()
     assert violations() == []

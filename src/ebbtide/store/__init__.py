@@ -73,7 +73,7 @@ def open_tier(
         from ebbtide.store.accelerator import AcceleratorDevice  # imported only if needed
 
         if disk_path is not None:
-            check_directory(disk_path)
+            disk_path = check_directory(disk_path)
         budget = max(1, fair_share_bytes()) if host_budget_bytes is None else host_budget_bytes
         _LOG.info("host memory for offloaded tensors: %s at most", format_size(budget))
         host = HostTier(AcceleratorDevice(), budget_bytes=budget, synchronous=synchronous)

@@ -123,6 +123,14 @@ class AcceleratorDevice:
         """Return the calling thread's current stream on that device."""
         return torch.accelerator.current_stream(where)
 
+    def default_stream(self, where: torch.device) -> torch.Stream | None:
+        """Return the stream of that device on which everything runs unless another is entered."""
+        find: Any = getattr(torch.get_device_module(where), "default_stream", None)
+        if find is None:
+            return None
+        found = find(where)  # of the kind's own class, which equals no ``torch.Stream``
+        return torch.Stream(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
     def side_stream(self, where: torch.device, purpose: str) -> torch.Stream:
         """Make a stream on that device; copy-ins get the higher priority, because compute waits for them."""
         self._used.add(where)

@@ -10,6 +10,7 @@ distance from an aligned address as the source; kernels whose result depends on 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -105,11 +106,16 @@ class BackingFile:
         except OSError as error:
             # Not every file system can; there, a full disk is detected only by a write.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self.fd, offset)  # returns the blocks it got before it failed
                 raise
             os.ftruncate(self.fd, offset + nbytes)
 
-    def write(self, address: int, nbytes: int, offset: int, stopped: Callable[[], bool]) -> None:
+    def write(self, address: int, nbytes: int, offset: int, stopped: Callable[[], bool]) -> int:
         """Write memory to the file, in chunks, until done or ``stopped()``.
+
+        Returns:
+            The bytes that were written.
 
         Raises:
             OSError: The system's error, or ``EIO`` if it stops accepting bytes.
@@ -123,7 +129,10 @@ class BackingFile:
             if count <= 0:
                 raise OSError(errno.EIO, "the disk is full (short write)")
             done += count
+        if not self.direct:  # errors of the disk are raised here, and only clean pages can be dropped
+            os.fdatasync(self.fd)
         self._forget(offset, nbytes)
+        return done
 
     def read(self, address: int, nbytes: int, offset: int) -> None:
         """Fill memory from the file.
@@ -152,9 +161,11 @@ class BackingFile:
         return found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Close the file, which frees its blocks. May be called repeatedly."""
+        """Close the file and free its blocks, even while a forked child has it open. May be called repeatedly."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
             os.close(fd)
 
 

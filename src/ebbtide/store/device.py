@@ -5,8 +5,9 @@ A copy-out runs on its own stream after an event of the compute stream; a copy-i
 on the compute stream, after that stream's position at the time; compute waits for each slot's event. All waits are
 between streams: the host waits for nothing in a step. With one compute stream, ``record_stream`` is not needed, because
 memory is dropped only after that stream waited for its users. With several, a source may be in memory of one compute
-stream and be saved on another: the wait is on the latter, but the allocator returns the memory to the former. So from
-the second compute stream on, sources are recorded on the stream that saved them.
+stream and be saved on another: the wait is on the latter, but the allocator returns the memory to the former. So once
+one is saved on a stream other than the default one, sources are recorded on the stream that saved them. A stream that
+only makes tensors, which others save, is not noticed: such tensors need the program's own ``record_stream``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,10 @@ class Device(Protocol):
 
     def compute_stream(self, where: torch.device) -> StreamHandle:
         """Return the calling thread's compute stream. Never called inside ``copy``."""
+        ...
+
+    def default_stream(self, where: torch.device) -> StreamHandle | None:
+        """Return the stream that computes unless another is entered; ``None``: this kind of device does not tell."""
         ...
 
     def side_stream(self, where: torch.device, purpose: str) -> StreamHandle:

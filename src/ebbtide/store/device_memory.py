@@ -10,11 +10,28 @@ from typing import Any
 
 import torch
 
+_highest: dict[int, int] = {}
+"""By device, the most bytes before torch's peak was reset here."""
+
 
 def device_memory() -> Any:
     """Return the module with ``memory_allocated``, ``memory_reserved`` and ``max_memory_allocated``."""
     accelerator: Any = torch.accelerator
     return accelerator if hasattr(accelerator, "memory_allocated") else _module(None)
+
+
+def peak_bytes(where: torch.device | int | None = None) -> int:
+    """Return the most bytes that torch had allocated on a device, also before ``take_peak_bytes``."""
+    return max(int(device_memory().max_memory_allocated(where)), _highest.get(_index(where), 0))
+
+
+def take_peak_bytes(where: torch.device | int | None = None) -> int:
+    """Return the most bytes allocated since the last call, and reset torch's peak."""
+    memory, index = device_memory(), _index(where)
+    peak = int(memory.max_memory_allocated(where))
+    _highest[index] = max(peak, _highest.get(index, 0))
+    memory.reset_peak_memory_stats(where)
+    return peak
 
 
 def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] | None:
@@ -27,6 +44,11 @@ def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] |
     if info is None:
         info = getattr(_module(where), "mem_get_info", None)
     return None if info is None else info(where)
+
+
+def _index(where: torch.device | int | None) -> int:
+    index = where.index if isinstance(where, torch.device) else where
+    return torch.accelerator.current_device_index() if index is None else index
 
 
 def _module(where: torch.device | None) -> Any:

@@ -326,17 +326,19 @@ class DiskWork:
             del parcel
 
     def _write(self, parcel: Parcel) -> None:
-        split, fault = parcel.split, None
-        started = time.perf_counter()
+        split, fault, written, started = parcel.split, None, 0, time.perf_counter()
         try:
             start = parcel.address + split.head_bytes
-            self._file.write(start, split.interior_bytes, parcel.place, lambda: parcel.state is ParcelState.DEAD)
+            written = self._file.write(
+                start, split.interior_bytes, parcel.place, lambda: parcel.state is ParcelState.DEAD
+            )
         except BaseException as error:
             fault = Fault(f"writing {format_size(parcel.nbytes)} to {self._file.directory}", error)
         parcel.source = None  # before it is marked as parked: waiters must find the memory free
         with self._lock:
-            self._counters.out_bytes += 0 if fault else parcel.nbytes
-            self._counters.copied_out(0 if fault else parcel.nbytes, time.perf_counter() - started)
+            moved = parcel.nbytes if written == split.interior_bytes and not fault else written
+            self._counters.out_bytes += moved
+            self._counters.copied_out(moved, time.perf_counter() - started)
             parcel.fault = fault
             self._written(parcel)  # first: if this fails, the parcel is never marked as parked
             if parcel.state is ParcelState.WRITING:

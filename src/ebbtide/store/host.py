@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ class HostTier:
         self._arena, self._headroom = Arena(device, budget_bytes), Headroom(device)
         self._counters = TierCounters()
         self.copies = HostCopies(device, self._counters, synchronous=self.synchronous)
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._dead: deque[HostSlot] = deque()
         self._leaving: deque[HostSlot] = deque()  # dead slots whose copy-out is running
@@ -61,8 +63,9 @@ class HostTier:
     @property
     def counters(self) -> TierCounters:
         """Moved bytes; times are those of completed copies and waits, if the device has timed events."""
-        with self._lock:
-            self.copies.harvest()
+        if not self._is_forked:
+            with self._lock:
+                self.copies.harvest()
         return self._counters
 
     def gauges(self) -> dict[str, int]:
@@ -281,6 +284,8 @@ class HostTier:
 
         The garbage collector may kill a ticket while this thread holds the lock, so the lock is not taken here.
         """
+        if self._is_forked:
+            return
         self._dead.append(slot)
         if self._closed and self._lock.acquire(blocking=False):  # there may be no next holder
             try:
@@ -291,6 +296,8 @@ class HostTier:
 
     def trim(self) -> None:
         """Free host memory that the last backwards did not need."""
+        if self._is_forked:
+            return
         self._headroom.forget()
         with self._lock:
             self.copies.harvest()
@@ -298,8 +305,8 @@ class HostTier:
             self._arena.trim(self.copies.streams)
 
     def close(self) -> None:
-        """Wait for copies and free host memory. May be called repeatedly."""
-        if self._closed:
+        """Wait for copies and free host memory; does nothing in a forked child. May be called repeatedly."""
+        if self._closed or self._is_forked:
             return
         with self._lock:
             self._settle()
@@ -328,7 +335,14 @@ class HostTier:
         if slot is not None and slot.freed:
             raise freed_error()
 
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a forked child, which may not use the device."""
+        return os.getpid() != self._pid
+
     def _settle(self) -> None:
+        if self._is_forked:
+            return
         # An interrupted step is repeated, so references are dropped last.
         while self._dead:
             slot = self._dead[0]
@@ -342,5 +356,5 @@ class HostTier:
                 self._arena.give(slot.place)
                 slot.place = None
             self._dead.popleft()
-        while self._leaving and self._leaving[0].parked:
+        while self._leaving and ((done := self._leaving[0].done) is None or self.copies.is_done(done)):
             self._leaving.popleft()

@@ -45,7 +45,7 @@ class HostCopies:
         self._counters = counters
         self._lock = threading.Lock()
         self._sides: dict[torch.device, tuple[StreamHandle, StreamHandle]] = {}
-        self._computes: dict[torch.device, list[StreamHandle]] = {}  # the first two compute streams of each device
+        self._computes: dict[torch.device, list[StreamHandle]] = {}  # each device's default stream, and another
         self.waited: tuple[EventHandle, StreamHandle] = None, None  # the latest wait
         self._completed: EventHandle = None
         self._spans: dict[str, deque[_Span]] = {kind: deque() for kind in ("out", "in", "stall")}
@@ -68,6 +68,7 @@ class HostCopies:
         if len(self._spans["out"]) > _MOST_SPANS:
             self.harvest()
         if self.synchronous:
+            self._order_after(compute, where)
             for _, place, source in group:
                 for part, piece in pieces(place, source):
                     device.copy_now(part, piece)
@@ -190,9 +191,18 @@ class HostCopies:
                 self._sides[where] = self.device.side_stream(where, "out"), self.device.side_stream(where, "in")
             return self._sides[where]
 
+    def _order_after(self, compute: StreamHandle | None, where: torch.device) -> None:
+        """Order the caller's stream, which copies in synchronous mode, after the stream that made the sources."""
+        now = self.device.compute_stream(where)
+        if compute is not None and compute != now:
+            self.device.wait(now, self.device.record(compute))
+
     def _has_several_computes(self, where: torch.device, compute: StreamHandle) -> bool:
-        """Whether sources were parked on more than one compute stream of this device. See [Note: ordering]."""
-        seen = self._computes.setdefault(where, [compute])
+        """Whether sources were parked on another compute stream than the default one. See [Note: ordering]."""
+        if where not in self._computes:
+            default = self.device.default_stream(where)
+            self._computes[where] = [compute if default is None else default]
+        seen = self._computes[where]
         if len(seen) == 1 and seen[0] != compute:
             seen.append(compute)
         return len(seen) > 1

@@ -62,7 +62,8 @@ class HostSlot:
     __slots__ = ("__weakref__", "ahead", "compute", "done", "freed", "nbytes", "place", "source", "_tier", "where")
 
     def __init__(self, tier: _Tier, place: Place, where: torch.device) -> None:
-        self._tier, self.where, self.nbytes = tier, where, place.nbytes
+        self.where, self.nbytes = where, place.nbytes
+        self._tier: _Tier | None = tier  # None once freed: the tier queues freed slots, and would be in a circle
         self.place: Place | None = place
         self.compute: StreamHandle = None
         self.done: EventHandle | None = None
@@ -71,22 +72,27 @@ class HostSlot:
         self.freed = False
 
     def __del__(self) -> None:
-        if not self.freed:  # as ``free``
-            self._tier.release(self)
-            self.freed = True
+        self.free()
 
     @property
     def parked(self) -> bool:
-        """Whether the copy-out is done."""
-        done = self.done is None or self._tier.copies.is_done(self.done)
+        """Whether the copy-out is done, or nobody waits for it because the slot was freed."""
+        tier = self._tier
+        if tier is None:
+            return True  # the tier looks after the source of a freed slot
+        done = self.done is None or tier.copies.is_done(self.done)
         if done:
             self.source = None
         return done
 
     def wait_parked(self) -> None:
-        """Make compute wait for the copy-out."""
+        """Make compute wait for the copy-out.
+
+        Raises:
+            TargetError: The slot was freed.
+        """
         if self.done is not None:
-            self._tier.copies.stall(self.compute, self.done)
+            self._live_tier().copies.stall(self.compute, self.done)
         self.source = None
 
     def content(self) -> torch.Tensor:
@@ -119,11 +125,15 @@ class HostSlot:
             TargetError: The slot was freed, or the tier is closed.
             torch.OutOfMemoryError: The device has no room for bytes that are not needed yet.
         """
-        self._tier.prefetch([self])
+        self._live_tier().prefetch([self])
 
     def put_back(self) -> None:
-        """Discard an unused copy-in."""
-        self._tier.put_back(self)
+        """Discard an unused copy-in.
+
+        Raises:
+            TargetError: The slot was freed, or the tier is closed.
+        """
+        self._live_tier().put_back(self)
 
     def take(self) -> torch.Tensor:
         """Return the bytes on the device they came from.
@@ -132,13 +142,19 @@ class HostSlot:
             TargetError: The slot was freed, or the tier is closed.
             torch.OutOfMemoryError: The device has no room for them.
         """
-        return self._tier.take(self)
+        return self._live_tier().take(self)
 
     def free(self) -> None:
         """Free the place; the next user of its bytes waits for a running copy."""
-        if not self.freed:
-            self._tier.release(self)
-            self.freed = True
+        tier = self._tier
+        if tier is not None:
+            tier.release(self)
+            self._tier, self.freed = None, True
+
+    def _live_tier(self) -> _Tier:
+        if self._tier is None:
+            raise freed_error()
+        return self._tier
 
 
 def freed_error() -> TargetError:

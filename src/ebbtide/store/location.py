@@ -34,7 +34,7 @@ def filesystem_of(path: str | os.PathLike[str], *, mountinfo: Path = _MOUNTINFO)
 
 
 def check_directory(path: str | os.PathLike[str]) -> Path:
-    """Return ``path`` if it can hold offloaded bytes.
+    """Return ``path``, made absolute, if it can hold offloaded bytes.
 
     Raises:
         DiskError: It is missing, not a directory, not writable, or in RAM.
@@ -53,7 +53,7 @@ def check_directory(path: str | os.PathLike[str]) -> Path:
             expected="a file system on a disk",
             hint=hint,
         )
-    return directory
+    return directory.absolute()  # the program may change its directory before a file is made here
 
 
 def default_directory() -> Path:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ebbtide.store.device import Device
-from ebbtide.store.device_memory import device_memory, free_and_total_bytes
+from ebbtide.store.device_memory import device_memory, free_and_total_bytes, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes
@@ -124,10 +124,7 @@ class DeviceMeter:
         """Return the peak allocation since the last call; resets torch's peak."""
         if not torch.accelerator.is_available():
             return None
-        memory = device_memory()
-        peak = memory.max_memory_allocated(where)
-        memory.reset_peak_memory_stats(where)
-        return int(peak)
+        return take_peak_bytes(where)
 
     def system_seconds(self) -> None:
         """Return None: a device's allocator keeps what is freed."""

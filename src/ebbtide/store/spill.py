@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ebbtide.base.errors import CapError, DiskError, TargetError
+from ebbtide.base.errors import CapError, DiskError, DiskFullError, TargetError
 from ebbtide.store.arena import ArenaState
 from ebbtide.store.counters import Stalls, TierCounters
 from ebbtide.store.device import StreamHandle
@@ -332,5 +332,6 @@ class SpillTier:
             slot.free()
         elif self._refused is None:
             self._refused = str(error)
-            _LOG.warning("the disk is full; further offloaded bytes stay in host memory: %s", self._refused)
+            reason = "the disk is full" if isinstance(error, DiskFullError) else "the disk refuses"
+            _LOG.warning("%s; further offloaded bytes stay in host memory: %s", reason, self._refused)
         return slot.freed

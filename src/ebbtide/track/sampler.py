@@ -71,7 +71,7 @@ class MemoryReader:
 
     def peaks(self) -> dict[str, int | None]:
         """Return the system's peaks since the process began; ``None`` if it keeps none."""
-        device = None if self._accelerator is None else int(self._accelerator.max_memory_allocated(self._device_index))
+        device = None if self._accelerator is None else _peak_device_bytes(self._device_index)
         return {"peak_rss_bytes": self._peak_rss_bytes(), "peak_device_bytes": device}
 
     def _own_bytes(self) -> int | None:
@@ -108,6 +108,12 @@ def _accelerator() -> Any | None:
     from ebbtide.store.device_memory import device_memory
 
     return device_memory() if torch.accelerator.is_available() else None
+
+
+def _peak_device_bytes(index: int | None) -> int:
+    from ebbtide.store.device_memory import peak_bytes
+
+    return peak_bytes(index)
 
 
 def _current_device_index() -> int:

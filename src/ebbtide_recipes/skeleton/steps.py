@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from ebbtide.base.errors import TrainingError
 from ebbtide.base.events import BUS
-from ebbtide.store.device_memory import device_memory
+from ebbtide.store.device_memory import peak_bytes
 from ebbtide_recipes.skeleton.progress import GIB, StepBar
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _duration(seconds: float) -> str:
 def _memory_bytes() -> int:
     """Return the most device memory in use so far; without an accelerator, the process's resident memory now."""
     if torch.accelerator.is_available():
-        return int(device_memory().max_memory_allocated())
+        return peak_bytes()
     import psutil
 
     return psutil.Process().memory_info().rss

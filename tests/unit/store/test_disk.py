@@ -19,6 +19,7 @@ import torch
 from ebbtide.base.errors import ConfigError, DiskError, DiskFullError
 from ebbtide.store import diskwork
 from ebbtide.store.disk import DiskTier
+from tests.helpers.failing import failing
 from tests.unit.store.conftest import Gate, noise
 
 MIB = 1 << 20
@@ -100,6 +101,16 @@ def test_freed_while_it_is_written_the_place_returns_after_the_write(tier: DiskT
     assert tier.used_bytes == tier.gauges()["disk_draining_bytes"] == 0
     with pytest.raises(DiskError, match="freed"):
         slot.take()
+
+
+def test_a_write_that_was_stopped_counts_what_was_written(tier: DiskTier, write_gate: Gate) -> None:
+    slot = tier.park(noise(64 * MIB))
+    assert write_gate.came.wait(60)
+    slot.free()
+    assert tier.used_bytes == 0
+    write_gate.open()
+    tier.park(noise(MIB)).wait_parked()
+    assert tier.counters.out_bytes == (8 + 1) * MIB, "a chunk, and the second source"
 
 
 def test_freed_while_it_is_read_the_place_returns_after_the_read(tier: DiskTier, read_gate: Gate) -> None:
@@ -378,6 +389,44 @@ def test_a_forked_child_is_refused(tier: DiskTier) -> None:
     slot.take()
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_closing_frees_the_disk_though_a_forked_child_lives(tier: DiskTier) -> None:
+    tier.park(noise(MIB)).wait_parked()
+    file = tier._work._file.fd
+    release, held = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(held)
+        os.read(release, 1)
+        os._exit(0)
+    try:
+        inherited = f"/proc/{child}/fd/{file}"
+        assert os.stat(inherited).st_blocks > 0
+        tier.close()
+        assert os.stat(inherited).st_blocks == 0
+    finally:
+        os.close(held)
+        os.waitpid(child, 0)
+        os.close(release)
+
+
+def test_blocks_of_a_growth_that_failed_are_returned(tier: DiskTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier.park(noise(MIB)).wait_parked()
+    file, allocate = tier._work._file, os.posix_fallocate
+    before = os.fstat(file.fd)
+
+    def partly(fd: int, offset: int, nbytes: int) -> None:
+        allocate(fd, offset, nbytes // 2)
+        raise OSError(errno.EDQUOT, "the quota is used up")
+
+    monkeypatch.setattr(os, "posix_fallocate", partly)
+    with pytest.raises(OSError, match="quota"):
+        file.grow(before.st_size, 8 * MIB)
+    after = os.fstat(file.fd)
+    assert after.st_size == before.st_size
+    assert after.st_blocks <= before.st_blocks + 64, "the file system's own records may have grown"
+
+
 @pytest.mark.parametrize("tmpfile", [True, False])
 def test_no_name_is_left_on_disk(disk: Path, monkeypatch: pytest.MonkeyPatch, tmpfile: bool) -> None:
     if not tmpfile:
@@ -424,6 +473,10 @@ def test_refused_direct_io_is_said_once_and_served_buffered(
         source = noise(MIB + 3)
         assert torch.equal(tier.park(source).take(), source)
         assert not tier.direct
+        monkeypatch.setattr(os, "fdatasync", failing(errno.EIO))  # the disk's, which the page cache hides until then
+        slot = tier.park(source)
+        with pytest.raises(DiskError, match="Input/output error"):
+            slot.wait_parked()
         tier.close()
     assert [r.message.split(":")[0] for r in caplog.records] == [f"direct I/O is refused in {disk}"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 
 import pytest
@@ -284,6 +285,49 @@ def test_a_target_dropped_early_is_found() -> None:
     slot.ahead = None
     device.compute(10)
     assert source is not None and "target died" in device.violations[0]
+
+
+def test_a_tier_goes_with_its_last_slot_without_the_collector() -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    slot = tier.park(produce(device, 100))
+    slot.wait_parked()
+    gone = weakref.ref(tier)
+    gc.disable()
+    try:
+        del slot, tier
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert device.host_bytes == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_child_asks_the_device_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(100, 100)
+    tier = HostTier(device)
+    tier.stalls.timed = True
+    slot = tier.park(produce(device, 100))
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("cannot re-initialize the device in a forked subprocess")
+
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for name in ("query", "synchronize", "record", "wait", "free_host"):
+                monkeypatch.setattr(device, name, refuse)
+            assert tier.used_bytes == 100 and tier.counters.out_bytes == 100
+            slot.free()
+            del slot
+            tier.trim()
+            tier.close()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert slot.take().numel() == 100
 
 
 def test_poison_is_nan() -> None:

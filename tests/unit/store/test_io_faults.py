@@ -21,6 +21,7 @@ import torch
 from ebbtide.base.errors import DiskError, DiskFullError, EbbtideError
 from ebbtide.store.host import HostTier
 from tests.helpers.engines import drain, hooks_are_closed
+from tests.helpers.failing import failing
 from tests.helpers.fakedevice import FakeDevice
 from tests.helpers.handles import Trainee, enable_over, training
 from tests.helpers.models import build
@@ -46,13 +47,6 @@ class Faulty:
     def __call__(self, *args: Any) -> int:
         self.calls += 1
         return (self.instead if self.calls == self.when else self.call)(*args)
-
-
-def failing(number: int) -> Callable[..., int]:
-    def fail(*args: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return fail
 
 
 @contextlib.contextmanager

@@ -53,6 +53,14 @@ def test_missing_and_not_writable_are_refused(tmp_path: Path, monkeypatch: pytes
         check_directory(tmp_path)
 
 
+def test_a_directory_stays_the_same_when_the_program_changes_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert check_directory("scratch") == tmp_path / "scratch"
+
+
 def test_default_is_the_first_that_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "absent"))
     monkeypatch.setattr("ebbtide.store.location.check_directory", _only(tmp_path / ".cache" / "ebbtide"))
