@@ -147,7 +147,12 @@ def refused(case: str, folder: str) -> str:
     from ebbtide.integrations.accelerate import memory_efficient_init
 
     transformers: Any = importlib.import_module("transformers")
-    options = {"device map": {"device_map": "cpu"}, "shapes": {"ignore_mismatched_sizes": True}}.get(case, {})
+    options: dict[str, Any] = {
+        "device map": {"device_map": "cpu"},
+        "shapes": {"ignore_mismatched_sizes": True},
+        "names": {"key_mapping": {"^other": "model"}},
+        "quantisation": {"quantization_config": transformers.BitsAndBytesConfig(load_in_8bit=True)},
+    }[case]
     with _accelerator(Way()) as accelerator:
         read = transformers.PreTrainedModel.__dict__["_load_pretrained_model"]
         try:

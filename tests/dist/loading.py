@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     fully_shard,
@@ -376,6 +378,7 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
         "server": _values(folder, readable=False) if fault == "server" and rank == 0 else None,
         "cut": folder + "-cut" if rank == last else folder,
         "another": folder + "-another" if rank == last else folder,
+        "values": folder + "-values" if rank == last else folder,
         "nobody": absent,
         "slices": absent if rank == last else folder,
     }
@@ -385,6 +388,42 @@ def fail(fault: str, folder: str) -> tuple[str, bool]:
     except ebbtide.EbbtideError as error:
         return str(error), all(p.is_meta for p in meta.parameters())
     return "", False
+
+
+def fail_receiving() -> str:
+    """Let the last rank fail after the first of several messages that bring its weights; return the message."""
+    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+
+    def stop(done: int, total: int) -> None:
+        raise RuntimeError("progress")
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    values = None if last else {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    try:
+        ebbtide.load_sharded(model, values, progress=stop if last else None)
+    except ebbtide.EbbtideError as error:
+        return str(error)
+    return ""
+
+
+def save_after_evaluation(wrapper: str, out: str) -> None:
+    """Save a model, whose shards are in float32 and which computes in bfloat16, before and after a forward alone."""
+    torch.manual_seed(5)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Sequential(nn.Linear(7, 9)), nn.Linear(9, 5))
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    if wrapper == "fsdp2":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fully_shard(model[1], mesh=mesh, mp_policy=precision, reshard_after_forward=False)  # type: ignore[index]
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+    else:
+        model = FullyShardedDataParallel(
+            model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16), device_id=torch.device("cpu")
+        )
+    ebbtide.save_sharded(model, out + "/before")
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    ebbtide.save_sharded(model, out + "/after")
 
 
 class _Unreadable(dict[str, Tensor]):

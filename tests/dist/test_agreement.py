@@ -221,7 +221,7 @@ DIFFERING: dict[str, tuple[tuple[dict[str, Any], ...], str]] = {
     ),
     "blocks": (
         ({"blocks": ["layers.0"]}, {"blocks": ["layers.1"]}),
-        "block module.layers.0 is 'Block' on rank 0, but 'absent' on rank 1; block module.layers.1 is 'absent' on rank",
+        "block layers.0 is 'Block' on rank 0, but 'absent' on rank 1; block layers.1 is 'absent' on rank",
     ),
 }
 

@@ -27,7 +27,12 @@ CASES = {
     " ".join(f"{f.name}={getattr(w, f.name)}" for f in fields(w) if getattr(w, f.name) != f.default) or "plain": w
     for w in WAYS
 }
-REFUSED = {"device map": "device_map is", "shapes": "ignore_mismatched_sizes is set"}
+REFUSED = {
+    "device map": "device_map is",
+    "shapes": "ignore_mismatched_sizes is set",
+    "names": "key_mapping is set",
+    "quantisation": "the model is quantised by",
+}
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from tests.dist.loading import Setup, compare, fail, first_values, save, source_of, write_checkpoint
+from tests.dist.loading import (
+    Setup,
+    compare,
+    fail,
+    fail_receiving,
+    first_values,
+    save,
+    save_after_evaluation,
+    source_of,
+    write_checkpoint,
+)
 from tests.helpers.spawn import CaseResult, run_cases
 
 FAULTS = {
@@ -19,6 +29,7 @@ FAULTS = {
     "server": "rank 0: OSError: [Errno 5] Input/output error; rank 1: rank 0 stopped sending weights",
     "cut": "rank 1: ",
     "another": "ranks see 2 different checkpoints",
+    "values": "ranks see 2 different checkpoints",
     "nobody": "no rank sees ",
     "slices": "source='slices' and ranks 1 do not see the checkpoint",
 }
@@ -41,6 +52,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     victim = sorted((home / "model-cut").glob("*.safetensors"))[-1]
     victim.write_bytes(victim.read_bytes()[:-100])
     write_checkpoint(home / "model-another", Setup(tied=True))
+    shutil.copytree(home / "model", home / "model-values")
+    for file in (home / "model-values").glob("*.safetensors"):
+        save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     return home / "model"
 
 
@@ -57,6 +71,21 @@ def test_a_fault_on_one_rank_stops_all_with_one_message(failures: dict[str, Case
     assert "expected" in messages[0] and "hint:" in messages[0]
     assert len(set(messages)) == 1
     assert all(on_meta)
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_fails_while_it_receives_hangs_nobody() -> None:
+    one, other = run_cases({"progress": (fail_receiving, ())}, 2, timeout_seconds=60.0)["progress"].values()
+    assert "rank 1: RuntimeError: progress" in one and one == other
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("wrapper", ["fsdp2", "fsdp"])
+def test_what_is_saved_after_an_evaluation_is_the_shards(tmp_path: Path, wrapper: str) -> None:
+    run_cases({wrapper: (save_after_evaluation, (wrapper, str(tmp_path)))}, 2, timeout_seconds=60.0)
+    wanted, found = _tensors(tmp_path / "before"), _tensors(tmp_path / "after")
+    assert wanted.keys() == found.keys() and {t.dtype for t in found.values()} == {torch.float32}
+    assert all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
 @pytest.mark.timeout(900)

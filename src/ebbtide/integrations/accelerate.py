@@ -80,7 +80,7 @@ def memory_efficient_init(
 
 def _fill_in_prepare(accelerator: Any, later: Later, options: dict[str, Any]) -> None:
     """Make the accelerator's ``prepare`` load its models, until all have their weights."""
-    plain = accelerator.prepare
+    plain, outer = accelerator.prepare, vars(accelerator).get("prepare")  # the latter: of another context like this
 
     @functools.wraps(plain)
     def prepare(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,10 @@ def _fill_in_prepare(accelerator: Any, later: Later, options: dict[str, Any]) ->
             )
         result = _filled(accelerator, models[0], later, lambda: plain(*args, **kwargs), args, options)
         if not len(later) and vars(accelerator).get("prepare") is prepare:
-            del accelerator.prepare
+            if outer is None:
+                del accelerator.prepare
+            else:
+                accelerator.prepare = outer
         return result
 
     accelerator.prepare = prepare

@@ -130,6 +130,15 @@ def _finalized(model: Any, load_config: Any, loading_info: Any) -> Any:
     return loading_info
 
 
+def _has_own_names(model: Any, mapping: Sequence[Any] | None, quantiser: Any) -> bool:
+    """Whether version 5 was asked for more renamings than the model's type has."""
+    if mapping is None:
+        return False
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return len(mapping) != len(get_model_conversion_mapping(model, None, quantiser))
+
+
 def _check(model: Any, options: Callable[[str], Any]) -> None:
     device_map, quantiser = options("device_map"), options("hf_quantizer")
     if device_map is not None and quantiser is None:  # a quantiser chooses one device by itself
@@ -143,6 +152,18 @@ def _check(model: Any, options: Callable[[str], Any]) -> None:
             "from_pretrained shards the model itself (tp_plan or distributed_config)",
             expected="a model that is wrapped afterwards",
             hint="leave those arguments out, or load without this context: transformers then shards",
+        )
+    if quantiser is not None and not getattr(getattr(quantiser, "quantization_config", None), "load_in_4bit", False):
+        raise ConfigError(
+            f"the model is quantised by {type(quantiser).__name__}",
+            expected="no quantisation, or 4-bit weights of bitsandbytes",
+            hint="load it without this context",
+        )
+    if options("key_mapping") or _has_own_names(model, options("weight_mapping"), quantiser):
+        raise ConfigError(
+            "key_mapping is set",
+            expected="a checkpoint with the names that transformers knows for this type of model",
+            hint="rename the tensors in the checkpoint, or load without this context",
         )
     if options("ignore_mismatched_sizes"):
         raise ConfigError(

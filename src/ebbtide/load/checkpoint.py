@@ -17,6 +17,7 @@ from ebbtide.load.header import CheckpointEntry, read_header
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
+_SAMPLES, _SAMPLE_BYTES = 128, 4096
 _PICKLED = (".bin", ".pt", ".pth")
 
 
@@ -43,11 +44,36 @@ class Checkpoint:
         return tuple(dict.fromkeys(e.file for e in self.entries.values() if e.file))
 
     def digest(self) -> str:
-        """Return a digest that is equal for ranks that see the same checkpoint, at any path."""
+        """Return a digest that is equal for ranks that see the same checkpoint, at any path.
+
+        Of the values in files it has a sample: two steps of one run differ in that, too.
+
+        Raises:
+            DataError: A file cannot be read.
+        """
         rows = [
             (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
         ]
-        return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+        found = hashlib.sha256(json.dumps(sorted(rows)).encode())
+        names = sorted(name for name, entry in self.entries.items() if entry.file)
+        for name in names[:: -(-len(names) // _SAMPLES) or 1]:
+            found.update(_middle(self.entries[name]))
+        return found.hexdigest()
+
+
+def _middle(entry: CheckpointEntry) -> bytes:
+    """Return some bytes from the middle of a tensor in a file."""
+    begin = max(0, (entry.nbytes - _SAMPLE_BYTES) // 2)
+    try:
+        with Path(entry.file).open("rb") as file:
+            file.seek(entry.offset_bytes + begin)
+            return file.read(min(_SAMPLE_BYTES, entry.nbytes))
+    except OSError as error:
+        raise DataError(
+            f"{entry.file!r} cannot be read ({error.strerror})",
+            expected="a file that this rank may read",
+            hint="check its permissions and the file system",
+        ) from error
 
 
 def is_present(path: str | os.PathLike[str]) -> bool:
@@ -140,9 +166,9 @@ def checkpoint_of(values: Mapping[str, Any], name: str) -> Checkpoint:
 
 
 def _front(folder: Path) -> Path:
-    """Return the entry file of a folder's checkpoint: its index, or its only file."""
+    """Return the entry file of a folder's checkpoint: the one file, as transformers prefers, or the index."""
     for suffix in (".safetensors", *_PICKLED):
-        names = [f"{stem}{suffix}{end}" for stem in _STEMS for end in (INDEX_SUFFIX, "")]
+        names = [f"{stem}{suffix}{end}" for stem in _STEMS for end in ("", INDEX_SUFFIX)]
         if found := next((folder / name for name in names if (folder / name).is_file()), None):
             return found
         indices = sorted(folder.glob(f"*{suffix}{INDEX_SUFFIX}"))

@@ -59,7 +59,8 @@ class Filling:
         self._quantised: list[tuple[SourceLayout, Target]] = []
         self._scaled: list[Target] = []
         self._sliced: list[tuple[SourceLayout, Target]] = []
-        self._conversions: dict[int, tuple[Conversion, dict[str, Target]]] = {}
+        self._twins: list[tuple[SourceLayout, SourceLayout, Target]] = []
+        self._conversions: dict[int, tuple[Conversion, list[tuple[str, Target]]]] = {}
         for name, source in plan.sources.items():
             held = {id(targets[n]): targets[n] for n in plan.tied[name] if n in targets}
             if len(held) > 1:
@@ -75,13 +76,15 @@ class Filling:
                 continue  # another rank holds it
             if isinstance(source, SourceLayout):
                 self._sliced.append((source, target))
+                self._twins += [(source, twin, target) for twin in plan.twins.get(name, ())]
             else:
-                self._conversions.setdefault(id(source), (source, {}))[1][plan.bases[name]] = target
+                self._conversions.setdefault(id(source), (source, []))[1].append((plan.bases[name], target))
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the checkpoint that are to be read."""
-        sliced = sum(box.numel * layout.dtype.itemsize for layout, t in self._sliced for box, _ in t.boxes)
+        read = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
+        sliced = sum(box.numel * layout.dtype.itemsize for layout, t in read for box, _ in t.boxes)
         sliced += sum(layout.numel() * layout.dtype.itemsize for layout, _ in self._quantised)
         keys = [k for conversion, _ in self._conversions.values() for k in conversion.keys]
         keys += [key for target in self._scaled for key in self._four.scales_of(target.name).values()]
@@ -89,7 +92,8 @@ class Filling:
 
     def shared_keys(self) -> set[str]:
         """Return the tensors of which other ranks read the same bytes."""
-        keys = {key for layout, target in self._sliced if target.shared for key in layout.keys}
+        read = [*self._sliced, *((twin, target) for _, twin, target in self._twins)]
+        keys = {key for layout, target in read if target.shared for key in layout.keys}
         keys = keys.union(*(layout.keys for layout, _ in self._quantised))
         keys = keys.union(*(self._four.scales_of(target.name).values() for target in self._scaled))
         return keys.union(*(conversion.keys for conversion, _ in self._conversions.values()))
@@ -98,9 +102,15 @@ class Filling:
         """Read everything: slices first, then conversions of whole tensors, one after the other.
 
         Raises:
-            DataError: The source cannot be read, or a conversion fails.
+            DataError: The source cannot be read, tied weights have two values there, or a conversion fails.
         """
         source.read(self._pieces(), done)
+        for first, twin, target in self._twins:
+            for box, view in target.boxes:
+                other = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+                source.read(twin.pieces(box, other), done)
+                if not torch.equal(other, view):
+                    raise _two_values(first.keys, twin.keys)
         for layout, target in self._quantised:
             tensor = self._four.empty(target.name)
             source.read(layout.pieces(Box.full(tensor.shape), tensor), done)
@@ -114,12 +124,13 @@ class Filling:
             try:
                 made = conversion.convert(tensors)
             except Exception as error:
+                names, cause = ", ".join(name for name, _ in targets), f"{type(error).__name__}: {error}"
                 raise DataError(
-                    f"{', '.join(targets)} cannot be made of {len(tensors)} tensors ({type(error).__name__}: {error})",
+                    f"{names} cannot be made of {len(tensors)} tensors ({cause})",
                     expected="tensors that the model's library can convert",
                     hint="check that the checkpoint belongs to this type of model",
                 ) from error
-            for name, target in targets.items():
+            for name, target in targets:
                 if target.name in self._four:
                     self._four.quantise(target, self._four.empty(target.name).copy_(made[name]))
                 else:
@@ -163,6 +174,14 @@ def first_values(targets: Mapping[str, Target], plan: NameMap, initialiser: Init
     if computed:
         for name, tensor in initialiser.values(computed, next(iter(computed.values())).local.device):
             computed[name].fill(tensor)
+
+
+def _two_values(one: Iterable[str], other: Iterable[str]) -> DataError:
+    return DataError(
+        f"{', '.join(one)} and {', '.join(other)} differ in the checkpoint and are one tied weight in the model",
+        expected="equal values of tied weights, or only one of them",
+        hint="build the model with tie_word_embeddings=False, or take the unused one out of the checkpoint",
+    )
 
 
 def _untied(names: Iterable[str]) -> ConfigError:

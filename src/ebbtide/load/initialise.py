@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.load.fourbit import is_four_bit
 from ebbtide.load.targets import default_device, owners_of, tensor_of
 
@@ -100,6 +101,7 @@ class Initialiser:
         wanted = list(names)
         if not wanted:
             return
+        _check_adapters(self._model, wanted)
         if self._calls is None:
             self._calls = self._watched()
         groups: dict[tuple[int, ...], list[str]] = {}
@@ -215,10 +217,28 @@ def _calls(model: nn.Module, init: Callable[[nn.Module], object] | None) -> Iter
             yield _Call(name=f"{prefix}.init", act=lambda module=module: init(module))
 
 
+def _check_adapters(model: Any, names: Iterable[str]) -> None:
+    """Raise if one of these names is of an adapter that starts from the base's weights or from data."""
+    methods = {name: getattr(c, "init_lora_weights", True) for name, c in getattr(model, "peft_config", {}).items()}
+    other = {name: how for name, how in methods.items() if not (isinstance(how, bool) or _is_gaussian(how))}
+    for name in names:
+        for adapter, how in other.items():
+            if re.search(rf"\.lora_\w+\.{re.escape(adapter)}(\.|$)", name):
+                raise ConfigError(
+                    f"init_lora_weights is {how!r} and {name!r} has no values yet",
+                    expected="True, False or 'gaussian' for adapters that are added on meta",
+                    hint="add the adapter to a model in memory, save it, and load that",
+                )
+
+
+def _is_gaussian(how: object) -> bool:
+    return isinstance(how, str) and how.lower() == "gaussian"
+
+
 def _adapter_calls(model: Any, module: Any, prefix: str) -> Iterator[_Call]:
     """Yield the calls that initialise adapters, except those computed from base weights."""
     if callable(reset := getattr(module, "reset_lora_parameters", None)):
         for adapter, config in getattr(model, "peft_config", {}).items():
             how = getattr(config, "init_lora_weights", True)
-            if how is True or how == "gaussian":
+            if how is True or _is_gaussian(how):
                 yield _Call(name=f"{prefix}.{adapter}", act=lambda adapter=adapter, how=how: reset(adapter, how))

@@ -150,16 +150,18 @@ class Loading:
         set_dtype(self.model, dtype)
         self._four = FourBit(self.model, dtype)
         present, name = self._weights is not None and self.options.source != "initialise", "the given values"
-        if isinstance(self._weights, nn.Module):
+        if not present:
+            pass
+        elif isinstance(self._weights, nn.Module):
             self.checkpoint = checkpoint_of(values_of(self._weights), "the given model")
         elif isinstance(self._weights, Mapping):
             self.checkpoint = checkpoint_of(self._weights, "the given state dict")
-        elif self._weights is not None and present:
+        elif self._weights is not None:
             paths = [self._weights] if isinstance(self._weights, (str, os.PathLike)) else list(self._weights)
             name = repr(str(paths[0] if len(paths) == 1 else Path(paths[0]).parent)) if paths else "no files"
             if self.ranks.count == 1 or all(map(is_present, paths)):
                 self.checkpoint = open_checkpoint(*paths, allow_pickle=self.options.allow_pickle)
-        sees = self.checkpoint.digest() if self.checkpoint is not None else ""
+        sees = "" if self.checkpoint is None else "all" if self.ranks.count == 1 else self.checkpoint.digest()
         host, seed = os.uname().nodename, torch.initial_seed()
         return {"sees": sees, "given": present, "name": name, "host": host, "seed": seed}
 

@@ -35,12 +35,13 @@ class NameMap:
     """The source of each of the model's names, and the mismatches.
 
     ``sources`` has a tensor once, by the first of its names; ``tied`` has all its names; ``bases`` has the name that
-    its library knows it by.
+    its library knows it by. ``twins`` has the other sources of a tied tensor, by its first name: they must be equal.
     """
 
     sources: dict[str, Source] = field(default_factory=dict[str, Source])
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     bases: dict[str, str] = field(default_factory=dict[str, str])
+    twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
     misshaped: list[str] = field(default_factory=list[str])
@@ -84,6 +85,12 @@ def base_name(name: str) -> str:
     return re.sub(r"(?:\.base_layer)+(?=\.)", "", name.replace(".original_module.", "."))
 
 
+def _copies_of_base(wanted: Mapping[str, torch.Tensor], entries: Mapping[str, CheckpointEntry]) -> set[str]:
+    """Return the trained copies of base modules that begin with the base's values, as they do in PEFT."""
+    copies = {name for name, tensor in wanted.items() if ".modules_to_save." in name and tensor.is_meta}
+    return copies - entries.keys()
+
+
 def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: FourBit) -> NameMap:
     """Match a checkpoint's tensors with the model's names.
 
@@ -96,7 +103,8 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
         DataError: A conversion of the model's library fails.
     """
     entries = four.without_scales(entries)
-    wanted, adapters = wanted_of(model), adapters_of(model)
+    wanted = wanted_of(model)
+    adapters = adapters_of(model) - _copies_of_base(wanted, entries)
     by_base: dict[str, list[str]] = {}
     for name in wanted:
         if name not in adapters:
@@ -146,11 +154,12 @@ def _assign(
         names_of.setdefault(id(wanted[name]), []).append(name)
     for names in names_of.values():
         first, tensor = names[0], wanted[names[0]]
-        base = next((base_of[n] for n in names if base_of[n] in found), None)
-        if base is None:
+        bases = dict.fromkeys(base_of[n] for n in names if base_of[n] in found)
+        if not bases:
             if tensor.is_meta:  # what has values keeps them
                 plan.missing.append(first)
             continue
+        base, *others = bases
         source = found[base]
         shape = source.shape if isinstance(source, SourceLayout) else source.shapes[base]
         if tuple(shape) != tuple(tensor.shape):
@@ -159,6 +168,9 @@ def _assign(
             plan.uncast.append(f"{first} is {_word(source.dtype)} there and {_word(tensor.dtype)} here")
         else:
             plan.sources[first], plan.tied[first], plan.bases[first] = source, tuple(names), base
+            same = [twin for other in others if isinstance(twin := found[other], SourceLayout)]
+            if twins := [twin for twin in same if tuple(twin.shape) == tuple(tensor.shape)]:
+                plan.twins[first] = twins
 
 
 def castable(found: torch.dtype, wanted: torch.dtype) -> bool:

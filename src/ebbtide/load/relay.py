@@ -11,6 +11,7 @@ Messages go from rank to rank; no group is made.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,18 +67,28 @@ class Client:
         if not wanted:
             return
         self._ask([(p.key, list(p.box.start), list(p.box.size)) for p in wanted])
+        failure: BaseException | None = None  # what fails here is raised when the server has sent all of this request
         for message, nbytes in _messages(wanted, self._entries):
             data = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             dist.recv(data, src=self._server)
             if int(data[0]) != _GOOD:
-                raise DataError(
+                raise failure or DataError(
                     f"rank {self._server} stopped sending weights",
                     expected="its part of the checkpoint",
                     hint="check the log of that rank",
                 )
-            for piece, at in message:
-                piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))
-                done(piece.box.numel * self._entries[piece.key].dtype.itemsize)
+            if failure is None:
+                try:
+                    self._take(message, data, done)
+                except BaseException as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+    def _take(self, message: Sequence[tuple[Piece, int]], data: torch.Tensor, done: Callable[[int], None]) -> None:
+        for piece, at in message:
+            piece.into.copy_(_view(data, at, piece, self._entries[piece.key]))
+            done(piece.box.numel * self._entries[piece.key].dtype.itemsize)
 
     def finish(self) -> None:
         """Tell the server that no request follows."""
@@ -90,7 +101,7 @@ class Client:
 
 
 def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[str, CheckpointEntry]) -> None:
-    """Answer clients, one after the other, until each has finished.
+    """Answer clients until each has finished, in turns of a message, so that none waits for all of another's part.
 
     Args:
         clients: Ranks that request from this one.
@@ -100,28 +111,40 @@ def send_slices(clients: Sequence[int], source: SliceSource, entries: Mapping[st
     Raises:
         Exception: What the source raised, after all clients were informed.
     """
-    device, failure = _device(), None
-    for client in clients:
-        while wanted := _heard(client, device):
-            pieces = [
-                Piece(key=key, box=Box(start=tuple(start), size=tuple(size)), into=_nowhere(size))
-                for key, start, size in wanted
-            ]
-            for message, nbytes in _messages(pieces, entries):
-                data = torch.zeros(nbytes, dtype=torch.uint8)
-                if failure is None:
-                    try:
-                        source.read(
-                            Piece(key=p.key, box=p.box, into=_view(data, at, p, entries[p.key])) for p, at in message
-                        )
-                    except Exception as error:
-                        failure = error
-                data[0] = _GOOD if failure is None else _FAILED
-                dist.send(data.to(device), dst=client)
-                if failure is not None:
-                    break
-    if failure is not None:
-        raise failure
+    failures: list[Exception] = []
+    waiting = deque(_answers(client, source, entries, failures) for client in clients)
+    while waiting:
+        answers = waiting.popleft()
+        if next(answers, None) is not None:
+            waiting.append(answers)
+    if failures:
+        raise failures[0]
+
+
+def _answers(
+    client: int, source: SliceSource, entries: Mapping[str, CheckpointEntry], failures: list[Exception]
+) -> Iterator[int]:
+    """Answer a client, and yield after each message the bytes sent; ``failures`` takes the source's first error."""
+    device = _device()
+    while wanted := _heard(client, device):
+        pieces = [
+            Piece(key=key, box=Box(start=tuple(start), size=tuple(size)), into=_nowhere(size))
+            for key, start, size in wanted
+        ]
+        for message, nbytes in _messages(pieces, entries):
+            data = torch.zeros(nbytes, dtype=torch.uint8)
+            if not failures:
+                try:
+                    source.read(
+                        Piece(key=p.key, box=p.box, into=_view(data, at, p, entries[p.key])) for p, at in message
+                    )
+                except Exception as error:
+                    failures.append(error)
+            data[0] = _FAILED if failures else _GOOD
+            dist.send(data.to(device), dst=client)
+            yield nbytes
+            if int(data[0]) == _FAILED:
+                break
 
 
 def _heard(client: int, device: torch.device) -> list[tuple[str, list[int], list[int]]]:

@@ -28,7 +28,7 @@ from ebbtide.load.fourbit import scales_in
 from ebbtide.load.header import DTYPES, METADATA, CheckpointEntry
 from ebbtide.load.layout import Box, Piece
 from ebbtide.load.reader import place_of, spans_of
-from ebbtide.load.targets import Target, held_by
+from ebbtide.load.targets import Target, held_by, reshard
 from ebbtide.load.together import Meet, Ranks
 from ebbtide.store.buffers import view_memory
 
@@ -72,6 +72,19 @@ class Saving:
                 shapes.setdefault(name, what)
                 first.setdefault(name, rank)
         files = self._files(shapes)
+        try:
+            self._put(files, held, first)
+        except BaseException:
+            if self.ranks.me == 0:
+                for file in files:
+                    with contextlib.suppress(OSError):
+                        (self._folder / (file + _DRAFT)).unlink(missing_ok=True)
+            raise
+        nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
+        logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
+
+    def _put(self, files: Files, held: Mapping[str, Target], first: Mapping[str, int]) -> None:
+        """Make the drafts, write them, and name them; ``first`` has the first rank that holds each tensor."""
         lead = self.ranks.me == 0
         self.ranks.run_on_all_ranks("make the files", lambda: self._make(files) if lead else {})
         # A plain tensor is whole on each rank that has it.
@@ -83,10 +96,9 @@ class Saving:
         }
         self.ranks.run_on_all_ranks("write its slices", lambda: self._write(files, mine))
         self.ranks.run_on_all_ranks("name the files", lambda: self._finish(files) if lead else {})
-        nbytes = sum(entry.nbytes for entries in files.values() for entry in entries.values())
-        logger.info("saved %s in %d files in %s", format_size(nbytes), len(files), self._folder)
 
     def _look(self, held: dict[str, Target]) -> dict[str, Any]:
+        reshard(self._model)
         held.update(held_by(self._model))
         for name, value in scales_in(self._model):
             boxes = [(Box.full(value.shape), value)]
@@ -159,9 +171,14 @@ class Saving:
         return {}
 
     def _finish(self, files: Files) -> dict[str, Any]:
-        """Rename the drafts, write the index, and remove files of an earlier save of this name."""
+        """Rename the drafts, write the index, and remove files of an earlier save of this name.
+
+        An index of files that are replaced is removed first: whoever is killed in between leaves no mixture that loads.
+        """
         index = f"{self._name}.safetensors{INDEX_SUFFIX}"
         try:
+            if any((self._folder / file).exists() for file in files):
+                (self._folder / index).unlink(missing_ok=True)
             for file in files:
                 (self._folder / (file + _DRAFT)).replace(self._folder / file)
             if len(files) > 1:
@@ -171,7 +188,9 @@ class Saving:
                 draft = self._folder / (index + _DRAFT)
                 draft.write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
                 draft.replace(self._folder / index)
-            ours = re.compile(rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+            ours = re.compile(
+                rf"{re.escape(self._name)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?({re.escape(_DRAFT)})?"
+            )
             kept = {*files, *([index] if len(files) > 1 else [])}
             for old in self._folder.iterdir():
                 if ours.fullmatch(old.name) and old.name not in kept:

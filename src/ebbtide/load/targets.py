@@ -234,7 +234,8 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
         flat: Any = handle.flat_param
         prefix = names[id(unit)]
         replicas = getattr(unit, "_inter_node_pg", None)
-        local: torch.Tensor = flat.data
+        # After a forward alone, the data may be the whole parameter still; the first step keeps the shard apart.
+        local: torch.Tensor = getattr(flat, "_local_shard", flat.data)
         offsets = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         starts = [first for (first, _), is_padding in offsets if not is_padding]
         for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):
@@ -263,16 +264,26 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
 
 def fsdp2_params(model: nn.Module) -> Iterator[Any]:
     """Yield FSDP2's own account of each parameter that it shards."""
+    for unit in _fsdp2_units(model):
+        state = unit._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # one group a unit, before torch 2.10
+            groups = [g for g in [state._fsdp_param_group] if g is not None]
+        for group in groups:
+            yield from group.fsdp_params
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP2 put its shards into the model again: after a forward alone, whole parameters may be there."""
+    for unit in _fsdp2_units(model):
+        unit.reshard()
+
+
+def _fsdp2_units(model: nn.Module) -> Iterator[Any]:
     fsdp2: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for module in model.modules():
         if fsdp2 is not None and isinstance(module, fsdp2):
-            unit: Any = module
-            state = unit._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            if groups is None:  # one group a unit, before torch 2.10
-                groups = [g for g in [state._fsdp_param_group] if g is not None]
-            for group in groups:
-                yield from group.fsdp_params
+            yield module
 
 
 def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:

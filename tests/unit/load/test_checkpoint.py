@@ -48,6 +48,14 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_and_another_dtype_is_not(tmp_pa
     save_file({"b": torch.arange(4, dtype=torch.int32)}, tmp_path / "three/model-2.safetensors")
     one, two, three = (open_checkpoint(tmp_path / name).digest() for name in ("one", "two", "three"))
     assert one == two != three
+    save_file({"b": torch.arange(4).flip(0)}, tmp_path / "two/model-2.safetensors")
+    assert open_checkpoint(tmp_path / "two").digest() != one  # the same but for its values
+
+
+def test_a_file_with_all_is_preferred_to_the_index_of_an_earlier_save(tmp_path: Path) -> None:
+    write(tmp_path)
+    save_file({"c": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert list(open_checkpoint(tmp_path).entries) == ["c"]
 
 
 def test_a_file_of_the_index_that_is_missing_is_named(tmp_path: Path) -> None:

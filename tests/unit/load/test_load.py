@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import mmap
+import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import ebbtide
 from ebbtide.base.errors import ConfigError, DataError, EbbtideError
 from ebbtide.base.events import BUS
 from ebbtide.load import load as load_module
+from tests.helpers.failing import failing
 from tests.helpers.pages import asked_for_huge_pages
 
 
@@ -74,6 +77,19 @@ def test_tied_weights_stay_one_and_may_have_either_name(path: Path, values: dict
         model = ebbtide.load_sharded(meta(tied=True), kept)
         assert model.head.weight is model.embed.weight
         assert torch.equal(model.head.weight, values[key])
+
+
+def test_tied_weights_that_differ_in_the_checkpoint_are_refused(values: dict[str, torch.Tensor]) -> None:
+    same = values | {"head.weight": values["embed.weight"].clone()}
+    assert torch.equal(ebbtide.load_sharded(meta(tied=True), same).head.weight, values["embed.weight"])
+    with pytest.raises(DataError, match=r"embed\.weight and head\.weight differ.*one tied weight"):
+        ebbtide.load_sharded(meta(tied=True), values)
+
+
+def test_initialising_takes_no_values_wherever_they_are(path: Path, values: dict[str, torch.Tensor]) -> None:
+    for weights in (path, values, Model()):
+        model = ebbtide.load_sharded(meta(), weights, source="initialise")
+        assert model.norm.weight.eq(1).all() and not torch.equal(model.head.weight, values["head.weight"])
 
 
 def test_a_computed_buffer_is_computed_again_or_named(path: Path) -> None:
@@ -182,7 +198,7 @@ def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path)
     model = meta(tied=True)
     groups = [{"params": list(model.norm.parameters()), "lr": 0.5}, {"params": [model.head.weight]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
-    ebbtide.load_sharded(model, path, optimizer=optimizer)
+    ebbtide.load_sharded(model, tied_values(path), optimizer=optimizer)
     assert [len(g["params"]) for g in optimizer.param_groups] == [2, 1]
     assert optimizer.param_groups[1]["params"][0] is model.embed.weight
     assert optimizer.param_groups[0]["lr"] == 0.5
@@ -190,6 +206,10 @@ def test_an_optimizer_that_was_there_before_holds_the_new_parameters(path: Path)
     model.embed(torch.tensor([1])).sum().backward()
     optimizer.step()
     assert not torch.equal(before, model.embed.weight)
+
+
+def tied_values(path: Path) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in load_file(path / "model.safetensors").items() if k != "head.weight"}
 
 
 def _stepped(model: nn.Module) -> torch.optim.Optimizer:
@@ -343,7 +363,7 @@ def test_progress_and_events_tell_the_way(path: Path, caplog: pytest.LogCaptureF
 
 
 def test_saving_and_loading_gives_the_same_and_replaces_what_was_there(path: Path, tmp_path: Path) -> None:
-    model = ebbtide.load_sharded(meta(tied=True), path)
+    model = ebbtide.load_sharded(meta(tied=True), tied_values(path))
     out = tmp_path / "out"
     ebbtide.save_sharded(model, out, max_file_bytes=100)
     assert len(list(out.glob("model-*-of-*.safetensors"))) == 2
@@ -361,3 +381,36 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be written"):
         ebbtide.save_sharded(Model(), tmp_path / "file")
+
+
+def test_a_save_that_is_killed_while_files_are_named_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
+    plain, names = Path.replace, list[str]()
+
+    def killed(self: Path, target: Path) -> Path:
+        names.append(target.name)
+        if len(names) == 2:
+            raise KeyboardInterrupt
+        return plain(self, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", killed)
+        ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
+    with pytest.raises(DataError, match="and no index of a model"):
+        ebbtide.load_sharded(meta(), tmp_path)
+
+
+def test_a_save_that_fails_leaves_what_was_there_and_no_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    ebbtide.save_sharded(model, tmp_path, max_file_bytes=100)
+    before = sorted(file.name for file in tmp_path.iterdir())
+    (tmp_path / "model.safetensors.part").write_bytes(b"of a save that was killed")
+    with monkeypatch.context() as patch, pytest.raises(DataError, match="No space left on device"):
+        patch.setattr(os, "pwrite", failing(errno.ENOSPC))
+        ebbtide.save_sharded(Model(), tmp_path, max_file_bytes=100)
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors*") if file.suffix != ".part") == before
+    assert [file.name for file in tmp_path.glob("*.part")] == ["model.safetensors.part"]
+    ebbtide.save_sharded(model, tmp_path, max_file_bytes=100)
+    assert sorted(file.name for file in tmp_path.iterdir()) == before

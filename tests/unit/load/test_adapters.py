@@ -1,0 +1,71 @@
+"""Adapters of PEFT on meta: which of their parameters come from the base's checkpoint, and which are first values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ebbtide
+from ebbtide.base.errors import ConfigError
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+CONFIG = LlamaConfig(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(CONFIG)
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def adapted(**options: Any) -> Any:
+    with torch.device("meta"):
+        return peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+
+
+def test_trained_copies_begin_as_the_base(saved: LlamaForCausalLM, tmp_path: Path) -> None:
+    model = ebbtide.load_sharded(adapted(modules_to_save=["lm_head"]), tmp_path)
+    head = model.base_model.model.lm_head
+    assert torch.equal(head.original_module.weight, saved.lm_head.weight)
+    assert torch.equal(head.modules_to_save["default"].weight, saved.lm_head.weight)
+    assert head.modules_to_save["default"].weight is not head.original_module.weight
+
+
+def test_a_checkpoint_of_the_adapted_model_has_its_own_copies(saved: LlamaForCausalLM, tmp_path: Path) -> None:
+    values = peft.get_peft_model(saved, peft.LoraConfig(target_modules=["q_proj"], r=2, modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        values.base_model.model.lm_head.modules_to_save["default"].weight.add_(1)
+    model = ebbtide.load_sharded(adapted(modules_to_save=["lm_head"]), values.state_dict())
+    head = model.base_model.model.lm_head
+    assert torch.equal(head.modules_to_save["default"].weight, head.original_module.weight + 1)
+
+
+@pytest.mark.parametrize("how", [True, "gaussian", "Gaussian"])
+def test_first_values_of_adapters_change_nothing(saved: LlamaForCausalLM, tmp_path: Path, how: object) -> None:
+    model = ebbtide.load_sharded(adapted(init_lora_weights=how), tmp_path)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            assert bool(parameter.any()) is ("lora_A" in name), name
+
+
+@pytest.mark.parametrize("how", ["eva", "orthogonal"])
+def test_adapters_that_begin_in_another_way_are_refused(saved: LlamaForCausalLM, tmp_path: Path, how: str) -> None:
+    model = adapted()
+    model.peft_config["default"].init_lora_weights = how  # PEFT computes some of them when they are added
+    with pytest.raises(ConfigError, match=f"init_lora_weights is '{how}'.*\n.*\n?hint: "):
+        ebbtide.load_sharded(model, tmp_path)
