@@ -191,6 +191,8 @@ def enable_activation_offloading(
     options = options_of(target, min_bytes, window, disk_path, verify, host_budget, synchronous)
     found = check_strategy(model, strategy)
     pairs = find_blocks(model, blocks)
+    if isinstance(chosen, TablePlan):
+        chosen.check_blocks(block.name for _, block in pairs)
     engine = _open_engine(
         chosen, options, tensor_filter=tensor_filter, keep_filter=keep_filter, weights_move=weights_move(model)
     )
@@ -254,7 +256,7 @@ def make_plan(
     Raises:
         ConfigError: A value cannot be used, or the model branches on values that fake tensors lack.
         BlocksError: The model has no parameters, or a glob matches nothing.
-        BudgetError: No plan fits the memory budget.
+        BudgetError: No plan fits the memory budget, or the machine's memory.
     """
     check_version("torch")
     chosen = policy_of(policy)
@@ -266,7 +268,7 @@ def make_plan(
         model, batch, where, job=Job(shards=shards, ranks=ranks, optimizer_state=optimizer_state), loss=loss,
         blocks=blocks, options=options_of("auto", min_bytes, window, None, False), rules=_rules(),
     )  # fmt: skip
-    return table_plan(solution_for(chosen, profile), plan_for(chosen).name)
+    return table_plan(solution_for(chosen, profile, where.memory_bytes), plan_for(chosen).name)
 
 
 class offload_saved_tensors(ContextDecorator):

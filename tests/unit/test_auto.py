@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 import ebbtide
 from ebbtide.base.actions import Action
+from ebbtide.base.events import BUS
 from ebbtide.engine.build import Builder
 from ebbtide.planner.table import TablePlan, load_plan
 from ebbtide.profiling.measured import MeasuredPlan
@@ -105,6 +107,91 @@ def test_graphs_that_overlap_or_are_dropped_are_measured_right_or_not_at_all() -
         assert not handle._engine.kept.total
 
 
+@pytest.mark.parametrize("dropped", [1, 2])
+def test_a_plan_is_made_where_graphs_are_dropped_in_between(dropped: int) -> None:
+    tiny = build("mlp")
+    with enabled(tiny.model, ebbtide.Auto(max_slowdown=10.0)) as handle:
+        for _ in range(3 * STEPS):
+            for _ in range(dropped):  # as a critic does, which detaches what the generator made
+                tiny.loss()
+            tiny.loss()[0].backward()
+        assert table_of(handle).predicted.step_seconds > 0
+
+
+class Branches(torch.nn.Module):
+    """Two towers, of which a step runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = torch.nn.ModuleList(
+            torch.nn.ModuleList(
+                torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32)) for _ in range(3)
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor, branch: int) -> torch.Tensor:
+        for block in self.towers[branch]:  # type: ignore[attr-defined]
+            x = block(x)
+        return x
+
+
+def test_a_plan_is_made_where_steps_run_other_blocks_in_turn() -> None:
+    model, x = Branches(), torch.randn(16, 32)
+    with enabled(model, ebbtide.Auto(max_slowdown=10.0), blocks=["towers.*.*"]) as handle:
+        for number in range(24):
+            model(x, number % 2).sum().backward()
+        assert {name.split(".")[1] for name, _ in table_of(handle).actions} in ({"0"}, {"1"})
+
+
+CLEARS = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+
+
+def plans_made(act: Callable[[int], object], steps: int) -> list[int]:
+    """Return the steps at which plans were made, of a loop whose ``act`` is a step."""
+    at, made = [0], list[int]()
+    remove = BUS.subscribe(lambda kind, fields: made.append(at[0]) if kind == "plan" else None)
+    try:
+        for at[0] in range(steps):
+            act(at[0])
+    finally:
+        remove()
+    return made
+
+
+@CLEARS
+def test_where_memory_counts_plans_settle_though_long_batches_are_rare() -> None:
+    tiny = build("llama")
+    small = {name: value[:1] for name, value in tiny.inputs.items()}
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")) as handle:
+
+        def act(number: int) -> None:
+            given = tiny.inputs if number % 6 == 5 else small
+            tiny.loss(lambda **inputs: tiny.model(**given))[0].backward()
+
+        made = plans_made(act, 48)
+        assert isinstance(handle.plan, MeasuredPlan)
+        assert made and max(made) < 30, "after three tries it is left"
+
+
+@CLEARS
+def test_where_memory_counts_steps_are_measured_again_once_the_optimizer_has_its_state() -> None:
+    tiny = build("llama")
+    optimizer = torch.optim.AdamW(tiny.model.parameters())
+    with enabled(tiny.model, ebbtide.Auto(memory_budget="1TiB")):
+
+        def act(number: int) -> None:
+            tiny.loss()[0].backward()
+            if number % 12 == 11:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        made = plans_made(act, 40)
+    assert min(made) < 12
+    assert [number for number in made if number >= 12][:1] == [15], "one pass after it, two are measured"
+    assert max(made) < 24, "and never again"
+
+
 def test_a_larger_batch_is_measured_anew() -> None:
     tiny = build("llama")
     small = {name: value[:1] for name, value in tiny.inputs.items()}
@@ -131,7 +218,7 @@ def test_without_room_for_more_a_larger_batch_is_offloaded() -> None:
         assert handle.stats().kept_bytes <= allowed
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the process's peak cannot be measured")
+@CLEARS
 def test_a_budget_below_what_the_process_needs_is_warned_of_once_and_training_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -117,6 +117,10 @@ class Engine:
         if self._closed and not self.live_entries:
             self.tier.close()
 
+    def plan_changed(self) -> None:
+        """Follow another plan from the next block on."""
+        self._window.forget_blocks()
+
     def let_go_after(self, task: int, reference: weakref.ref[Any]) -> None:
         """When a backward ends, set ``restored`` of an object to None."""
         self.restorer.watch(task).restored.append(reference)

@@ -20,7 +20,7 @@ class Block:
     """A block as the engine knows it.
 
     Args:
-        name: Path of the module in the model.
+        name: Path of the module in the model before it was wrapped: plans and figures of other runs know it by that.
         kind: Name of its class; blocks of one kind share sites.
         index: Place in its stack.
         count: Blocks in all.

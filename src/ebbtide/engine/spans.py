@@ -151,7 +151,7 @@ class SpanTimer:
             self._open.system_seconds = self._meter.system_seconds() if self._memory else None
         now, before = self._open, self._open.pass_()
         if before is not run.pass_:
-            if before is None:  # its graph was dropped, and no backward came
+            if not now.by_run:  # its graph was dropped, and no backward came
                 self._open = None
                 self.block_begins(run, device, plain=plain)
             else:

@@ -45,6 +45,9 @@ Prepare = Callable[[], Callable[[], object] | None]
 GROWTH = 1.1
 """A pass that saves this many times the bytes of those that were measured is measured too."""
 
+TRIES = 3
+"""Times that a size is worth a measurement if the passes that follow are smaller, and memory counts."""
+
 
 @dataclass(slots=True)
 class _Stretches:
@@ -106,6 +109,10 @@ class _Pass:
         self.recomputes = recomputes
         self.left: list[tuple[weakref.ref[torch.UntypedStorage], Candidate]] = []  # what was not kept
 
+    def is_dropped(self, other: Pass) -> bool:
+        """Whether its graph died before the pass ``other``, and no backward came."""
+        return other is not self.measured() and not self.by_run
+
     def resident_bytes(self, known: int) -> int:
         """Return the bytes of what was not kept and is there all the same.
 
@@ -156,6 +163,8 @@ class StepTimer:
         self.checkpointed: frozenset[str] = frozenset()  # blocks that are checkpointed in that pass, if they can be
         self.unhooked: frozenset[str] = frozenset()  # blocks that run plain where nothing is measured
         self.spans: SpanTimer | None = None  # times whole passes where none is measured
+        self.outdated: Callable[[], bool] = lambda: False  # asked after each forward: what was measured holds no more
+        self._larger_bytes, self._tries = 0, 0  # a size that was worth a measurement, and how often
 
     def want(self) -> None:
         """Measure from the next pass on."""
@@ -198,8 +207,13 @@ class StepTimer:
             self._largest_bytes = max(self._largest_bytes, saved_bytes)
         elif saved_bytes > GROWTH * self._largest_bytes:
             self.want()
-            if not self._memory:  # the time does not depend on whether the next passes are as large, the peak does
-                self._largest_bytes = saved_bytes
+            self._tries = self._tries + 1 if saved_bytes <= GROWTH * self._larger_bytes else 1
+            self._larger_bytes = max(self._larger_bytes, saved_bytes)
+            # The time does not depend on whether the next passes are as large. The peak does, but all may be smaller.
+            if not self._memory or self._tries == TRIES:
+                self._largest_bytes = self._larger_bytes
+        elif self.outdated():
+            self.want()
         if self.spans is not None:
             self.spans.pass_ends(saved_bytes if saved_bytes <= GROWTH * self._largest_bytes else None)
 
@@ -211,7 +225,7 @@ class StepTimer:
             if self.spans is not None:
                 self.spans.block_begins(run, self._where, plain=isinstance(run, PlainRun))
             return
-        if self._pass is None or self._pass.measured() is None:  # its graph was dropped, and no backward came
+        if self._pass is None or self._pass.is_dropped(run.pass_):
             self.recomputes = RecomputeTimer(self._meter)
             self._pass, self._open = _Pass(run.pass_, dict(self._waited()), self.recomputes), None
             self.began = self._meter.timestamp(self._where)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import ConfigError, DataError
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
 from ebbtide.planner.solve import Solution
+
+logger = logging.getLogger("ebbtide")
 
 SCHEMA = 2
 """Schema of the plan file."""
@@ -134,6 +137,26 @@ class TablePlan:
         """Whether to observe if a block can be checkpointed."""
         return block_name in self._inputs
 
+    def check_blocks(self, names: Iterable[str]) -> None:
+        """Raise if the plan is for another model: it has rows, and none for these blocks; log a warning for some.
+
+        Args:
+            names: Paths of the model's blocks.
+
+        Raises:
+            ConfigError: No row is for any of them.
+        """
+        planned, present = dict.fromkeys(name for name, _ in self.actions), dict.fromkeys(names)
+        foreign = [name for name in planned if name not in present]
+        if foreign and len(foreign) == len(planned):
+            raise ConfigError(
+                f"the plan has rows for {_few(foreign)}, and the model's blocks are {_few(present)}",
+                expected="a plan that was made for this model",
+                hint="make it again; a path is that in the model before it was wrapped",
+            )
+        if foreign:
+            logger.warning("the plan has rows for %s, which are no blocks of this model", _few(foreign))
+
     def explain(self) -> str:
         """Describe the actions, the predicted cost and the reasons, a line per site kind."""
         p = self.predicted
@@ -227,6 +250,11 @@ def load_plan(path: str | Path) -> TablePlan:
             expected=f"a file that handle.plan.save(path) wrote (schema {SCHEMA})",
             hint="make the plan again on the machine that trains",
         ) from error
+
+
+def _few(names: Iterable[str]) -> str:
+    found = list(names)
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _key(row: list[Any]) -> tuple[str, Site]:

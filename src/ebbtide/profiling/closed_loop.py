@@ -118,16 +118,14 @@ class ClosedLoop:
             self._record(f"keeping less missed the promise, so the previous plan is restored: {check.text()}")
             return before
         if self._corrections == CORRECTIONS:
+            self._give_up(check)
             return None
         if self._corrections:
             self._aim *= min(check.allowed_share, 1.0)
         self._corrections += 1
         found = self._corrected(check)
-        if found is None and check.budget_bytes is not None and not check.over_budget_bytes:
-            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
-        elif found is None:
-            self.story.append("the promise is not kept, and no plan is known that would keep it")
-            logger.warning("%s: %s", self.story[-1], check.text())
+        if found is None:
+            self._give_up(check)
         else:
             self._record(f"correction {self._corrections}: the plan missed its promise: {check.text()}")
         return found
@@ -137,6 +135,13 @@ class ClosedLoop:
         device = self._device_bytes
         room = room_bytes(self._tier) if device is None else device
         return None if room is None else room - check.solution.predicted.peak_bytes
+
+    def _give_up(self, check: Check) -> None:
+        if check.budget_bytes is not None and not check.over_budget_bytes:
+            self._record(f"it takes longer than predicted, and no faster plan is known that fits: {check.text()}")
+        else:
+            self.story.append("the promise is not kept, and no plan is known that would keep it")
+            logger.warning("%s: %s", self.story[-1], check.text())
 
     def _record(self, line: str) -> None:
         self.story.append(line)
@@ -151,7 +156,7 @@ class ClosedLoop:
             return None
         found, budget = self._solution(cheaper, None)
         gained = check.solution.predicted.peak_bytes - found.predicted.peak_bytes
-        if budget is not None or gained < WORTH * cheaper.saved_bytes:
+        if budget is not None or gained <= 0 or gained < WORTH * cheaper.saved_bytes:
             return None
         self._loosened += 1
         self._before = check
@@ -189,7 +194,13 @@ class ClosedLoop:
         except BudgetError as error:
             if not self._warned:
                 self._warned = True
-                logger.warning("no plan fits, the one that takes least memory is carried out: %s", str(error))
+                limit, of = self.budget_bytes, "memory_budget"
+                if limit is None:
+                    limit, of = self._device_bytes, "the device's memory, without a share for fragments,"
+                logger.warning(
+                    "no plan fits, the one that takes least memory is carried out: %s is %s; expected %s\nhint: %s",
+                    of, format_size(limit or 0), error.expected, error.hint,
+                )  # fmt: skip
             return smallest(profile), budget_bytes
 
     def _check(self, solution: Solution, budget_bytes: int | None) -> Check:
@@ -209,17 +220,33 @@ def kept_blocks(solution: Solution) -> frozenset[str]:
     return frozenset(names) - treated
 
 
-def solution_for(policy: Policy, profile: Profile) -> Solution:
+def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = None) -> Solution:
     """Return the solution of a policy for a step.
 
+    Args:
+        policy: The user's policy.
+        profile: The step.
+        memory_bytes: Of the device: a limit, less a share for fragments; None: there is none.
+
     Raises:
-        BudgetError: No plan fits the memory budget.
+        BudgetError: No plan fits the memory budget, or the device.
     """
     if not isinstance(policy, Auto):
         return follow(profile, plan_for(policy))
     if policy.budget_bytes is not None:
         return fit_with_reserve(profile, policy.budget_bytes)
-    return shrink(profile, policy.max_slowdown)
+    found = shrink(profile, policy.max_slowdown)
+    limit = None if memory_bytes is None else int(memory_bytes / (1 + FRAGMENTS))
+    if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
+        return found
+    try:
+        return fit_with_reserve(profile, limit)
+    except BudgetError as error:
+        raise BudgetError(
+            f"the device has {format_size(limit)}, without {100 * FRAGMENTS:.0f} % for fragments",
+            expected=error.expected,
+            hint=error.hint,
+        ) from error
 
 
 def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESERVE) -> Solution:

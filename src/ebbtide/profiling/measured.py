@@ -6,7 +6,8 @@ offloaded. That needs close to the least memory, so even a model that ran out of
 are measured, still under the heuristic; in the second of them some blocks run without hooks: see [Note: the baseline].
 Then the plan is a table made for that step, and is judged by the steps that execute it: see [Note: the loop]. A block
 whose saved tensors are all kept runs without hooks. Passes that save clearly more than the measured one are measured,
-too, again under the heuristic, and get a new plan.
+too, again under the heuristic, and get a new plan; so does the pass after the first optimizer step, where memory
+counts and the measured passes came before it.
 
 [Note: a budget of resident memory]
 On a CPU a budget is of the process's resident memory, and the heap keeps what was freed. Returning it after a backward
@@ -21,6 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -63,6 +65,16 @@ PROBE_BYTES = 16 * 1024**2
 """Copied out and in to measure the rates if the measured steps copied nothing."""
 
 
+UNLIKE = 8
+"""Measured steps that run other blocks than the one before until a plan is made from a single one."""
+
+
+class _State(Enum):
+    """Whether the optimizer's state is in the measured memory: with accumulation, its first step may come later."""
+
+    UNKNOWN, ABSENT, MEASURED = range(3)
+
+
 class MeasuredPlan:
     """The plan of ``Auto``. See [Note: Auto's steps].
 
@@ -83,6 +95,9 @@ class MeasuredPlan:
         self._check: Check | None = None
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
+        self._unlike = 0  # measured steps that did not run the blocks of the one before
+        self._state = _State.UNKNOWN
+        self._engine: weakref.ref[Engine] | None = None
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -103,7 +118,9 @@ class MeasuredPlan:
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
 
+        self._state = _State.UNKNOWN if memory else _State.MEASURED
         watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer, and so do we
+        self._engine, plan = watched, weakref.ref(self)
 
         def waited() -> dict[str, float]:
             engine = watched()
@@ -114,6 +131,7 @@ class MeasuredPlan:
 
         timer = StepTimer(meter, weakly(self.saw_step), waited=waited, memory=memory)
         timer.spans, timer.marks = SpanTimer(meter, weakly(self.saw_span), memory=memory), True
+        timer.outdated = lambda: (found := plan()) is not None and found._lacks_state()
         self._timer = engine.timer = timer
         timer.want()
 
@@ -220,12 +238,13 @@ class MeasuredPlan:
             return True
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
+            self._unlike += 1
         self._run_plain(frozenset())
         self._kept_under_hooks = frozenset()
         if any(block.plain for block in step.blocks) and not self._steps:
             return True  # the bytes of blocks without hooks are not known
         self._steps.append(step)
-        if len(self._steps) < MEASURED_STEPS:
+        if len(self._steps) < MEASURED_STEPS and self._unlike < UNLIKE:
             room = self._room_bytes(step)
             # Without one, ordinary training would be steps with hooks: in one step a block may exceed a budget.
             plain = sample(step.blocks, room) or sample(step.blocks, room_bytes(self._tier), most=1)
@@ -235,9 +254,25 @@ class MeasuredPlan:
         first, last = self._steps[0], self._steps[-1]
         profile = profile_of(fastest(self._steps), self._rates(), self._window_bytes)
         profile = against_plain(profile, plain_blocks(first, last))
+        if self._unlike >= UNLIKE:
+            logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
         self._steps.clear()
+        self._unlike = 0
+        if self._state is _State.UNKNOWN and self._optimizer_steps() < MEASURED_STEPS:
+            self._state = _State.ABSENT
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
+
+    def _optimizer_steps(self) -> int:
+        engine = None if self._engine is None else self._engine()
+        return 0 if engine is None else engine.guard.steps
+
+    def _lacks_state(self) -> bool:
+        """Whether the optimizer has made its state only after the memory of steps was measured; once."""
+        if self._state is not _State.ABSENT or not self._optimizer_steps():
+            return False
+        self._state = _State.MEASURED
+        return True
 
     def saw_span(self, span: Span) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
@@ -258,6 +293,8 @@ class MeasuredPlan:
         """Switch to a plan, and judge it unless it is already judged."""
         solution, self._check = check.solution, check
         self.profile, self.table = solution.profile, table_plan(solution, self.name)
+        if (engine := None if self._engine is None else self._engine()) is not None:
+            engine.plan_changed()
         self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
         if self._timer is not None and self._timer.spans is not None:
             self._timer.spans.want(wanted=check.unjudged)

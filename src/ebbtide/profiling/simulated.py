@@ -80,7 +80,7 @@ class Job:
             if not (number and least <= value < math.inf) and not (name == "ranks" and value is None):
                 raise ConfigError(
                     f"{name} is {value!r}",
-                    expected=f"a {'every_block number' if least else 'number'}, {least} or more",
+                    expected=f"a {'whole number' if least else 'number'}, {least} or more",
                     hint="2 is Adam's state: twice the bytes of what is trained" if not least else "1 is one device",
                 )
 

@@ -58,6 +58,11 @@ class Window:
             self._block_bytes = offloaded_bytes
             self._follow()
 
+    def forget_blocks(self) -> None:
+        """Another plan is in force: its blocks offload other amounts."""
+        self._block_bytes = 0
+        self._follow()
+
     def shrink(self, ahead_bytes: int) -> None:
         """The device has no room beside ``ahead_bytes`` that were brought in: bring in half of that from now on.
 

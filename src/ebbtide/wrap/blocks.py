@@ -64,11 +64,15 @@ def find_blocks(model: nn.Module, globs: Sequence[str] | str | None = None) -> l
             expected="a model with parameters",
             hint="use `with ebbtide.offload_saved_tensors():` around the forward",
         )
-    return blocks_of(found)
+    return blocks_of(model, found)
 
 
-def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
+def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
     """Return the engine's descriptions of blocks, each with the module whose ``forward`` is hooked.
+
+    Args:
+        model: Any module, wrapped or not.
+        found: Its blocks, by their paths in it.
 
     Raises:
         ConflictError: A module is in torch's ``offload_wrapper``.
@@ -79,8 +83,9 @@ def blocks_of(found: Found) -> list[tuple[nn.Module, Block]]:
         inner = under_fsdp1(module)
         _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]
+        own = _own_name(model, name)
         block = Block(
-            name=name, kind=_kind(inner), index=indices[stack], count=len(found), weights=partial(weights_of, inner)
+            name=own, kind=_kind(inner), index=indices[stack], count=len(found), weights=partial(weights_of, inner)
         )
         indices[stack] += 1
         blocks.append((inner, block))
@@ -190,6 +195,11 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
         found.update({n: names[n] for n in matches})
     outermost = [n for n in found if not any(n.startswith(o + ".") for o in found)]
     return [(n, names[n]) for n in names if n in outermost]
+
+
+def path_of(model: nn.Module, module: nn.Module) -> str:
+    """Return the path of a module in the model as it is wrapped now."""
+    return next((path for path, found in model.named_modules() if found is module), "")
 
 
 def _own_name(model: nn.Module, name: str) -> str:

@@ -201,6 +201,16 @@ def test_a_graph_that_was_dropped_is_forgotten() -> None:
     assert [block.forward_seconds for block in step.blocks] == [1.0]
 
 
+def test_a_graph_that_was_dropped_is_forgotten_though_its_pass_is_held() -> None:
+    scene = Scene()
+    one, two = Pass(), Pass()
+    scene.forward(one, "a", "b", seconds=9.0)  # nobody holds its blocks
+    scene.backward(scene.forward(two, "a"))
+    scene.forward(Pass(), "a")
+    (step,) = scene.found
+    assert [block.forward_seconds for block in step.blocks] == [1.0]
+
+
 def test_it_measures_as_long_as_more_is_wanted() -> None:
     scene = Scene(more=True)
     passes = [Pass() for _ in range(4)]

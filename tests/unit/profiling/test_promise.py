@@ -705,6 +705,14 @@ def test_the_heap_is_trimmed_after_measured_steps_and_near_the_budget(monkeypatc
         assert trims(), "a step is measured"
 
 
+def test_a_budget_that_is_exceeded_to_the_end_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    budget = 1_900 * MB
+    plan = planned(Auto(memory_budget=budget), peak=1_300 * MB)
+    while carry_out(plan, 13.0, peak=budget + 10 * MB):
+        assert "no plan is known that would keep it" not in caplog.text
+    assert "no plan is known that would keep it" in caplog.text and "no plan is known" in plan.explain()
+
+
 def test_what_a_budget_costs_the_kernel_is_shown() -> None:
     plan = planned(Auto(memory_budget=1_500 * MB), peak=1_300 * MB)
     assert "core seconds" not in plan.explain()

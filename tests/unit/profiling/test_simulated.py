@@ -259,6 +259,34 @@ def test_a_budget_is_fitted_or_refused() -> None:
         plan_of(net, x, machine="h200", policy=ebbtide.Auto(memory_budget=1024))
 
 
+def test_a_plan_fits_the_machine_or_is_refused() -> None:
+    net, x = Net(width=256), torch.zeros(4096, 256, device="meta")
+    least, most = (plan_of(net, x, machine="h200", policy=p).predicted.peak_bytes for p in ("minimal", "keep"))
+    small = dataclasses.replace(H200, memory_bytes=int(1.2 * (least + most) / 2))
+    plan = plan_of(net, x, machine=small, policy=ebbtide.Auto(max_slowdown=0.0))
+    assert 1.2 * plan.predicted.peak_bytes <= small.memory_bytes
+    with pytest.raises(BudgetError, match="the device has .* for fragments"):
+        plan_of(net, x, machine=dataclasses.replace(H200, memory_bytes=least // 2))
+
+
+def test_a_plan_is_for_a_model_before_it_is_wrapped_and_for_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = Net(), torch.zeros(64, 64)
+    plan = plan_of(net, x, machine="h200", policy="keep")
+    wrapped = nn.Module()
+    wrapped._forward_module = net  # type: ignore[assignment]
+    wrapped.forward = net.forward  # type: ignore[method-assign]
+    with ebbtide.enable_activation_offloading(wrapped, policy=plan, min_bytes=0) as handle:
+        wrapped(x).sum().backward()
+        assert handle.stats().kept_bytes == plan.predicted.kept_bytes > 0
+    names = sorted({name for name, _ in plan.actions})
+    other = dataclasses.replace(plan, actions={("h.0", site): a for (_, site), a in plan.actions.items()})
+    with pytest.raises(ConfigError, match=r"rows for h\.0, and the model's blocks are"):
+        ebbtide.enable_activation_offloading(net, policy=other)
+    more = dataclasses.replace(plan, actions={**plan.actions, **other.actions})
+    ebbtide.enable_activation_offloading(net, policy=more).close()
+    assert names and "rows for h.0, which are no blocks of this model" in caplog.text
+
+
 def test_this_machine_is_measured_when_none_is_named() -> None:
     plan = plan_of(Net(), torch.zeros(64, 64))
     assert plan.predicted.step_seconds > 0

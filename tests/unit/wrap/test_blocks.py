@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
+from ebbtide.wrap.blocks import path_of
 from tests.helpers.models import TRANSFORMERS, WIDTH, Attention, Block, Conv, Mlp, Recurrent, Stack, build
 
 
@@ -216,9 +218,11 @@ def test_a_glob_without_matches_names_the_nearest(glob: str, hint: str) -> None:
         ("layers.1.0", ["_orig_mod.layers.1._checkpoint_wrapped_module.0"]),
     ],
 )
-def test_globs_know_a_wrapped_module_by_the_name_it_had(glob: str, expected: list[str]) -> None:
+def test_a_wrapped_module_is_known_by_the_name_it_had(glob: str, expected: list[str]) -> None:
     model = torch.compile(Stack(Block(), checkpoint_wrapper(Block())), backend="eager")
-    assert names(model, glob) == expected
+    found = find_blocks(model, glob)
+    assert [path_of(model, module) for module, _ in found] == expected
+    assert all(fnmatchcase(block.name, glob) for _, block in found)
 
 
 def test_one_glob_may_be_given_alone() -> None:

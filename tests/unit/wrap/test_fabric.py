@@ -67,4 +67,4 @@ def test_the_wrapper_and_the_module_inside_stay_apart(wrap: Any, name: str, poli
 def test_globs_know_the_module_by_the_name_it_had() -> None:
     model = Forwarding(build("block").model)
     with ebbtide.enable_activation_offloading(model, blocks=["layers.1"]) as handle:
-        assert handle._attachment.block_names == ["_forward_module.layers.1"]
+        assert handle._attachment.block_names == ["layers.1"]
