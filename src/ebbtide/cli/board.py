@@ -43,6 +43,11 @@ class Board:
         self._rounds: dict[int, dict[str, Run]] = {}
         self._failures: dict[str, list[str]] = {}
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether a run has succeeded."""
+        return bool(self._rounds)
+
     def add(self, index: int, rounds: int, mode: str, ended: Ended) -> None:
         """Read a child's folder and print its line."""
         head = f"round {index} of {rounds}  {mode:<16}"
@@ -146,8 +151,10 @@ class Board:
             own = sums[mode["mode"]]
             mode["parameters_equal"] = all(each == plain[0] for each in own) if own else None
         differing = [mode["mode"] for mode in modes if mode["parameters_equal"] is False]
+        compared = [mode["mode"] for mode in modes if mode["parameters_equal"] and mode["mode"] != "plain"]
         if not differing:
-            return ["Trained parameters after the last step: bitwise equal in all runs."]
+            names = "all runs" if len(compared) == len(modes) - 1 else f"plain, {', '.join(compared)}"
+            return [f"Trained parameters after the last step: bitwise equal in {names}."] if compared else []
         doubt = " (or plain differs from itself: more --rounds show it)" if len(plain) == 1 else ""
         return [f"Trained parameters after the last step differ from plain's: {', '.join(differing)}{doubt}."]
 

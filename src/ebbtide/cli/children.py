@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide.base.extras import require
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
+from ebbtide.cli.starting import cannot_start
 from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
@@ -146,7 +149,10 @@ def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen
     started: list[subprocess.Popen[Any]] = []
     try:
         with hold_interrupts():
-            started.append(subprocess.Popen(command, start_new_session=True, **options))
+            try:
+                started.append(subprocess.Popen(command, start_new_session=True, **options))
+            except OSError as error:
+                raise cannot_start(command, error) from error
         yield started[0]
     finally:
         for child in started:
@@ -154,16 +160,38 @@ def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen
 
 
 def end_family(child: subprocess.Popen[bytes]) -> None:
-    """End a child and its descendants: SIGINT, so that it closes its run file; then SIGTERM, then SIGKILL."""
-    for asking in (signal.SIGINT, signal.SIGTERM):
-        if child.poll() is not None:
-            break
-        _signal(child, asking)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_POLITE_SECONDS)
-    # Also after success: a worker that outlives its parent would hold memory while the next child runs.
-    _signal(child, signal.SIGKILL)
-    child.wait()
+    """End a child and its descendants: SIGINT, so that it closes its run file; then SIGTERM, then SIGKILL.
+
+    An interrupt while it waits makes it send SIGKILL at once.
+    """
+    others = _descendants(child)  # launchers give each rank a process group of its own
+    try:
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            if child.poll() is not None:
+                break
+            _signal(child, asking)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_POLITE_SECONDS)
+    finally:
+        # Also after success: a worker that outlives its parent would hold memory while the next child runs.
+        _signal(child, signal.SIGKILL)
+        for end in others:
+            end()
+        child.wait()
+
+
+def _descendants(child: subprocess.Popen[bytes]) -> list[Callable[[], None]]:
+    """Return functions that end the living descendants of a child, if they still live."""
+    psutil = require("psutil", extra="track", use="ending the processes that a run has started")
+
+    def end(process: Any) -> None:
+        with contextlib.suppress(psutil.Error):  # it has ended, and its number may be another process's
+            process.kill()
+
+    try:
+        return [functools.partial(end, one) for one in psutil.Process(child.pid).children(recursive=True)]
+    except psutil.Error:
+        return []
 
 
 def _signal(child: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -16,7 +16,7 @@ from ebbtide.cli.parsing import Parser, choice
 from ebbtide.report import Run, as_values, chrome_trace, load_run, page, split, text, verdicts
 from ebbtide.report.table import headline
 from ebbtide.report.text import grid
-from ebbtide.track import write_summary
+from ebbtide.track import summarise, write_summary
 
 Format = Literal["text", "html", "trace", "json"]
 _DEFAULT_FILES = {"html": REPORT_FILE, "trace": "trace.json"}
@@ -115,7 +115,10 @@ def _loaded(folder: Path, force: bool) -> Run:
     """Read a run; a killed one has no summary yet, and one that trains has gone on since its last one."""
     events, summary = folder / EVENTS_FILE, folder / SUMMARY_FILE
     if events.exists() and (force or not summary.exists() or events.stat().st_mtime_ns > summary.stat().st_mtime_ns):
-        write_summary(folder)
+        try:
+            write_summary(folder)
+        except OSError:  # of a folder that may only be read
+            return load_run(folder, summary=summarise(folder))
     return load_run(folder)
 
 
@@ -187,11 +190,12 @@ def _last_round(folder: Path, modes: Sequence[str]) -> list[Run]:
     """Return the runs of the last round in which all modes succeeded, else the last run of each mode."""
     rounds: dict[int, dict[str, Run]] = {}
     for part in folder.glob("round-*"):
-        for mode in modes:
+        number = part.name.removeprefix("round-")
+        for mode in modes if number.isdecimal() else ():
             if (part / mode / SUMMARY_FILE).exists():
                 found = dataclasses.replace(load_run(part / mode), name=mode)
                 if found.summary.get("status") == "ok":
-                    rounds.setdefault(int(part.name.rpartition("-")[2]), {})[mode] = found
+                    rounds.setdefault(int(number), {})[mode] = found
     return latest_complete_round(rounds, modes)
 
 

@@ -126,7 +126,7 @@ def run_rounds(
         start: Returns a child's command and environment.
         environment: Further fields of the result's environment.
         console: A rich console.
-        refuse: Called with each finished child; raises to skip the others.
+        refuse: Called with each finished child until one was accepted; raises to skip the others.
     """
     warm_up = warm_up_steps()
     console.print(_counted_words(plan, warm_up), markup=False, highlight=False, soft_wrap=True)
@@ -143,7 +143,8 @@ def run_rounds(
             for number, order in enumerate(plan.orders, start=1):
 
                 def add(mode: str, ended: Ended, number: int = number) -> None:
-                    refuse(ended)
+                    if not board.has_runs:
+                        refuse(ended)
                     board.add(number, plan.rounds, mode, ended)
 
                 starts = [_start(number, mode, start, plan.out) for mode in order]

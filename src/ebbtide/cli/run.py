@@ -22,6 +22,7 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
+from ebbtide.cli.starting import cannot_start
 from ebbtide.config import POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
@@ -159,15 +160,36 @@ def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
             child.send_signal(number)
 
     # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
-    handlers = {signal.SIGINT: (lambda *_: None) if os.isatty(0) else hand_on, signal.SIGTERM: hand_on}
+    handlers = {signal.SIGINT: (lambda *_: None) if _at_terminal() else hand_on, signal.SIGTERM: hand_on}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        started.append(subprocess.Popen(list(command), env=environment))
+        started.append(_start(command, environment))
         code = started[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
+
+
+def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(list(command), env=environment)
+    except OSError as error:
+        raise cannot_start(command, error) from error
+
+
+def _at_terminal() -> bool:
+    """Whether this process's group is a terminal's foreground group, which gets Ctrl-C, whatever stdin is."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 def _ending(notes: Sequence[Event], code: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Make SIGTERM end a command as Ctrl-C does: files closed, children ended, summaries written."""
+"""Make SIGTERM and SIGHUP end a command as Ctrl-C does: files closed, children ended, summaries written."""
 
 from __future__ import annotations
 
@@ -11,32 +11,38 @@ from typing import NoReturn
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM was received. Cleanup code for Ctrl-C handles it, too."""
+    """SIGTERM or SIGHUP was received. Cleanup code for Ctrl-C handles it, too."""
 
 
 @contextmanager
 def terminate_as_interrupt() -> Generator[None, None, None]:
-    """Raise ``Terminated`` in the main thread on SIGTERM, instead of ending the process at once.
+    """Raise ``Terminated`` in the main thread on SIGTERM and SIGHUP, instead of ending the process at once.
 
-    A second SIGTERM is ignored during cleanup. Outside the main thread this does nothing.
+    A second one is ignored during cleanup, as is a SIGHUP that was ignored before (``nohup``). Outside the main thread
+    this does nothing.
 
     Raises:
-        Terminated: SIGTERM was received.
+        Terminated: One was received.
     """
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
 
     def terminate(_number: int, _frame: FrameType | None) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in ending:
+            signal.signal(number, signal.SIG_IGN)
         raise Terminated
 
+    before = {}
     try:
-        before = signal.signal(signal.SIGTERM, terminate)
+        for number in ending:
+            before[number] = signal.signal(number, terminate)
     except ValueError:  # not the main thread: signals are somebody else's
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

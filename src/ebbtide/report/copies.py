@@ -40,23 +40,45 @@ class StepCopies:
 def copies(run: Run) -> list[StepCopies]:
     """Return the copies of each step with figures."""
     found: list[StepCopies] = []
-    before: Event = {}
-    for event in run.all("stats"):
-        names = ("total_copy_out_bytes", "total_copy_in_bytes", "total_stall_seconds")
-        out, back, stall = (max(0, (event.get(name) or 0) - (before.get(name) or 0)) for name in names)
-        times = [
-            _seconds(out, event.get("copy_out_bytes_per_second")),
-            _seconds(back, event.get("copy_in_bytes_per_second")),
-        ]
+    for pairs in totals(run):
+        ways = {"out": 0, "in": 0}
+        stall, times = 0.0, list[float | None]()
+        for before, event in pairs:
+            for way in ways:
+                moved = _between(before, event, f"total_copy_{way}_bytes")
+                ways[way] += int(moved)
+                times.append(_seconds(int(moved), event.get(f"copy_{way}_bytes_per_second")))
+            stall += _between(before, event, "total_stall_seconds")
         known = [seconds for seconds in times if seconds is not None]
+        last = pairs[-1][1]
         found.append(
             StepCopies(
-                step=event.get("step"), t=event["t"], out_bytes=out, in_bytes=back, stall_seconds=stall,
+                step=last.get("step"), t=last["t"], out_bytes=ways["out"], in_bytes=ways["in"], stall_seconds=stall,
                 seconds=sum(known) if len(known) == len(times) else None,
             )
         )  # fmt: skip
-        before = event
     return found
+
+
+def totals(run: Run) -> list[list[tuple[Event, Event]]]:
+    """Return for each step, and in it for each model, the totals before it and after it. Before its first they are 0.
+
+    A step has an event of each model, in one order.
+    """
+    found: list[list[tuple[Event, Event]]] = []
+    latest: list[Event] = []
+    for event in run.all("stats"):
+        step = event.get("step")
+        if not found or step is None or found[-1][-1][1].get("step") != step:
+            found.append([])
+        place = len(found[-1])
+        found[-1].append((latest[place] if place < len(latest) else {}, event))
+        latest[place : place + 1] = [event]
+    return found
+
+
+def _between(before: Event, after: Event, name: str) -> float:
+    return max(0, (after.get(name) or 0) - (before.get(name) or 0))
 
 
 def overlap(run: Run) -> float | None:

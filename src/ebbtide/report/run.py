@@ -186,18 +186,19 @@ class Run:
         return next((event.get("name") for event in self.all("block") if t <= event["t"] <= span.end), None)
 
 
-def load_run(folder: str | os.PathLike[str]) -> Run:
+def load_run(folder: str | os.PathLike[str], *, summary: dict[str, Any] | None = None) -> Run:
     """Read a run folder.
 
     Args:
         folder: Holds ``run.jsonl`` and ``summary.json``.
+        summary: In place of the second.
 
     Raises:
         DataError: A file is missing or damaged.
     """
     folder = Path(folder)
     events = read_events(folder / EVENTS_FILE)
-    summary = _read_summary(folder / SUMMARY_FILE)
+    summary = _read_summary(folder / SUMMARY_FILE) if summary is None else summary
     outside = folder / OUTSIDE_FILE
     return Run(
         folder=folder,

@@ -161,13 +161,16 @@ def ratio_value(summary: Summary, plain: Summary | None) -> float | None:
 
 
 def loss_verdict(summary: Summary, plain: Summary | None) -> str:
-    """Return whether the losses are bitwise equal to plain's, in words."""
+    """Return whether the losses are bitwise equal to plain's, in words; steps without a loss are not compared."""
     equal = summary.get("loss_equal")
-    if equal is None and plain is not None and plain.get("loss") and summary.get("loss"):
-        ours, theirs = losses_by_step(summary), losses_by_step(plain)
+    if "loss_equal" not in summary and plain is not None:
+        ours, theirs = (
+            {step: loss for step, loss in losses_by_step(run).items() if loss is not None} for run in (summary, plain)
+        )
         both = ours.keys() & theirs.keys()
-        resumed = min(ours) != min(theirs)  # else the shorter run lacks steps
-        equal = all(ours[step] == theirs[step] for step in both) if resumed and both else ours == theirs
+        if both:
+            resumed = min(ours) != min(theirs)  # else the shorter run lacks steps
+            equal = all(ours[step] == theirs[step] for step in both) if resumed else ours == theirs
     return ABSENT if equal is None else "equal" if equal else "differ"
 
 

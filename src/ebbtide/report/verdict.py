@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
+from ebbtide.base.runs import Event
+from ebbtide.report.copies import totals
 from ebbtide.report.peak import PeakParts
 from ebbtide.report.run import Run
 from ebbtide.report.table import (
@@ -93,30 +94,29 @@ def prediction(run: Run) -> Table:
 
 def step_costs(run: Run) -> dict[str, float]:
     """Return the seconds of stalls, recomputing and copies in a counted step: medians over the steps."""
-    stats = run.all("stats")
     left_out = {event.get("step") for event in run.all("step")[: run.summary.get("warm_up_steps") or 0]}
-    pairs = [
-        (before, after)
-        for before, after in zip(stats, stats[1:], strict=False)
-        if after.get("step") not in left_out and before.get("step") != after.get("step")
-    ]
+    steps = [pairs for pairs in totals(run)[1:] if pairs[-1][1].get("step") not in left_out]
     found = {
-        "stalls": _per_step(pairs, "total_stall_seconds"),
-        "recomputing (host time)": _per_step(pairs, "total_recompute_seconds"),
-        "copying out, during compute": _copying(pairs, "out"),
-        "copying in, during compute": _copying(pairs, "in"),
+        "stalls": _per_step(steps, "total_stall_seconds"),
+        "recomputing (host time)": _per_step(steps, "total_recompute_seconds"),
+        "copying out, during compute": _copying(steps, "out"),
+        "copying in, during compute": _copying(steps, "in"),
     }
     return {name: seconds for name, seconds in found.items() if seconds is not None}
 
 
-def _per_step(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], field: str) -> float | None:
-    steps = [after[field] - before[field] for before, after in pairs if field in before and field in after]
-    return median(steps) if steps else None
+def _per_step(steps: Sequence[Sequence[tuple[Event, Event]]], field: str) -> float | None:
+    found = [
+        sum(after[field] - before[field] for before, after in pairs)
+        for pairs in steps
+        if all(field in before and field in after for before, after in pairs)
+    ]
+    return median(found) if found else None
 
 
-def _copying(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], way: str) -> float | None:
-    moved = _per_step(pairs, f"total_copy_{way}_bytes")
-    rate = pairs[-1][1].get(f"copy_{way}_bytes_per_second") if pairs else None
+def _copying(steps: Sequence[Sequence[tuple[Event, Event]]], way: str) -> float | None:
+    moved = _per_step(steps, f"total_copy_{way}_bytes")
+    rate = steps[-1][-1][1].get(f"copy_{way}_bytes_per_second") if steps else None
     return moved / rate if moved and rate else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def checkpoint_model(model: nn.Module) -> str:
     """Checkpoint the blocks of a model from its next forward on.
 
     Models of transformers and diffusers have their own switch, which also disables side effects that a second forward
-    must not repeat, such as filling a cache. For other models, the blocks that ebbtide would offload run under
+    must not repeat, such as filling a cache. Outside of these, the blocks that ebbtide would offload run under
     ``torch.utils.checkpoint`` (non-reentrant).
 
     Returns:
@@ -35,16 +35,30 @@ def checkpoint_model(model: nn.Module) -> str:
     """
     if checkpoints_itself(model):
         return "the script's own checkpoints"
-    for module in model.modules():
-        for name, options in _OWN.items():
-            switch = getattr(module, name, None)
-            if callable(switch):
-                switch(**options)
-                return f"{type(module).__name__}.{name}()"
-    blocks = find_blocks(model)
-    for module, _ in blocks:
+    switched = list(_switched(model))
+    inside = {id(part) for module, _ in switched for part in module.modules()}
+    blocks = [module for module, _ in find_blocks(model) if id(module) not in inside and module is not model]
+    if not switched and not blocks:
+        blocks = [module for module, _ in find_blocks(model)]
+    for module in blocks:
         StandIn(module, _checkpointed)
-    return f"torch.utils.checkpoint around {len(blocks)} blocks"
+    around = [f"torch.utils.checkpoint around {len(blocks)} blocks"] if blocks else []
+    return " and ".join([*(how for _, how in switched), *around])
+
+
+def _switched(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Enable the outermost modules' own checkpointing; yield them, each with its method."""
+    for name, options in _OWN.items():
+        switch = getattr(module, name, None)
+        if callable(switch):
+            try:
+                switch(**options)
+            except ValueError:  # every model of transformers has the method, and some refuse
+                continue
+            yield module, f"{type(module).__name__}.{name}()"
+            return
+    for child in module.children():
+        yield from _switched(child)
 
 
 def checkpoints_itself(model: nn.Module) -> bool:

@@ -64,7 +64,7 @@ class RunFile:
         overwrite: bool = False,
         **run_begin_fields: Any,
     ) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # the program may change its directory
         self._bus, self._sample_seconds, self._overwrite = bus, sample_seconds, overwrite
         self._fields = run_begin_fields
         # Reentrant: the garbage collector may run a finalizer that emits an event while this thread is writing.
@@ -99,7 +99,10 @@ class RunFile:
             self._lockstep.close()
         self._write("run_end", {**_ending(error), **self._reader.peaks()})
         self._close()
-        write_summary(self.folder)
+        try:
+            write_summary(self.folder)
+        except (OSError, DataError) as failure:  # a record must not end a training run
+            logger.warning("no summary of the run was written: %s", failure)
 
     @contextmanager
     def phase(self, name: str, *, step: int) -> Generator[None, None, None]:
@@ -137,6 +140,8 @@ class RunFile:
         Raises:
             ConfigError: Only one of number and time, or no optimizer has stepped since the previous step.
         """
+        item: Any = getattr(loss, "item", None)  # a tensor would be written as text of four digits
+        loss = loss if item is None else item()
         if step is None and seconds is None and self.marker is not None:
             self.marker.finish(loss=loss, tokens=tokens)
         elif step is None or seconds is None:

@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from ebbtide.base.errors import ConfigError
 from ebbtide.cli import children
+from ebbtide.cli import run as run_module
 from ebbtide.cli.children import Child
 from ebbtide.cli.signals import Terminated, hold_interrupts, terminate_as_interrupt
 
@@ -62,3 +66,51 @@ def test_another_thread_than_the_main_one_changes_nothing() -> None:
     thread.start()
     thread.join(30)
     assert seen == [before]
+
+
+def test_descendants_in_groups_of_their_own_end_with_the_child(tmp_path: Path) -> None:
+    """As the ranks of a launcher are: no signal to the child's group reaches them."""
+    script = (
+        "import subprocess, sys, time; from pathlib import Path; "
+        "rank = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); "
+        "Path(sys.argv[1]).write_text(f'{rank.pid} '); time.sleep(600)"
+    )
+    told = tmp_path / "rank"
+    with children.family([sys.executable, "-c", script, str(told)]) as child:
+        until = time.monotonic() + 60
+        while not told.exists() or not told.read_text().endswith(" "):
+            assert child.poll() is None and time.monotonic() < until
+            time.sleep(0.01)
+        rank = psutil.Process(int(told.read_text()))
+        assert rank.is_running()
+    rank.wait(60)
+
+
+def test_a_second_interrupt_ends_a_child_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    deaf = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; print(1, flush=True); signal.pause()"
+    monkeypatch.setattr(children, "_POLITE_SECONDS", 60.0)
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"1\n"
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            children.end_family(child)
+        assert child.returncode == -signal.SIGKILL
+
+
+def test_a_program_without_a_first_line_is_an_error_with_a_hint(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text("echo training\n")
+    script.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"train\.sh.* cannot be started.*\n?.*hint: .*try sh "):
+        Child([str(script)], tmp_path / "run", environment=os.environ, sample_seconds=0.01)
+    with pytest.raises(ConfigError, match="cannot be started"):
+        run_module._wait_for([str(script)], dict(os.environ))
+
+
+def test_a_hangup_that_was_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with terminate_as_interrupt():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)

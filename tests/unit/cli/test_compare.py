@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import io
 import json
@@ -10,16 +11,18 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from ebbtide.base.errors import ConfigError, DataError, EbbtideError
+from ebbtide.base.errors import ConfigError, DataError, EbbtideError, TrainingError
 from ebbtide.base.runs import read_events
 from ebbtide.cli import compare as module
 from ebbtide.cli import lockstep as lockstep_module
 from ebbtide.cli.board import Board
 from ebbtide.cli.compare import compare, run
+from ebbtide.cli.rounds import run_rounds
 
 FAKE = Path(__file__).with_name("fake_child.py")
 CHILD = [sys.executable, str(FAKE)]
@@ -187,6 +190,35 @@ def test_a_child_that_fails_is_shown_and_the_others_kept(tmp_path):
     assert "checkpointing: round 1: exit code 1" in (out / "report.html").read_text()
 
 
+def test_a_run_that_is_refused_after_another_was_accepted_is_one_that_failed(tmp_path, monkeypatch):
+    def refuse(ended):
+        if ended.code:
+            raise TrainingError("it trained nothing", expected="a command that trains", hint="none")
+
+    monkeypatch.setattr("ebbtide.cli.compare.run_rounds", functools.partial(run_rounds, refuse=refuse))
+    result = compare(["--fail", "ebbtide"], rounds=1, out=tmp_path / "out", command=CHILD, console=console())
+    assert [mode["status"] for mode in result.modes] == ["ok", "ok", "error"]
+    assert (tmp_path / "out" / "report.html").exists()
+    with pytest.raises(TrainingError, match="it trained nothing"):
+        compare(["--fail", "plain"], rounds=1, out=tmp_path / "first", command=CHILD, console=console())
+
+
+def test_parameters_are_called_equal_only_of_runs_that_were_compared(tmp_path):
+    def said(**sums):
+        board = Board(out=tmp_path, modes=("plain", "ebbtide", "other"), console=console(), warm_up=1)
+        events = {mode: [{"event": "parameters", "checksum": one}] for mode, one in sums.items()}
+        board._rounds = {
+            1: {m: SimpleNamespace(all=lambda kind, m=m: events[m], summary={"loss": [1.0]}) for m in sums}
+        }
+        return board._compare_parameters([{"mode": mode} for mode in ("plain", "ebbtide", "other")])
+
+    assert said(plain="a") == []
+    (line,) = said(plain="a", ebbtide="a")
+    assert line.endswith("bitwise equal in plain, ebbtide.")
+    (line,) = said(plain="a", ebbtide="a", other="a")
+    assert line.endswith("bitwise equal in all runs.")
+
+
 def test_one_different_bit_makes_losses_differ(tmp_path):
     arguments = ["--uneven", "ebbtide"]
     result = compare(arguments, modes=["plain", "ebbtide"], rounds=1, out=tmp_path, command=CHILD, console=console())
@@ -194,7 +226,7 @@ def test_one_different_bit_makes_losses_differ(tmp_path):
     assert "differ" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number, code):
     script = textwrap.dedent("""
         import sys

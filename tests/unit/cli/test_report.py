@@ -151,3 +151,14 @@ def test_bad_arguments_are_errors_of_this_command_line(tmp_path, monkeypatch, ar
     with pytest.raises((ConfigError, DataError), match=f"(?s){words}"):
         run(["run" if word == "RUN" else word for word in argv])
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_killed_run_in_a_folder_that_may_only_be_read_is_reported(tmp_path, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    write_run(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    monkeypatch.setattr("ebbtide.cli.report.write_summary", refuse)
+    report(tmp_path)
+    assert capsys.readouterr().out.startswith("plain")

@@ -16,6 +16,7 @@ from ebbtide.report.run import common_step
 from ebbtide.report.story import peak_sentence, plans
 from ebbtide.report.style import ticks
 from ebbtide.report.table import headline, losses_table, measured
+from ebbtide.report.verdict import step_costs
 from tests.unit.report.runs import BLOCKS, MIB, PLAN, write_run
 from tests.unit.track.events import event
 
@@ -282,6 +283,19 @@ def test_copies_are_those_of_each_step_and_overlap_is_what_compute_did_not_wait_
     assert [e["args"] for e in counters] == [{"out_bytes": 400, "in_bytes": 300}, {"out_bytes": 400, "in_bytes": 400}]
     values = as_values(run)
     assert (len(values["copies"]), values["overlap"]) == (2, overlap(run))
+
+
+def test_copies_of_several_models_are_added_up(runs):
+    events = [
+        stats_event(103.0, 1, 400, 300, 0.5), stats_event(103.0, 1, 40, 30, 0.25),
+        stats_event(106.0, 2, 800, 700, 2.0), stats_event(106.0, 2, 60, 50, 0.5),
+    ]  # fmt: skip
+    run = with_events(runs[2], *events)
+    first, second = copies(run)
+    assert (first.out_bytes, first.in_bytes, first.seconds, first.stall_seconds) == (440, 330, 7.7, 0.75)
+    assert (second.out_bytes, second.in_bytes, second.stall_seconds) == (420, 420, 1.75)
+    assert step_costs(run)["stalls"] == pytest.approx(1.75)
+    assert step_costs(run)["copying out, during compute"] == pytest.approx(4.2)
 
 
 def test_an_overlap_that_is_not_known_is_not_made_up(runs):

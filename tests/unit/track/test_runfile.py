@@ -8,6 +8,7 @@ import textwrap
 import threading
 
 import pytest
+import torch
 
 from ebbtide.base.errors import DataError, EbbtideError
 from ebbtide.base.events import Bus
@@ -202,3 +203,21 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch):
     with pytest.raises(EbbtideError, match=r"(?s)psutil is not installed.*hint: pip install 'ebbtide\[track\]'"):
         MemoryReader(children=True)
     assert sampler.MemoryReader().rss_bytes() > 0
+
+
+def test_a_record_that_cannot_be_summarised_ends_no_run(tmp_path, monkeypatch, caplog):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    with RunFile(tmp_path, bus=Bus(), sample_seconds=1000):
+        monkeypatch.setattr("ebbtide.track.summary.Path.write_text", full)
+    assert "no summary of the run was written: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_program_may_change_its_directory_and_log_a_loss_as_a_tensor(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    with RunFile("run", bus=Bus(), sample_seconds=1000) as run:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        run.step(1, seconds=1.0, loss=torch.tensor(1 / 3, dtype=torch.float64, requires_grad=True))
+    assert summarise(tmp_path / "run")["loss"] == [1 / 3]

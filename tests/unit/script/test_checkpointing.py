@@ -1,0 +1,75 @@
+"""The mode ``checkpointing`` of a script: which parts of a model it checkpoints, and how."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ebbtide.script.checkpointing import checkpoint_model
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x + self.linear(x).sin()
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Switched(Tower):
+    """Has its own checkpointing, as models of diffusers have."""
+
+    on = False
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.on = True
+
+
+class Refusing(Tower):
+    """Has the method and refuses, as some models of transformers do."""
+
+    def gradient_checkpointing_enable(self, **options: object) -> None:
+        raise ValueError("this model does not support it")
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.eyes, self.voice, self.own = Switched(), Switched(), Tower()
+
+
+def calls(tower: nn.Module, x: torch.Tensor) -> list[int]:
+    tower(x).sum().backward()
+    return [part.calls for part in tower.modules() if isinstance(part, Block)]
+
+
+def test_each_part_with_a_switch_is_switched_and_blocks_of_the_rest_are_checkpointed() -> None:
+    model = Several()
+    how = checkpoint_model(model)
+    assert model.eyes.on and model.voice.on
+    assert how == (
+        "Switched.enable_gradient_checkpointing() and Switched.enable_gradient_checkpointing() and "
+        "torch.utils.checkpoint around 3 blocks"
+    )
+    x = torch.ones(2, 4, requires_grad=True)
+    assert calls(model.own, x) == [2, 2, 2]
+    assert calls(model.eyes, x) == [1, 1, 1], "the model's own, not ours around it"
+
+
+def test_where_a_model_refuses_its_blocks_are_checkpointed() -> None:
+    model = Refusing()
+    assert checkpoint_model(model) == "torch.utils.checkpoint around 3 blocks"
+    assert calls(model, torch.ones(2, 4, requires_grad=True)) == [2, 2, 2]
