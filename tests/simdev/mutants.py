@@ -30,6 +30,17 @@ MUTANTS = (
     ),
     without("source recorded on its stream", "hostcopies.py", "device.record_use(source, compute)"),
     without("several compute streams noticed", "hostcopies.py", "return len(seen) > 1", "return False"),
+    without(
+        "the first stream that saves may be another than the default one",
+        "hostcopies.py",
+        "[compute if default is None else default]",
+        "[compute]",
+    ),
+    without(
+        "synchronous copies wait for the stream that saved",
+        "hostcopies.py",
+        "self.device.wait(now, self.device.record(compute))",
+    ),
     without("filling waits for the place", "host.py", "self.device.synchronize(event)"),
     without("taking waits for the copy-in", "host.py", "self.copies.wait_once(compute, ahead.done)"),
     without("prefetched memory recorded", "host.py", "self.device.record_use(ahead.target, compute)"),
@@ -65,7 +76,10 @@ MUTANTS = (
     ),
     without("freed slot leaves its source", "host.py", "self._leaving.append(slot)"),
     without(
-        "leaving sources wait", "host.py", "while self._leaving and self._leaving[0].parked:", "while self._leaving:"
+        "leaving sources wait",
+        "host.py",
+        "while self._leaving and ((done := self._leaving[0].done) is None or self.copies.is_done(done)):",
+        "while self._leaving:",
     ),
     without(
         "source is dropped only when its copy is done",
@@ -76,7 +90,7 @@ MUTANTS = (
     without(
         "source of a finished copy is dropped", "hostslot.py", "        if done:\n            self.source = None\n", ""
     ),
-    without("compute waits for the copy-out", "hostslot.py", "self._tier.copies.stall(self.compute, self.done)"),
+    without("compute waits for the copy-out", "hostslot.py", "self._live_tier().copies.stall(self.compute, self.done)"),
     without(
         "waited source is dropped",
         "hostslot.py",
