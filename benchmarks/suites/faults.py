@@ -4,7 +4,7 @@ On a CPU memory that is freed and taken again costs page faults, and the kernel'
 process of its own (``benchmarks/case.py``, with its gate) in which nothing of the allocator is set beforehand. The ways
 of a length go in lockstep, and each step is divided by plain training's of the same number.
 
-    python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 2] [--minutes 30] [--model NAME] [--out DIR]
+    python -m benchmarks.suites.faults [--tokens 256,512,1024] [--rounds 2] [--minutes 90] [--model NAME] [--out DIR]
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def report(rows: list[Row]) -> str:
 
 def main() -> None:
     """Measure, and write after every lockstep."""
-    given = arguments(__doc__, minutes=30.0, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
+    given = arguments(__doc__, minutes=90.0, tokens="256,512,1024", rounds=2, model="SmolLM2-12")
     book = Book("faults", given.out, given.minutes, report, {"model": given.model, "rounds": given.rounds})
     for tokens in map(int, given.tokens.split(",")):
         for _ in range(given.rounds):

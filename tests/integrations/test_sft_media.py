@@ -176,6 +176,10 @@ def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_pat
     with pytest.raises(DataError, match=f"row 1 of .* has {length + 3} tokens, and truncation is 'error'"):
         MediaCollator(processor=processor, max_length=length + 2, completion_only=True, cuts=False)([table[0]])
     MediaCollator(processor=processor, max_length=length + 3, completion_only=True, cuts=False)([table[0]])
+    before = int((batch["labels"][0] != -100).nonzero()[0])
+    MediaCollator(processor=processor, max_length=before + 1, completion_only=True)([table[0]])
+    with pytest.raises(DataError, match=f"row 1 of .* has {before} tokens before its answer"):
+        MediaCollator(processor=processor, max_length=before, completion_only=True)([table[0]])
 
 
 @pytest.mark.parametrize(

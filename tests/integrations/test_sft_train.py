@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,47 @@ def test_rows_without_a_token_to_learn_from_are_counted(
     train(tiny_model, tmp_path / "run", dataset=(str(data),), packing=False, max_length=64, max_steps=1)
     log = (tmp_path / "run" / "training.log").read_text()
     assert "2 of 4 rows of" in log and "are left out: no token to learn from is within their first 64 tokens" in log
+
+
+def with_template(model: Path, folder: Path, template: str) -> Path:
+    """Copy a model with another chat template, before its own."""
+    shutil.copytree(model, folder)
+    file = folder / "chat_template.jinja"
+    file.write_text(template + file.read_text())
+    return folder
+
+
+def test_a_chat_that_the_template_refuses_is_an_error_that_names_it(tiny_model: Path, tmp_path: Path) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system message') }}{% endif %}"
+    model = with_template(tiny_model, tmp_path / "model", refusing)
+    chat = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    rows = [{"messages": chat}, {"messages": [{"role": "system", "content": "Be brief."}, *chat]}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match="chat template refuses row 2: No system message.*\nhint: "):
+        train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
+
+
+def test_tools_and_their_calls_reach_the_template(tiny_model: Path, tmp_path: Path) -> None:
+    """It is rendered in the trainer's own code, so a template that finds them as they were refuses: that shows it."""
+    call = {"type": "function", "function": {"name": "light", "arguments": {"on": True}}}
+    seen = (
+        "{% if tools and tools[0]['function']['name'] == 'light' and not messages[0].tool_calls is defined "
+        "and messages[1].tool_calls[0]['function']['arguments'] == {'on': True} %}"
+        "{{ raise_exception('as they were') }}{% endif %}"
+    )
+    model = with_template(tiny_model, tmp_path / "model", seen)
+    row = {
+        "messages": [
+            {"role": "user", "content": "Light!"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ],
+        "tools": [{"type": "function", "function": {"name": "light", "parameters": {}}}],
+    }
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps(row) + "\n")
+    with pytest.raises(DataError, match="as they were"):
+        train(model, tmp_path / "run", dataset=(str(data),), packing=False, max_steps=1)
 
 
 @pytest.mark.parametrize("evaluated", [False, True])

@@ -25,14 +25,22 @@ def as_dataset(rows: list[Row], names: Sequence[str]) -> Dataset:
     import pyarrow
     from datasets import Dataset
 
+    # A table would give every message, and every call of a tool, all others' fields, empty: JSON keeps them apart.
+    kept_apart = any(map(_has_tools, rows))
     try:
-        return Dataset.from_list(rows)
-    except (pyarrow.ArrowException, TypeError) as error:
+        return Dataset.from_list(rows, on_mixed_types="use_json" if kept_apart else None)
+    except (pyarrow.ArrowException, TypeError, UnicodeEncodeError, OverflowError) as error:
         raise DataError(
             f"the rows of {', '.join(names)} do not make one table: {error}",
             expected="rows with the same type of value in each column",
-            hint="find a value that is text in one row and another type elsewhere",
+            hint="find a value that is text in one row and another type elsewhere, or text cut inside of a character",
         ) from error
+
+
+def _has_tools(row: Row) -> bool:
+    """Whether a message of a row has other fields than who speaks and what."""
+    lists = [value for value in row.values() if isinstance(value, list)]
+    return any(isinstance(m, dict) and m.keys() - {"role", "content"} for messages in lists for m in messages)
 
 
 def split(dataset: Dataset, ratio: float, *, seed: int) -> tuple[Dataset, Dataset]:

@@ -92,7 +92,8 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
         profile: A step of one micro-batch.
         model: On meta.
         steps: Micro-batches in a step; each has its share of the optimizer's time.
-        shards: Ranks over which gradients are divided.
+        shards: Ranks of FSDP. Each holds the gradients of all weights until the last micro-batch: transformers lets
+            FSDP reduce them only then.
     """
     if steps == 1:
         return profile
@@ -109,13 +110,14 @@ def accumulated(profile: Profile, model: nn.Module, steps: int, shards: int) -> 
     blocks = tuple(
         replace(
             block,
-            forward_base_bytes=block.forward_base_bytes + total // shards,
-            backward_base_bytes=block.backward_base_bytes + (rest + largest.get(block.name, 0)) // shards,
+            forward_base_bytes=block.forward_base_bytes + total,
+            backward_base_bytes=block.backward_base_bytes
+            + (total - (total - rest) // shards + largest.get(block.name, 0)),  # the profile has this pass's own shards
         )
         for block, rest in zip(profile.blocks, before, strict=False)
     )
     return replace(
-        profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total // shards,
+        profile, blocks=blocks, head_base_bytes=profile.head_base_bytes + total,
         tail_seconds=profile.tail_seconds / steps,
     )  # fmt: skip
 

@@ -249,6 +249,16 @@ def _notes(result: Result) -> list[str]:
         lines.append(f"The recipes train with AdamW: --optim {result.config.optim} is for your own loop.")
     if result.config.gradient_accumulation_steps > 1:
         lines.append("A step is one micro-batch with its share of the optimizer's time.")
+        if result.config.gpus > 1:
+            lines.append(
+                "FSDP holds the gradients of all weights on each rank until the last micro-batch reduces them."
+            )
+    if result.config.recipe == "sft":
+        lines.append(
+            "The head is counted with all its logits; `sft` computes them in tiles where TRL can, which takes less."
+        )
+    if result.config.bf16 and result.config.gpus > 1:
+        lines.append("A bfloat16 copy of all weights is counted on each rank; FSDP makes it of one block at a time.")
     if result.room.host_bytes is None:
         lines.append("Python and its libraries need up to a GiB more.")
     elif result.config.gpu is not None and not result.config.gpu.endswith(".json"):

@@ -178,6 +178,12 @@ class MediaCollator:
                 expected=f"at most {self.max_length}, the max_length, to the end of the last file",
                 hint="use a larger --max_length, or smaller and shorter files",
             )
+        if self.completion_only and answer and len(ids) >= self.max_length:
+            raise DataError(
+                f"{row[WHERE]} has {len(ids)} tokens before its answer, which max_length cuts off",
+                expected=f"answers that begin within the first {self.max_length} tokens",
+                hint="use a larger --max_length, or smaller and shorter files",
+            )
 
 
 def taken_by(processor: Any) -> tuple[str, ...]:

@@ -14,12 +14,14 @@ from ebbtide_recipes.sft import media
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
+    is_chat,
     one_kind,
     pair_of,
     shape_of,
     shaped_row,
     with_own_system,
     with_system,
+    with_tools,
 )
 from ebbtide_recipes.skeleton.rows import Reader, Row, split_name
 
@@ -104,8 +106,9 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
     """Put data sets into one table."""
     shaped: list[Row] = []
     shapes: dict[str, str] = {}
+    tools = not kinds and any(row.get("tools") for rows in parts.values() for row in rows)
     for name, rows in parts.items():
-        part = _shaped(rows, name, kinds, reading)
+        part = _shaped(rows, name, kinds, reading, tools=tools)
         shapes[name] = one_kind(part, name)
         shaped += part
     if len(set(shapes.values())) > 1:
@@ -119,14 +122,16 @@ def _table(parts: Mapping[str, Sequence[Row]], kinds: Sequence[str], reading: Re
     return media.as_images(made) if "images" in made.column_names else made
 
 
-def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading) -> list[Row]:
-    """Put the rows of one data set into the shape that the first of them has."""
+def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Reading, *, tools: bool) -> list[Row]:
+    """Put the rows of one data set into the shape that the first of them has; ``tools``: some row has tools."""
     if reading.pair is None:
         shape, read = shape_of(rows[0], name, chat=reading.chat)
     else:
         shape, read = pair_of(reading.pair, rows[0], name, chat=reading.chat)
     media.check_taken(media.kinds_in(rows), reading.takes, name)
-    unread = sorted({str(column) for row in rows for column in row} - {*read, "system", *media.COLUMNS})
+    tools = tools and is_chat(shaped_row(shape, rows[0], name, 1))
+    carried = {"system", *media.COLUMNS, *(("tools",) if tools else ())}
+    unread = sorted({str(column) for row in rows for column in row} - {*read, *carried})
     if unread:
         LOGGER.warning("data set %r: nothing is learned from the columns %s", name, ", ".join(unread))
     folder = Path(split_name(name)[0]).expanduser().parent
@@ -138,5 +143,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
+        if tools:
+            made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else made)
     return part

@@ -9,6 +9,7 @@ not learned. ``system`` is the system message of its row.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -187,6 +188,30 @@ def with_own_system(row: Row, text: object, where: str) -> Row:
     return with_system(row, text)
 
 
+def is_chat(row: Row) -> bool:
+    """Whether a row is messages, and not plain text."""
+    return _chat_of(row)[1] is not None
+
+
+def with_tools(row: Row, tools: object, where: str) -> Row:
+    """Add the tools that a chat's template describes to the model, as the JSON that TRL reads.
+
+    Raises:
+        DataError: They are no list, nor JSON of one.
+    """
+    try:
+        found: object = json.loads(tools) if isinstance(tools, str) and tools else tools or []
+    except json.JSONDecodeError:
+        found = tools
+    if not isinstance(found, list):
+        raise DataError(
+            f"{where} has the tools {tools!r:.60}",
+            expected="a list of tools, or JSON of one",
+            hint="a tool is a JSON schema: {'type': 'function', 'function': {'name': ...}}",
+        )
+    return {**row, "tools": json.dumps(found)}
+
+
 def _chat_of(row: Row) -> tuple[str, list[Row] | None]:
     """Return the column that a chat begins in, and its messages; ``None``: the row is plain text."""
     column = "messages" if "messages" in row else "prompt"
@@ -279,10 +304,15 @@ def _chat(row: Row) -> Row:
         raise TypeError(f"{messages!r:.60} is no list of messages")
     return {
         "messages": [
-            _message(ROLES.get(m["from"], m["from"]), m["value"]) if "from" in m and "role" not in m else dict(m)
+            _message(ROLES.get(m["from"], m["from"]), m["value"]) if "from" in m and "role" not in m else _present(m)
             for m in messages
         ]
     }
+
+
+def _present(message: Row) -> Row:
+    """A message without the empty fields that a table gave it."""
+    return {name: value for name, value in message.items() if value is not None or name == "content"}
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trl import SFTConfig as TrlConfig
 from trl import SFTTrainer as TrlTrainer
@@ -81,18 +81,26 @@ def build(
     Raises:
         DataError: The data has no full sequence (with packing), no token to learn from, or a row that may not be cut.
     """
+    from jinja2 import TemplateError
     from transformers import ProcessorMixin
 
     if config.fsdp_strategy != "none":
         name_present_blocks(model)
-    trainer = SftTrainer(
-        model=model,
-        args=arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None),
-        data_collator=collator,
-        train_dataset=dataset,
-        eval_dataset=evaluation,
-        processing_class=processor,
-    )
+    try:
+        trainer = SftTrainer(
+            model=model,
+            args=arguments(config, multimodal=isinstance(processor, ProcessorMixin), files=collator is not None),
+            data_collator=collator,
+            train_dataset=dataset,
+            eval_dataset=evaluation,
+            processing_class=processor,
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the model's chat template refuses {_refused(dataset, processor) or 'a row'}: {error}",
+            expected="messages in the order and the roles that the template knows",
+            hint="some templates take no system message, and some no chat that the assistant begins",
+        ) from error
     if config.truncation == "error" and collator is None:
         for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
             if part is not None:
@@ -120,6 +128,21 @@ def build(
             hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
         )
     return trainer
+
+
+def _refused(rows: Dataset, processor: Any) -> str | None:
+    """Return the number of the first chat that a template does not render, in words."""
+    from jinja2 import TemplateError
+    from trl.data_utils import apply_chat_template
+
+    for number, row in enumerate(rows, start=1):
+        try:
+            apply_chat_template({k: v for k, v in row.items() if k in ("messages", "prompt", "completion")}, processor)
+        except TemplateError:
+            return f"row {number}"
+        except Exception:  # another row's trouble
+            continue
+    return None
 
 
 def _warn_of_rows_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:

@@ -135,6 +135,31 @@ def test_files_that_the_model_does_not_take_are_refused_by_kind(tmp_path: Path, 
         load(write(tmp_path / "parts.jsonl", [{"messages": [part, ASSISTANT]}]))
 
 
+CALLS = [
+    {"type": "function", "function": {"name": "light", "arguments": {"room": "x", "on": True}}},
+    {"type": "function", "function": {"name": "play", "arguments": {"song": 3}}},
+]
+TOOLS = [{"type": "function", "function": {"name": "light", "parameters": {}}}]
+
+
+def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [call]}], "tools": tools}
+        for call, tools in zip(CALLS, (TOOLS, json.dumps(TOOLS)), strict=True)
+    ]
+    made = load(write(tmp_path / "rows.jsonl", [*rows, {"messages": [USER, ASSISTANT]}]))
+    assert [row["messages"] for row in made] == [*(row["messages"] for row in rows), [USER, ASSISTANT]]
+    assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
+    with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
+        load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "\\ud83d"}\n')
+    with pytest.raises(DataError, match="surrogates not allowed.*\nhint: .*cut inside of a character"):
+        load(str(tmp_path / "rows.jsonl"))
+
+
 def test_data_sets_follow_one_another(tmp_path: Path) -> None:
     names = [write(tmp_path / f"{n}.jsonl", [{"text": f"{n}{i}"} for i in range(3)]) for n in "ab"]
     assert [row["text"] for row in load(names[0], f"{names[1]}#1")] == ["a0", "a1", "a2", "b0"]

@@ -507,6 +507,15 @@ def test_gradients_of_earlier_micro_batches_are_there(qwen: str, result: Result)
     assert "--gradient_accumulation_steps 8" in page.command(several, several.options[0])
 
 
+def test_under_fsdp_gradients_of_earlier_micro_batches_are_whole(qwen: str) -> None:
+    one, several = (found(qwen, gpus=4, gradient_accumulation_steps=steps) for steps in (1, 8))
+    gradients = 2 * one.outline.trained
+    assert several.profile.head_base_bytes - one.profile.head_base_bytes == gradients
+    added = several.profile.blocks[-1].backward_base_bytes - one.profile.blocks[-1].backward_base_bytes
+    assert added > 0.9 * gradients
+    assert "gradients of all weights on each rank" in page.text(several)
+
+
 def test_no_cache_of_keys_and_values_is_simulated(result: Result) -> None:
     """Trainers call models without one; what it holds would count as saved."""
     assert not any("CatBackward" in u.site.node for b in result.profile.blocks for u in b.units)
