@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.store.device_memory import device_memory, free_and_total_bytes
+from ebbtide.store.device_memory import device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
 
 WHERE = torch.device("cuda", 1)
 
@@ -37,3 +37,14 @@ def test_a_newer_torch_has_it_for_all_devices(module: SimpleNamespace, monkeypat
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda where: (4, 10), raising=False)
     assert device_memory() is torch.accelerator
     assert free_and_total_bytes(WHERE) == (4, 10)
+
+
+def test_peaks_before_a_reset_are_remembered(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    peak, now = [900], 100
+    module.max_memory_allocated = lambda where: peak[0]
+    module.reset_peak_memory_stats = lambda where: peak.__setitem__(0, now)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1, raising=False)
+    monkeypatch.setattr("ebbtide.store.device_memory._highest", {})
+    assert take_peak_bytes(WHERE) == 900 and peak == [now]
+    assert peak_bytes() == peak_bytes(1) == 900
+    assert take_peak_bytes() == now and peak_bytes() == 900
