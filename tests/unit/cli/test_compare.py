@@ -229,9 +229,10 @@ def test_one_different_bit_makes_losses_differ(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
 def test_an_interrupt_ends_the_child_and_leaves_readable_files(tmp_path, number, code):
     script = textwrap.dedent("""
-        import sys
+        import signal, sys
         from pathlib import Path
         from ebbtide.cli.compare import compare
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, and stay so
         child = [sys.executable, sys.argv[1]]
         result = compare(["--wait", "1"], modes=["plain"], rounds=2, out=Path(sys.argv[2]), command=child)
         sys.exit(result.exit_code)
