@@ -136,3 +136,9 @@ def nearest_names(name: str, known: Iterable[str], *, count: int = 3) -> list[st
     holding = [k for k in names if word.search(k)] if len(name) > 2 and name not in names else []
     close = holding + [k for k in difflib.get_close_matches(name, names, n=count, cutoff=0.5) if k not in holding]
     return close[:count]
+
+
+def few(names: Iterable[str], *, count: int = 3) -> str:
+    """Return the first names as text, and how many more there are."""
+    found = list(names)
+    return ", ".join(found[:count]) + (f" and {len(found) - count} more" if len(found) > count else "")

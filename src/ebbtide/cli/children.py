@@ -18,7 +18,7 @@ from typing import Any
 from ebbtide.base.extras import require
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, OUTSIDE_FILE
 from ebbtide.cli.signals import hold_interrupts
-from ebbtide.cli.starting import cannot_start
+from ebbtide.cli.starting import started
 from ebbtide.track import MemoryReader, Sampler
 
 OUTPUT_FILE = "output.txt"
@@ -146,16 +146,13 @@ def family(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen
         command: The program and its arguments.
         options: Further arguments of ``subprocess.Popen``.
     """
-    started: list[subprocess.Popen[Any]] = []
+    running: list[subprocess.Popen[Any]] = []
     try:
         with hold_interrupts():
-            try:
-                started.append(subprocess.Popen(command, start_new_session=True, **options))
-            except OSError as error:
-                raise cannot_start(command, error) from error
-        yield started[0]
+            running.append(started(command, start_new_session=True, **options))
+        yield running[0]
     finally:
-        for child in started:
+        for child in running:
             end_family(child)
 
 

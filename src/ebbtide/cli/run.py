@@ -22,7 +22,7 @@ from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.base.runs import EVENTS_FILE, Event
 from ebbtide.base.units import format_size
 from ebbtide.cli.parsing import Parser, count
-from ebbtide.cli.starting import cannot_start
+from ebbtide.cli.starting import started
 from ebbtide.config import POLICIES, policy_named
 from ebbtide.script.request import Request, read_notes, why_untrained
 
@@ -153,29 +153,22 @@ def _folder(out: Path) -> Path:
 
 def _wait_for(command: Sequence[str], environment: dict[str, str]) -> int:
     """Run a command on this process's terminal; see [Note: a command's end]."""
-    started: list[subprocess.Popen[bytes]] = []
+    running: list[subprocess.Popen[bytes]] = []
 
     def hand_on(number: int, _frame: FrameType | None) -> None:
-        for child in started:
+        for child in running:
             child.send_signal(number)
 
     # Ctrl-C at a terminal reaches the command itself; a second SIGINT would interrupt its cleanup.
     handlers = {signal.SIGINT: (lambda *_: None) if _at_terminal() else hand_on, signal.SIGTERM: hand_on}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        started.append(_start(command, environment))
-        code = started[0].wait()
+        running.append(started(command, env=environment))
+        code = running[0].wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 128 - code if code < 0 else code
-
-
-def _start(command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    try:
-        return subprocess.Popen(list(command), env=environment)
-    except OSError as error:
-        raise cannot_start(command, error) from error
 
 
 def _at_terminal() -> bool:

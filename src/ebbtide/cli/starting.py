@@ -1,23 +1,31 @@
-"""Programs that the system does not start."""
+"""Programs as child processes."""
 
 from __future__ import annotations
 
 import errno
+import subprocess
 from collections.abc import Sequence
+from typing import Any, cast
 
 from ebbtide.base.errors import ConfigError
 
 
-def cannot_start(command: Sequence[str], error: OSError) -> ConfigError:
-    """Return the error for a program that the system does not start.
+def started(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a program.
 
     Args:
         command: The program and its arguments.
-        error: Of the system.
+        options: Further arguments of ``subprocess.Popen``.
+
+    Raises:
+        ConfigError: The system does not start it.
     """
-    hint = f"a script without a first line such as #!/bin/sh: try sh {command[0]}"
-    return ConfigError(
-        f"{command[0]!r} cannot be started ({error.strerror})",
-        expected="a program that this system runs",
-        hint=hint if error.errno == errno.ENOEXEC else "check the program and its permissions",
-    )
+    try:
+        return cast("subprocess.Popen[bytes]", subprocess.Popen(list(command), **options))
+    except OSError as error:
+        hint = f"a script without a first line such as #!/bin/sh: try sh {command[0]}"
+        raise ConfigError(
+            f"{command[0]!r} cannot be started ({error.strerror})",
+            expected="a program that this system runs",
+            hint=hint if error.errno == errno.ENOEXEC else "check the program and its permissions",
+        ) from error

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
-from ebbtide.load.header import CheckpointEntry, read_header
+from ebbtide.load.header import CheckpointEntry, read_header, unreadable
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
@@ -69,11 +69,7 @@ def _middle(entry: CheckpointEntry) -> bytes:
             file.seek(entry.offset_bytes + begin)
             return file.read(min(_SAMPLE_BYTES, entry.nbytes))
     except OSError as error:
-        raise DataError(
-            f"{entry.file!r} cannot be read ({error.strerror})",
-            expected="a file that this rank may read",
-            hint="check its permissions and the file system",
-        ) from error
+        raise unreadable(Path(entry.file), error) from error
 
 
 def is_present(path: str | os.PathLike[str]) -> bool:

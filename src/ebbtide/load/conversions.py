@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ebbtide.base.errors import DataError
+from ebbtide.base.errors import DataError, few
 from ebbtide.base.extras import check_version
 from ebbtide.load.header import CheckpointEntry
 from ebbtide.load.layout import Conversion, Source, SourceLayout
@@ -120,7 +120,8 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry])
         )
     except Exception as error:
         raise DataError(
-            f"{group.name!r} cannot be made of {_few(keys)} ({type(error).__name__}: {str(error):.120})",
+            f"{group.name!r} cannot be made of {few(map(repr, keys), count=2)} "
+            f"({type(error).__name__}: {str(error):.120})",
             expected="tensors that this version of transformers can convert",
             hint="check that the checkpoint is complete and belongs to this type of model",
         ) from error
@@ -130,8 +131,3 @@ def _followed(model: Any, group: _Group, entries: Mapping[str, CheckpointEntry])
         convert=lambda tensors: group.run(model, tensors),
     )
     return dict.fromkeys(shapes, conversion)
-
-
-def _few(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - 2} more" if len(keys) > 2 else ""
-    return ", ".join(map(repr, keys[:2])) + more

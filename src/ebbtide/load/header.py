@@ -79,12 +79,17 @@ def read_header(path: Path) -> dict[str, CheckpointEntry]:
                 raise _bad(path, f"claims a header of {format_size(length_bytes)}", f"at most {room}")
             text = file.read(length_bytes)
     except OSError as error:
-        raise DataError(
-            f"{str(path)!r} cannot be read ({error.strerror or error})",
-            expected="a safetensors file of the checkpoint",
-            hint="check that the checkpoint is complete and readable by this user",
-        ) from error
+        raise unreadable(path, error) from error
     return _entries(path, _parsed(path, text), 8 + length_bytes, total_bytes)
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error for a file that the system does not let this user read."""
+    return DataError(
+        f"{str(path)!r} cannot be read ({error.strerror or error})",
+        expected="a safetensors file of the checkpoint",
+        hint="check that the checkpoint is complete and readable by this user",
+    )
 
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ebbtide.base.checks import check_fields
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.events import BUS
 from ebbtide.base.units import format_size
 from ebbtide.load.ahead import ReadAhead
@@ -230,7 +230,7 @@ class Loading:
             catalog = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
             for what, names in catalog.items():
                 if names and self.ranks.me == 0:
-                    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+                    shown = few(names, count=8)
                     logger.warning("%d names are not in both model and checkpoint, and %s: %s", len(names), what, shown)
         self._four.settle(self.plan.sources)
         return {}

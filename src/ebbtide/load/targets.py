@@ -234,8 +234,7 @@ def _flat_targets(model: nn.Module) -> Iterator[Target]:
         flat: Any = handle.flat_param
         prefix = names[id(unit)]
         replicas = getattr(unit, "_inter_node_pg", None)
-        # After a forward alone, the data may be the whole parameter still; the first step keeps the shard apart.
-        local: torch.Tensor = getattr(flat, "_local_shard", flat.data)
+        local: torch.Tensor = flat.data
         offsets = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
         starts = [first for (first, _), is_padding in offsets if not is_padding]
         for index, (fqn, shape) in enumerate(zip(flat._fqns, flat._shapes, strict=True)):

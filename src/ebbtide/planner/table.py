@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.base.actions import ALWAYS, Action, Candidate, Plan, Site
-from ebbtide.base.errors import ConfigError, DataError
+from ebbtide.base.errors import ConfigError, DataError, few
 from ebbtide.base.units import format_size
 from ebbtide.config import Auto
 from ebbtide.planner.rules import plan_for
@@ -150,12 +150,12 @@ class TablePlan:
         foreign = [name for name in planned if name not in present]
         if foreign and len(foreign) == len(planned):
             raise ConfigError(
-                f"the plan has rows for {_few(foreign)}, and the model's blocks are {_few(present)}",
+                f"the plan has rows for {few(foreign)}, and the model's blocks are {few(present)}",
                 expected="a plan that was made for this model",
                 hint="make it again; a path is that in the model before it was wrapped",
             )
         if foreign:
-            logger.warning("the plan has rows for %s, which are no blocks of this model", _few(foreign))
+            logger.warning("the plan has rows for %s, which are no blocks of this model", few(foreign))
 
     def explain(self) -> str:
         """Describe the actions, the predicted cost and the reasons, a line per site kind."""
@@ -250,11 +250,6 @@ def load_plan(path: str | Path) -> TablePlan:
             expected=f"a file that handle.plan.save(path) wrote (schema {SCHEMA})",
             hint="make the plan again on the machine that trains",
         ) from error
-
-
-def _few(names: Iterable[str]) -> str:
-    found = list(names)
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
 
 def _key(row: list[Any]) -> tuple[str, Site]:

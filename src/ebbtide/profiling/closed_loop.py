@@ -85,7 +85,7 @@ class ClosedLoop:
     @property
     def _device_bytes(self) -> int | None:
         found = device_bytes(self._tier)
-        return None if found is None else int(found / (1 + FRAGMENTS))
+        return None if found is None else _without_fragments(found)
 
     @property
     def _reserve(self) -> float:
@@ -236,7 +236,7 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
     if policy.budget_bytes is not None:
         return fit_with_reserve(profile, policy.budget_bytes)
     found = shrink(profile, policy.max_slowdown)
-    limit = None if memory_bytes is None else int(memory_bytes / (1 + FRAGMENTS))
+    limit = None if memory_bytes is None else _without_fragments(memory_bytes)
     if limit is None or found.predicted.peak_bytes * (1 + RESERVE) <= limit:
         return found
     try:
@@ -247,6 +247,10 @@ def solution_for(policy: Policy, profile: Profile, memory_bytes: int | None = No
             expected=error.expected,
             hint=error.hint,
         ) from error
+
+
+def _without_fragments(memory_bytes: int) -> int:
+    return int(memory_bytes / (1 + FRAGMENTS))
 
 
 def fit_with_reserve(profile: Profile, budget_bytes: int, reserve: float = RESERVE) -> Solution:

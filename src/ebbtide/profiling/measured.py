@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from enum import Enum
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -69,12 +69,6 @@ UNLIKE = 8
 """Measured steps that run other blocks than the one before until a plan is made from a single one."""
 
 
-class _State(Enum):
-    """Whether the optimizer's state is in the measured memory: with accumulation, its first step may come later."""
-
-    UNKNOWN, ABSENT, MEASURED = range(3)
-
-
 class MeasuredPlan:
     """The plan of ``Auto``. See [Note: Auto's steps].
 
@@ -96,8 +90,9 @@ class MeasuredPlan:
         self._loop = ClosedLoop(policy, tier)
         self._exceeded = 0  # plans that took more than the budget
         self._unlike = 0  # measured steps that did not run the blocks of the one before
-        self._state = _State.UNKNOWN
-        self._engine: weakref.ref[Engine] | None = None
+        self._memory = False  # whether it counts
+        self._stepped = 0  # optimizer steps before the measured passes: none, and its state is not in their memory
+        self._engine: Callable[[], Engine | None] = lambda: None
         self.table: TablePlan | None = None
         self.profile: Profile | None = None
 
@@ -118,9 +113,9 @@ class MeasuredPlan:
         if memory and isinstance(self._tier, DiskTier):
             self._tier.return_freed_memory(self._returns_freed_memory)
 
-        self._state = _State.UNKNOWN if memory else _State.MEASURED
+        self._memory, plan = memory, weakref.ref(self)
         watched, bus = weakref.ref(engine), self._bus  # the engine holds the timer, and so do we
-        self._engine, plan = watched, weakref.ref(self)
+        self._engine = watched
 
         def waited() -> dict[str, float]:
             engine = watched()
@@ -234,7 +229,7 @@ class MeasuredPlan:
     def saw_step(self, step: TimedStep) -> bool:
         """Process a measured step; return whether another is wanted."""
         if not self._warm:
-            self._warm = True
+            self._warm, self._stepped = True, self._optimizer_steps()
             return True
         if self._steps and not alike(self._steps[-1], step):
             self._steps.clear()
@@ -258,21 +253,19 @@ class MeasuredPlan:
             logger.info("steps run different blocks: the plan is made from one of them, without a baseline")
         self._steps.clear()
         self._unlike = 0
-        if self._state is _State.UNKNOWN and self._optimizer_steps() < MEASURED_STEPS:
-            self._state = _State.ABSENT
         self._carry_out(self._loop.first(profile, noise(first, last)))
         return False
 
     def _optimizer_steps(self) -> int:
-        engine = None if self._engine is None else self._engine()
+        engine = self._engine()
         return 0 if engine is None else engine.guard.steps
 
     def _lacks_state(self) -> bool:
         """Whether the optimizer has made its state only after the memory of steps was measured; once."""
-        if self._state is not _State.ABSENT or not self._optimizer_steps():
+        if not self._memory or self._stepped:
             return False
-        self._state = _State.MEASURED
-        return True
+        self._stepped = self._optimizer_steps()
+        return self._stepped > 0
 
     def saw_span(self, span: Span) -> bool:
         """Process a pass that executed the plan; return whether another is wanted. See [Note: the loop]."""
@@ -293,7 +286,7 @@ class MeasuredPlan:
         """Switch to a plan, and judge it unless it is already judged."""
         solution, self._check = check.solution, check
         self.profile, self.table = solution.profile, table_plan(solution, self.name)
-        if (engine := None if self._engine is None else self._engine()) is not None:
+        if (engine := self._engine()) is not None:
             engine.plan_changed()
         self._run_unhooked(kept_blocks(solution) | (self._compared(check) if check.unjudged else frozenset()))
         if self._timer is not None and self._timer.spans is not None:

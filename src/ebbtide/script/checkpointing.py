@@ -36,10 +36,8 @@ def checkpoint_model(model: nn.Module) -> str:
     if checkpoints_itself(model):
         return "the script's own checkpoints"
     switched = list(_switched(model))
-    inside = {id(part) for module, _ in switched for part in module.modules()}
-    blocks = [module for module, _ in find_blocks(model) if id(module) not in inside and module is not model]
-    if not switched and not blocks:
-        blocks = [module for module, _ in find_blocks(model)]
+    theirs = {part for module, _ in switched for part in module.modules()}
+    blocks = [module for module, _ in find_blocks(model) if theirs.isdisjoint(module.modules())]
     for module in blocks:
         StandIn(module, _checkpointed)
     around = [f"torch.utils.checkpoint around {len(blocks)} blocks"] if blocks else []

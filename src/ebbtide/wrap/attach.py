@@ -26,7 +26,7 @@ from ebbtide.engine import Block, Engine
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
-from ebbtide.wrap.blocks import ENTIRE_MODEL, path_of, under_fsdp1, weights_of
+from ebbtide.wrap.blocks import ENTIRE_MODEL, paths_in, under_fsdp1, weights_of
 from ebbtide.wrap.checkpointed import ForwardContext, run_checkpointed, runs_again
 from ebbtide.wrap.checkpoints import Kept, checkpoint_around, checkpoint_before, innermost_hooks, name_checkpoints
 from ebbtide.wrap.coverage import Blocks, Watch
@@ -84,9 +84,10 @@ class Attachment:
                 expected="one offloader on a model",
                 hint="call close() on the first handle, or keep using it",
             )
+        paths = paths_in(model)
         for module, _ in blocks:
             if module is not model:
-                refuse_compiled_around(model, path_of(model, module))
+                refuse_compiled_around(model, paths[module])
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
         self._model, self._blocks = model, blocks

@@ -197,9 +197,9 @@ def _by_globs(model: nn.Module, globs: Sequence[str]) -> list[tuple[str, nn.Modu
     return [(n, names[n]) for n in names if n in outermost]
 
 
-def path_of(model: nn.Module, module: nn.Module) -> str:
-    """Return the path of a module in the model as it is wrapped now."""
-    return next((path for path, found in model.named_modules() if found is module), "")
+def paths_in(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the paths of a model's modules as it is wrapped now."""
+    return {module: path for path, module in model.named_modules()}
 
 
 def _own_name(model: nn.Module, name: str) -> str:

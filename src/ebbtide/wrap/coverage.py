@@ -36,7 +36,7 @@ from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
 from ebbtide.engine.weights import is_parameter
-from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, path_of, stacks_in
+from ebbtide.wrap.blocks import ENTIRE_MODEL, blocks_of, entire_model, paths_in, stacks_in
 from ebbtide.wrap.forward import is_compiled, is_compiled_wrapper, is_scripted
 
 logger = logging.getLogger("ebbtide.wrap")
@@ -134,7 +134,8 @@ class Watch:
             return None
         added = list(_savers(self._model, [module for module, _ in blocks], coverage))
         saved = sum(_below(path, coverage.outside) for path, _ in added)
-        found = [(path_of(self._model, module), module) for module, _ in blocks]
+        paths = paths_in(self._model)
+        found = [(paths[module], module) for module, _ in blocks]
         still_low = 100 * (coverage.inside_bytes + saved) < LOW_PERCENT * coverage.total_bytes
         if still_low and not stacks_in("", self._model):
             return blocks_of(self._model, entire_model(self._model))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from ebbtide_recipes.sft.media import KINDS, WHERE
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from datasets import Dataset
     from peft import PeftModel
@@ -97,7 +98,7 @@ def build(
         )
     except TemplateError as error:
         raise DataError(
-            f"the model's chat template refuses {_refused(dataset, processor) or 'a row'}: {error}",
+            f"the model's chat template refuses {_refused((dataset, evaluation), processor)}: {error}",
             expected="messages in the order and the roles that the template knows",
             hint="some templates take no system message, and some no chat that the assistant begins",
         ) from error
@@ -130,19 +131,18 @@ def build(
     return trainer
 
 
-def _refused(rows: Dataset, processor: Any) -> str | None:
+def _refused(parts: Iterable[Dataset | None], processor: Any) -> str:
     """Return the number of the first chat that a template does not render, in words."""
     from jinja2 import TemplateError
-    from trl.data_utils import apply_chat_template
 
-    for number, row in enumerate(rows, start=1):
-        try:
-            apply_chat_template({k: v for k, v in row.items() if k in ("messages", "prompt", "completion")}, processor)
-        except TemplateError:
-            return f"row {number}"
-        except Exception:  # another row's trouble
-            continue
-    return None
+    for part in parts:
+        for number, row in enumerate(part or (), start=1):
+            chat = row.get("messages") or [*row.get("prompt", ()), *row.get("completion", ())]
+            try:
+                processor.apply_chat_template(chat, tools=json.loads(row.get("tools") or "[]") or None, tokenize=False)
+            except TemplateError:
+                return f"row {number}"
+    return "a row"
 
 
 def _warn_of_rows_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:

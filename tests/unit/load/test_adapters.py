@@ -7,35 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import ebbtide
 from ebbtide.base.errors import ConfigError
+from tests.helpers.models import build
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=16,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-)
-
 
 @pytest.fixture
 def saved(tmp_path: Path) -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(CONFIG)
+    model = build("llama").model
     model.save_pretrained(tmp_path)
     return model
 
 
 def adapted(**options: Any) -> Any:
+    config = build("llama").model.config
     with torch.device("meta"):
-        return peft.get_peft_model(LlamaForCausalLM(CONFIG), peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
+        return peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(r=2, target_modules=["q_proj"], **options))
 
 
 def test_trained_copies_begin_as_the_base(saved: LlamaForCausalLM, tmp_path: Path) -> None:

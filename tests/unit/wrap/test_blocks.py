@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ebbtide.base.errors import BlocksError
 from ebbtide.wrap import find_blocks
-from ebbtide.wrap.blocks import path_of
+from ebbtide.wrap.blocks import paths_in
 from tests.helpers.models import TRANSFORMERS, WIDTH, Attention, Block, Conv, Mlp, Recurrent, Stack, build
 
 
@@ -221,7 +221,7 @@ def test_a_glob_without_matches_names_the_nearest(glob: str, hint: str) -> None:
 def test_a_wrapped_module_is_known_by_the_name_it_had(glob: str, expected: list[str]) -> None:
     model = torch.compile(Stack(Block(), checkpoint_wrapper(Block())), backend="eager")
     found = find_blocks(model, glob)
-    assert [path_of(model, module) for module, _ in found] == expected
+    assert [paths_in(model)[module] for module, _ in found] == expected
     assert all(fnmatchcase(block.name, glob) for _, block in found)
 
 
