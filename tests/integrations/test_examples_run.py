@@ -76,7 +76,7 @@ def test_a_script_trains_a_tiny_model_on_two_ranks(
     values = {
         "--model": str(model), "--dataset": "builtin:pydoc#60", "--max_length": "256", "--output_dir": str(out),
         "--gradient_accumulation_steps": "2", "--dataloader_num_workers": "0", "--attn_impl": "sdpa",
-        "--use_hf": "true", "--max_steps": "2",
+        "--use_hf": "true", "--max_steps": "2", "--nproc_per_node": "2",
     }  # fmt: skip
     seeing = "rows.jsonl" in words
     if seeing:

@@ -92,7 +92,7 @@ def test_the_page_of_the_package_index_has_links_that_lead_somewhere(built: tupl
     assert [link for link in links if not link.startswith("https://")] == []
     pictures = [link for link in links if link.endswith(".svg")]
     assert pictures and all("raw.githubusercontent.com" in link for link in pictures)
-    targets = [link.partition("/main/")[2] for link in links if "/main/" in link]
+    targets = [link.partition("/main/")[2].partition("#")[0] for link in links if "/main/" in link]
     assert targets and [target for target in targets if not (ROOT / target).exists()] == []
     labels = {value.partition(",")[0] for value in message.get_all("Project-URL", [])}
     assert labels == {"Homepage", "Documentation", "Source", "Issues", "Changelog"}

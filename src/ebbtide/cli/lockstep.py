@@ -10,7 +10,6 @@ from pathlib import Path
 from ebbtide.base.units import format_size
 from ebbtide.cli.children import Child, Ended
 from ebbtide.cli.progress import RunProgress, RunReader
-from ebbtide.store.share import free_memory_bytes
 
 GROWTH = 1.25
 """A run's memory after its first step, times this, is expected to be its peak."""
@@ -132,6 +131,8 @@ def why_alone(one_bytes: int, *, runs: int, device: str, processes: int = 1) -> 
         return f"each has {processes} processes"
     if device != "cpu":
         return f"they train on one {device}"
+    from ebbtide.store.share import free_memory_bytes  # it imports torch, which starting a run does not need
+
     needed, free = int(one_bytes * GROWTH * runs) - one_bytes, free_memory_bytes()
     if needed <= free:
         return None

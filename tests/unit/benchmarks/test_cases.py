@@ -20,7 +20,7 @@ from benchmarks.peers import Prepared, Way, absent, all_ways
 from benchmarks.shapes import Shape
 from benchmarks.suites.longest import longest
 from benchmarks.suites.pareto import cases, report
-from ebbtide.cli import lockstep as lockstep_module
+from ebbtide.store import share as share_module
 
 
 def feed(tokens: int, batch: int, device: torch.device) -> dict[str, torch.Tensor]:
@@ -158,7 +158,7 @@ def test_cases_in_lockstep_take_each_step_together() -> None:
 def test_cases_that_memory_does_not_hold_together_follow_one_another(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lockstep_module, "free_memory_bytes", lambda: 1024**2)
+    monkeypatch.setattr(share_module, "free_memory_bytes", lambda: 1024**2)
     tried = [Case(way="plain", model="tiny", tokens=32, steps=2, gate_tokens=16, lockstep=True)] * 2
     rows = run_in_lockstep(tried)
     assert [(row.status, len(row.seconds), row.case.lockstep) for row in rows] == [("ok", 2, False)] * 2

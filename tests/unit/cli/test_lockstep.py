@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from ebbtide.base.runs import LOCKSTEP_FILE, LOCKSTEP_VARIABLE, read_events
-from ebbtide.cli import lockstep as module
 from ebbtide.cli.lockstep import Start, run_round, why_alone
 from ebbtide.cli.merge import merge
 from ebbtide.cli.progress import RunProgress
+from ebbtide.store import share as share_module
 from ebbtide.track import write_summary
 from ebbtide.track.lockstep import Lockstep
 
@@ -114,7 +114,7 @@ def test_a_step_that_all_have_taken_is_a_line(stepped):
 
 @pytest.mark.slow
 def test_without_memory_for_all_they_follow_one_another(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "free_memory_bytes", lambda: 0)
+    monkeypatch.setattr(share_module, "free_memory_bytes", lambda: 0)
     alone = Round(tmp_path)
     assert alone.steps == [(mode, edge, step) for mode in FACTORS for step in range(1, 5) for edge in ("begin", "end")]
     assert len(alone.reasons) == 1 and "3 at once need" in alone.reasons[0] and "0 B are free" in alone.reasons[0]
@@ -162,7 +162,7 @@ def test_all_are_ended_if_the_comparison_is(tmp_path):
     ],
 )
 def test_turns_need_memory_for_all_and_no_accelerator(monkeypatch, device, free, processes, words):
-    monkeypatch.setattr(module, "free_memory_bytes", lambda: free)
+    monkeypatch.setattr(share_module, "free_memory_bytes", lambda: free)
     assert why_alone(2 * GIB, runs=3, device=device, processes=processes) == words
 
 

@@ -160,7 +160,10 @@ def test_arguments_reach_the_verb_and_its_code_comes_back(verb: Callable) -> Non
     assert seen == [["file.yaml", "--flag"]]
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["sft", "--help"], ["sft", "--modle", "m"], ["doctor", "--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["sft", "--modle", "m"], ["compare", "sft", "--help"], *[[verb, "--help"] for verb in cli.VERBS]],
+)
 def test_a_light_start_imports_no_torch(argv: list[str]) -> None:
     program = (
         "import sys; from ebbtide.cli import main; main(sys.argv[1:]);"
