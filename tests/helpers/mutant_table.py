@@ -585,15 +585,15 @@ MUTANTS = (
     ),
     Mutant(
         "second run: generators in attributes are not searched for",
-        "ebbtide/wrap/state.py",
+        "ebbtide/wrap/names.py",
         "found = State(modules).generators",
         "found = []",
         SECOND_RUN,
     ),
     Mutant(
         "second run: generators in closures and globals are not searched for",
-        "ebbtide/wrap/state.py",
-        "found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]",
+        "ebbtide/wrap/names.py",
+        "found += [v for v in values_named_in(function) for v in _inside(v) if draws(type(v))]",
         "pass",
         SECOND_RUN,
     ),

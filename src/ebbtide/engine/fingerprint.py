@@ -19,6 +19,8 @@ from typing import Literal
 
 import torch
 
+from ebbtide.engine.layout import Layout
+
 SAMPLED = 256
 """Elements in a sample: of changes that touch 2 % of the elements one in 170 goes unseen, of 5 % one in 500,000."""
 
@@ -97,21 +99,28 @@ def can_be_taken(tensor: torch.Tensor) -> bool:
 
 
 def host_sample(tensor: torch.Tensor) -> bytes | None:
-    """Return the sample of a contiguous tensor of the host; None for all others: those take a ``Fingerprint``.
+    """Return a sample of a tensor of the host whose elements lie without gaps, in the order of its memory.
 
     For what is read of every saved tensor: it costs a third of a fingerprint.
+
+    Returns:
+        None for all other tensors: those take a ``Fingerprint``.
     """
     plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested
-    if not plain or not tensor.is_contiguous() or tensor.is_quantized or tensor.numel() == 0:
+    if not plain or tensor.is_quantized or tensor.numel() == 0 or torch._C._get_dispatch_mode(_FAKE) is not None:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
         return None
-    return None if torch._C._get_dispatch_mode(_FAKE) is not None else _read(tensor)
+    return _read(tensor) if tensor.is_contiguous() or Layout.of(tensor).dense else None
 
 
-def has_sample(tensor: torch.Tensor, sample: bytes) -> bool:
-    """Whether a tensor of the host, contiguous or not, has a sample that ``host_sample`` returned."""
-    return _sample(tensor, flat=True) == sample
+def has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> bool:
+    """Whether a tensor of the host has a sample that ``host_sample`` returned of one with these strides."""
+    if tensor.stride() == stride and host_sample(tensor) == sample:
+        return True
+    if tensor.dim() != len(stride):
+        return False
+    return _read(torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())) == sample
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
@@ -139,7 +148,7 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
 
 
 def _read(tensor: torch.Tensor, *, all_of_it: bool = False) -> bytes:
-    """Return bytes of contiguous host memory: every n-th word, or all of them.
+    """Return bytes of a tensor of the host whose elements lie without gaps: every n-th word, or all of them.
 
     Read here and not by operators, of which each would cost more than the reading.
     """

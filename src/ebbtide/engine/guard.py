@@ -49,7 +49,7 @@ class Watched:
     def __init__(self, tensor: torch.Tensor, version: int | None, compared: Compared) -> None:
         self.tensor, self._version, self.copied = tensor.detach(), version, False
         region = None if compared is Compared.NOT else _region(tensor)
-        full = compared is Compared.FULL or (region is not None and region.numel() <= FULL_BYTES)
+        full = compared is Compared.FULL or (region is not None and region.nbytes <= FULL_BYTES)
         self._fingerprint = None if region is None else Fingerprint(region, full=full)
 
     @property
@@ -174,8 +174,10 @@ def changed_error(what: str, shape: Sequence[int], where: str) -> ModifiedInPlac
 
 
 def _region(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the memory in which a weight lies as one dimension of bytes; None if there is none to look at."""
+    """Return the memory in which a weight lies, of any shape; None if there is none to look at."""
     if not can_be_taken(tensor):
         return None
     layout, storage = Layout.of(tensor), tensor.untyped_storage()
-    return byte_view(storage, layout.first, layout.last, tensor) if layout.last <= storage.nbytes() else None
+    if layout.last > storage.nbytes():  # FSDP has let it go
+        return None
+    return tensor if tensor.is_contiguous() else byte_view(storage, layout.first, layout.last, tensor)

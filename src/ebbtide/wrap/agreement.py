@@ -130,7 +130,8 @@ class Votes:
         Raises:
             ConfigError: A rank did not arrive in time.
         """
-        groups = tuple(sorted({*seen, *map(tuple, self._groups if has_collectives(block) else ())}))
+        own = self._groups if self._groups and has_collectives(block) else ()  # each time: it may be wrapped by now
+        groups = tuple(sorted({*seen, *map(tuple, own)}))
         if (kind, groups) not in self._decided:
             self._decided[kind, groups] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
         return (self._decided[kind, groups] or wish) == AGAIN

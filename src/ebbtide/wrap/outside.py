@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.wrap.state import Role, functions_of, role, values_named_in
+from ebbtide.wrap.names import functions_of, values_named_in
+from ebbtide.wrap.state import Role, role
 
 LOOKS = 4
 """Forwards of a kind of block around which is looked."""

@@ -32,8 +32,9 @@ from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.collectives import Collectives
+from ebbtide.wrap.names import generators_of
 from ebbtide.wrap.outside import LOOKS, Outside, Snapshot
-from ebbtide.wrap.state import State, States, generators_of
+from ebbtide.wrap.state import State, States
 
 logger = logging.getLogger("ebbtide.wrap")
 
@@ -132,7 +133,9 @@ class Reruns:
                 kind, "have a generator or an iterator of their own, which a second forward would advance again"
             )
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
-        before = _own_tensors(state, Compared.FULL if first else Compared.NOT)
+        own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
+        versions = [t._version for t in own]
+        before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         leaves, spec = tree_flatten((args, kwargs))
         inputs = Snapshot(leaves)
         outside = Outside(module) if self._looks[kind] < LOOKS or kind in self._in_doubt else None
@@ -142,7 +145,7 @@ class Reruns:
                 yield state
         finally:
             self._states.after(module, state)
-            if not all(watched.same for watched in before):
+            if [t._version for t in own] != versions or not all(watched.same for watched in before):
                 self._refuse(kind, "change their own tensors in place, which a second forward would change again")
             if outside is not None:
                 self._see_outside(kind, outside)
@@ -188,9 +191,3 @@ class Reruns:
                 why,
                 hint,
             )
-
-
-def _own_tensors(state: State, compared: Compared) -> list[Watched]:
-    """Return the current tensors of a block's modules (parameters, buffers, attributes)."""
-    tensors = (t for t in state.tensors if not is_lazy(t))
-    return [Watched(t, t._version, compared) for t in tensors if not t.is_inference()]

@@ -15,12 +15,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any
@@ -37,6 +38,9 @@ MOST_ARRAY_BYTES = 1024**2
 
 _SIZED = (dict, OrderedDict, set, list)
 """Classes whose instances' length is certainly the number of what they hold."""
+
+_MAPPINGS = (dict, OrderedDict)
+_VALUES = operator.methodcaller("values")
 
 _LEFT_ALONE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, torch.Generator)
 _FOREIGN = ("torch", "ebbtide", "logging", "threading", "concurrent", "multiprocessing", "weakref", "functools")
@@ -59,7 +63,7 @@ class State:
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
-        self._ids: tuple[list[Any], list[tuple[Any, list[int]]]] | None = None  # empty containers; others with ids
+        self._known: _Known | None = None
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
         self._collect([vars(m) for m in modules])
@@ -116,16 +120,9 @@ class State:
 
     def same(self) -> bool:
         """Whether all containers hold the same objects in the same order. Arrays are left out: see ``complete``."""
-        if self._ids is None:
-            empty = [container for container, held in self._held if not held and type(container) in _SIZED]
-            known = set(map(id, empty))
-            self._ids = empty, [(container, _ids(held)) for container, held in self._held if id(container) not in known]
-        empty, filled = self._ids
-        return (
-            not any(map(len, empty))
-            and all(_ids(container) == ids for container, ids in filled)
-            and all(map(operator.is_, map(vars, self._objects), self._attributes))
-        )
+        if self._known is None:
+            self._known = _Known(self._held)
+        return self._known.same() and all(map(operator.is_, map(vars, self._objects), self._attributes))
 
     def now(self) -> State:
         """Return the current contents of the same containers."""
@@ -187,6 +184,33 @@ class States:
             self._last[module] = state
 
 
+class _Known:
+    """What containers hold, by identity, in as few calls as can be: it is asked some hundred times a step.
+
+    Args:
+        held: Containers and their contents, which keep what they hold alive: an id says nothing of a dead object.
+    """
+
+    def __init__(self, held: list[tuple[Any, Any]]) -> None:
+        self._empty = [container for container, then in held if not then and type(container) in _SIZED]
+        empty = set(map(id, self._empty))
+        filled = [(container, then) for container, then in held if id(container) not in empty]
+        plain = [(container, then) for container, then in filled if type(container) in _MAPPINGS]
+        self._mappings, self._in_mappings = (
+            [container for container, _ in plain],
+            _contents([then for _, then in plain]),
+        )
+        self._rest = [(container, _ids(then)) for container, then in filled if type(container) not in _MAPPINGS]
+
+    def same(self) -> bool:
+        """Whether they hold the same objects in the same order."""
+        return (
+            not any(map(len, self._empty))
+            and _contents(self._mappings) == self._in_mappings
+            and all(_ids(container) == ids for container, ids in self._rest)
+        )
+
+
 class _Array:
     """A numpy array, as a container of its bytes."""
 
@@ -238,8 +262,6 @@ def _copied(container: Any) -> Any:
 
 def _ids(container: Any) -> list[int]:
     """Return the ids of what a container holds, by the built-in methods and not those of a subclass."""
-    if type(container) is dict or type(container) is OrderedDict:  # the most
-        return [*map(id, container), *map(id, container.values())]
     if isinstance(container, _Slots):
         container = container.copy()
     if isinstance(container, dict):
@@ -247,6 +269,12 @@ def _ids(container: Any) -> list[int]:
         return [*map(id, base.keys(container)), *map(id, base.values(container))]
     base = next(base for base in (list, set, deque) if isinstance(container, base))
     return list(map(id, base.__iter__(container)))
+
+
+def _contents(mappings: list[Any]) -> tuple[list[int], list[int], list[int]]:
+    """Return the lengths of plain dictionaries, and the ids of all their keys and of all their values."""
+    values = itertools.chain.from_iterable(map(_VALUES, mappings))
+    return list(map(len, mappings)), list(map(id, itertools.chain.from_iterable(mappings))), list(map(id, values))
 
 
 def _followed(values: Iterable[Any]) -> list[Any]:
@@ -295,7 +323,7 @@ def role(kind: type) -> Role:
         return Role.PLAIN
     if issubclass(kind, torch.Tensor):
         return Role.TENSOR
-    if _draws(kind):
+    if draws(kind):
         return Role.GENERATOR
     if issubclass(kind, tuple):
         return Role.TUPLE
@@ -325,56 +353,8 @@ def _slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
     return tuple(member for members in own for member in members if isinstance(member, MemberDescriptorType))
 
 
-def _is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers from its own state."""
-    return _draws(type(value))
-
-
-def _draws(kind: type) -> bool:
+def draws(kind: type) -> bool:
+    """Whether instances of a class draw random numbers from their own state."""
     numpy = sys.modules.get("numpy")
     own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return issubclass(kind, (torch.Generator, random.Random, *own))
-
-
-def generators_of(module: nn.Module) -> list[Any]:
-    """Return the generators that a block's forwards can advance and that are not restored.
-
-    Random generators in attributes, closures and referenced globals; iterators in the modules' own attributes.
-    """
-    modules = list(module.modules())
-    found = State(modules).generators
-    found += [value for m in modules for value in vars(m).values() if isinstance(value, Iterator)]
-    for function in functions_of(modules):
-        found += [v for v in values_named_in(function) for v in _inside(v) if _is_generator(v)]
-    return found
-
-
-def functions_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Yield the functions of modules' classes, and of what those inherit from, but for torch's own."""
-    kinds = {base for kind in set(map(type, modules)) for base in inspect.getmro(kind)}
-    for kind in kinds:
-        if kind is not object and not kind.__module__.startswith("torch."):
-            for function in vars(kind).values():
-                function = getattr(function, "__wrapped__", function)
-                if isinstance(function, types.FunctionType):
-                    yield function
-
-
-def values_named_in(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the globals and the variables of enclosing functions that a function names."""
-    for name in function.__code__.co_names:
-        if name in function.__globals__:
-            yield function.__globals__[name]
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an unbound name
-            continue
-
-
-def _inside(value: Any) -> Iterator[Any]:
-    yield value
-    if type(value) in (list, tuple, set):
-        yield from value
-    elif type(value) is dict:
-        yield from value.values()
