@@ -13,7 +13,7 @@ import ebbtide
 from ebbtide.base.actions import Site
 from ebbtide.base.errors import RestoreError
 from ebbtide.base.events import Bus
-from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken
+from ebbtide.engine.fingerprint import Compared, Fingerprint, can_be_taken, has_sample, host_sample
 from ebbtide.engine.layout import Layout
 from ebbtide.engine.tickets import Entry, Expr
 from ebbtide.engine.trust import STEPS_BETWEEN, Trust
@@ -64,6 +64,18 @@ def test_a_changed_row_column_or_stretch_is_seen_by_a_sample() -> None:
         changed = tensor.clone()
         changed[part] += 1
         assert sample.same(changed) is False, part
+
+
+def test_a_sample_of_host_memory_is_of_values_in_any_layout() -> None:
+    square = torch.randn(40, 40)
+    sample = host_sample(square.t())
+    assert sample is not None
+    assert has_sample(square.t(), sample, square.t().stride())
+    assert has_sample(square.t().contiguous(), sample, square.t().stride())
+    assert not has_sample(square, sample, square.t().stride()), "the same memory, other values"
+    assert not has_sample(square.t() + 1, sample, square.t().stride())
+    assert not has_sample(square.t()[None], sample, square.t().stride())
+    assert host_sample(square[:, ::2]) is None and host_sample(square[0].expand(3, 40)) is None
 
 
 def test_what_has_no_memory_of_its_own_has_no_fingerprint() -> None:

@@ -32,6 +32,7 @@ def _block() -> Any:
     block: Any = nn.Sequential(nn.Linear(2, 2), nn.Identity())
     block.list, block.set, block.queue = [1, 2], {1}, deque([1])
     block.dict, block.order, block.counter = {"a": 1, "b": 2}, OrderedDict(a=1, b=2), Counter("aab")
+    block.first, block.second = {"a": None, "b": None}, {"c": None, "d": None}
     block.noted, block.free, block.inside, block.empty = _Noted(1), _Free(), ([1], "x"), _Noted(None)
     del block.empty.value
     return block
@@ -39,6 +40,13 @@ def _block() -> Any:
 
 def _reverse(block: Any) -> None:
     block.order.move_to_end("a")
+
+
+def _move(source: dict[str, None], target: dict[str, None]) -> None:
+    """Move the last entry of a dictionary to the front of another: together they hold the same in the same order."""
+    (key, value), rest = source.popitem(), dict(target)
+    target.clear()
+    target.update({key: value}, **rest)
 
 
 def _replace_attributes(block: Any) -> None:
@@ -58,6 +66,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a dictionary's value": lambda block: block.dict.update(a=5),
     "a dictionary's key": lambda block: block.dict.update(c=block.dict.pop("b")),
     "a dictionary's order": _reverse,
+    "a dictionary's entry that moves on": lambda block: _move(block.first, block.second),
+    "a dictionary's entry that moves back": lambda block: _move(block.second, block.first),
     "a counter": lambda block: block.counter.update("b"),
     "a slot": lambda block: setattr(block.noted, "value", 2),
     "a slot that was empty": lambda block: setattr(block.empty, "value", 2),
