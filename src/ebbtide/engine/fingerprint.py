@@ -24,7 +24,7 @@ from ebbtide.engine.layout import Layout
 SAMPLED = 256
 """Elements in a sample: of changes that touch 2 % of the elements one in 170 goes unseen, of 5 % one in 500,000."""
 
-WHOLE_BYTES = 16 * 1024
+HELD_BYTES = 16 * 1024
 """Up to this size a tensor of the host is held, not summed, where all its bytes are compared."""
 
 STRETCHES = 16
@@ -61,7 +61,7 @@ class Fingerprint:
     def __init__(self, tensor: torch.Tensor, *, full: bool = False) -> None:
         self._flat, nbytes = tensor.is_contiguous(), tensor.numel() * tensor.itemsize
         if self._flat and tensor.is_cpu:
-            self._sample = _read(tensor, all_of_it=full and nbytes <= WHOLE_BYTES)
+            self._sample = _read(tensor, all_of_it=full and nbytes <= HELD_BYTES)
         else:
             self._sample = _sample(tensor, flat=self._flat)
         covered = len(self._sample) if isinstance(self._sample, bytes) else self._sample.nbytes
@@ -120,7 +120,10 @@ def has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> 
         return True
     if tensor.dim() != len(stride):
         return False
-    return _read(torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())) == sample
+    return (
+        _read(torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu").copy_(tensor.detach()))
+        == sample
+    )
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
