@@ -120,10 +120,8 @@ def has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> 
         return True
     if tensor.dim() != len(stride):
         return False
-    return (
-        _read(torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu").copy_(tensor.detach()))
-        == sample
-    )
+    laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
+    return _read(laid_out.copy_(tensor.detach())) == sample
 
 
 def is_cast_of(tensor: torch.Tensor, source: torch.Tensor) -> bool:
