@@ -183,7 +183,7 @@ def test_adapters_are_saved_as_the_pipeline_loads_them(pipeline: Path, tmp_path:
 
     train(
         tmp_path, model=str(pipeline), **SMALL, train_type="lora", lora_rank=2, target_modules=("to_q", "to_v"),
-        save=True, max_steps=2, bf16=True, torch_dtype="bfloat16",
+        save=True, max_steps=2, bf16=True, torch_dtype="bfloat16", lora_alpha=12,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -191,6 +191,8 @@ def test_adapters_are_saved_as_the_pipeline_loads_them(pipeline: Path, tmp_path:
         loaded.load_lora_weights(tmp_path)
     weights = {name: p for name, p in loaded.transformer.named_parameters() if "lora_B" in name}
     assert len(weights) == 8 and all(p.abs().sum() > 0 for p in weights.values())  # 2 blocks, 2 attentions, 2 modules
+    scales = [m.scaling for m in loaded.transformer.modules() if hasattr(m, "scaling") and hasattr(m, "lora_B")]
+    assert scales == [{"default_0": 6.0}] * 8  # lora_alpha over lora_rank, as it was trained
 
 
 def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_path: Path) -> None:
@@ -211,6 +213,14 @@ def test_latents_are_made_once_and_refused_by_another_vae(pipeline: Path, tmp_pa
     other = video_pipelines.write(tmp_path / "other", "wan", seed=1)
     with pytest.raises(DataError, match="holds latents of other VAE"):
         train(tmp_path / "d", model=str(other), **options)
+
+
+def test_latents_keep_the_rate_that_they_were_made_with(tmp_path: Path) -> None:
+    pipeline = video_pipelines.write(tmp_path / "ltx", "ltx", seed=0)
+    options = {"latents_dir": str(tmp_path / "latents"), **SMALL, "model": str(pipeline)}
+    first = train(tmp_path / "a", **options, frame_rate=8.0)
+    assert train(tmp_path / "b", **options) == first
+    assert train(tmp_path / "c", **{**options, "latents_dir": None}) != first
 
 
 def test_latents_are_used_without_vae_and_text_encoder(pipeline: Path, tmp_path: Path) -> None:

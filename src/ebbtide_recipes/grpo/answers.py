@@ -5,8 +5,9 @@ The first of these that exists: what follows the last ``####`` (GSM8K), the cont
 (DeepSeek-R1), the contents of the last ``\\boxed{}`` (MATH). Without a mark, an expected answer is its whole text, and
 a completion's is the last number, or fraction, of its text.
 
-An answer is compared as a number if it is one number or fraction, with or without a unit; what stands before a last
-``=`` is left out. Any other one (a pair, a time, words) is compared as text.
+An answer is compared as a number if it is one number, fraction or mixed number and nothing else but a currency, words
+or a unit; what stands before a last ``=`` is left out. Any other one (a pair, a time, words, an expression such as
+``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as text.
 """
 
 from __future__ import annotations
@@ -14,12 +15,20 @@ from __future__ import annotations
 import math
 import re
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_VALUE = re.compile(rf"(?P<sign>-?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
+_VALUE = re.compile(rf"(?P<sign>(?:(?<![\w)}}\]])-)?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
+_FUNCTIONS = r"(?!(?:sqrt|root|log|ln|exp|sin|cos|tan|pi|max|min|mod)\b)"
+_BEFORE = re.compile(rf"(?:{_FUNCTIONS}[a-z]+[: ]+)*[$€£¥]?\s*")
+_ONE_UNIT = r"(?:[a-z]{2,}|[mgshl])(?:\^?\{?[23]\}?)?"
+_AFTER = re.compile(
+    rf"\s*(?:\\?%|°|\^\{{?\\circ\}}?|[€£¥]|(?:k?m|cm|mm|kg|mg|ml|lb|oz|ft|hrs?|min|sec|mph|usd|eur)\b)?"
+    rf"(?:[ /]{_FUNCTIONS}{_ONE_UNIT}\b)*"
+)
 _MARKS = (re.compile(r"####\s*([^\n]+)"), re.compile(r"<answer>(.*?)</answer>", re.DOTALL))
 _BOXED = "\\boxed{"
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_LAYOUT = re.compile(r"\\left|\\right|\\[!,;: ]|\\text\s*\{([^{}]*)\}|\$")
+_FRACTION = re.compile(r"(\d?)\s*\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_MIXED = re.compile(r"(?<![\d/.,^])(\d+)\s+(\d+)/(\d+)(?![\d/])")
+_LAYOUT = re.compile(r"\\left|\\right|\\[!,;: ]|\\text\s*\{([^{}]*)\}|\\?\$")
 _SPACES = re.compile(r"\s*([,/():=+*^{}\[\]-])\s*|\s+(?=\\)")
 _TAGS = re.compile(r"\s*<think>(?:(?!<think>).)*?</think>\s*<answer>(?:(?!<answer>).)*?</answer>\s*", re.DOTALL)
 
@@ -46,7 +55,7 @@ def number_in(text: str) -> float | None:
     answer = answer_in(text)
     if answer is not None:
         return _number(answer)
-    values = list(_VALUE.finditer(_FRACTION.sub(r"\1/\2", text)))
+    values = list(_VALUE.finditer(_fractions(text)))
     return _value(values[-1]) if values else None
 
 
@@ -66,9 +75,12 @@ def has_tags(text: str) -> bool:
 
 
 def _number(answer: str) -> float | None:
-    """Return the number that an answer is; ``None``: it has none, or several."""
-    values = list(_VALUE.finditer(_plain(answer).rpartition("=")[2]))
-    return _value(values[0]) if len(values) == 1 else None
+    """Return the number that an answer is; ``None``: it is none, or more than one."""
+    text = _plain(answer).rpartition("=")[2]
+    found = _VALUE.search(text)
+    if found is None or not _BEFORE.fullmatch(text, 0, found.start()) or not _AFTER.fullmatch(text, found.end()):
+        return None
+    return _value(found)
 
 
 def _value(found: re.Match[str]) -> float | None:
@@ -79,5 +91,11 @@ def _value(found: re.Match[str]) -> float | None:
 
 def _plain(text: str) -> str:
     """Return a text in lower case, without layout, full stop at its end and spaces that do not matter."""
-    text = _LAYOUT.sub(lambda found: found[1] or "", _FRACTION.sub(r"\1/\2", text))
-    return _SPACES.sub(lambda found: found[1] or "", " ".join(text.lower().split())).rstrip(".").strip()
+    text = _LAYOUT.sub(lambda found: found[1] or "", _fractions(text).replace("{,}", ","))
+    return _SPACES.sub(lambda found: found[1] or "", " ".join(text.lower().split())).lstrip("* ").rstrip("*. ")
+
+
+def _fractions(text: str) -> str:
+    """Return a text with fractions and mixed numbers as ``a/b``."""
+    text = _FRACTION.sub(lambda f: f"{f[1]} {f[2] or f[3] or ''}/{f[4] or f[5] or ''}".lstrip(), text)
+    return _MIXED.sub(lambda f: f"{int(f[1]) * int(f[3]) + int(f[2])}/{f[3]}", text)

@@ -39,14 +39,14 @@ def text_of(completion: Any) -> str:
 
 def accuracy(completions: Sequence[Any], **columns: Any) -> list[float]:
     """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``."""
-    wanted = _wanted(columns)
+    wanted = _wanted(columns, len(completions))
     return [float(same_answer(text_of(c), str(a))) for c, a in zip(completions, wanted, strict=True)]
 
 
 def closeness(completions: Sequence[Any], **columns: Any) -> list[float]:
     """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one."""
     rewards: list[float] = []
-    for completion, answer in zip(completions, _wanted(columns), strict=True):
+    for completion, answer in zip(completions, _wanted(columns, len(completions)), strict=True):
         answered, right = number_in(text_of(completion)), number_in(str(answer))
         rewards.append(0.0 if answered is None or right is None else 1 / (1 + abs(answered - right)))
     return rewards
@@ -210,9 +210,14 @@ def _load(name: str) -> Reward:
     return Reward(name=f"{Path(place).stem}:{function}", function=found)
 
 
-def _wanted(columns: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the right answers."""
-    return next(columns[name] for name in ANSWERS if name in columns)
+def _wanted(columns: Mapping[str, Any], count: int) -> list[Any]:
+    """Return the right answers, of verl's rows what its reward model is given; ``None`` where a row has none."""
+    answers = next((columns[name] for name in ANSWERS if name in columns), [None] * count)
+    judged = columns.get("reward_model") or [None] * count
+    return [
+        told["ground_truth"] if isinstance(told, Mapping) and "ground_truth" in told else answer
+        for told, answer in zip(judged, answers, strict=True)
+    ]
 
 
 def _one_by_one(function: Callable[..., Any]) -> bool:
@@ -223,7 +228,7 @@ def _one_by_one(function: Callable[..., Any]) -> bool:
 def _each(function: Callable[..., Any], handed: Mapping[str, Any]) -> list[Any]:
     """Call a function of verl's kind for each completion."""
     count = len(handed["completions"])
-    answers = next((handed[name] for name in ANSWERS if name in handed), [None] * count)
+    answers = _wanted(handed, count)
     sources, extras = handed.get("data_source", [""] * count), handed.get("extra_info", [None] * count)
     rows = zip(sources, map(text_of, handed["completions"]), answers, extras, strict=True)
     rewards = [

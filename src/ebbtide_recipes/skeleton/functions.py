@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,17 +46,33 @@ def load_function(place: str, names: Sequence[str], *, what: str, example: str) 
 
 
 def _module(path: Path) -> Any:
-    """Import a file by its path, without adding it to ``sys.modules``."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import a file once, as a module: what it defines can be pickled, and it finds the files in its folder.
+
+    Its folder stays at the end of ``sys.path``, for imports inside its functions.
+    """
+    path = path.resolve()
+    folder, name = str(path.parent), f"{path.stem}_of_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported", expected="a Python file", hint="name a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except BaseException as error:
+        del sys.modules[name]
+        if not isinstance(error, Exception):
+            raise
         raise ConfigError(
             f"{path} cannot be imported: {type(error).__name__}: {error}",
             expected="a file that Python imports",
             hint=f"`python {path}` shows where it fails",
         ) from error
+    finally:
+        sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module

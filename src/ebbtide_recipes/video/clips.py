@@ -183,13 +183,14 @@ def _decoded(path: Path, rate: float | None) -> Iterator[torch.Tensor]:
                     hint="remove it from the data",
                 )
             stream = container.streams.video[0]
-            taken = 0
+            taken, began = 0, None
             for frame in container.decode(stream):
                 image = torch.from_numpy(frame.to_ndarray(format="rgb24"))
                 if rate is None or frame.time is None:
                     yield image
                     continue
-                while taken / rate < _until(frame, stream) - 1e-6:
+                began = frame.time if began is None else began  # what was cut out of another may begin late
+                while taken / rate < _until(frame, stream) - began - 1e-6:
                     taken += 1
                     yield image
     except av.error.FFmpegError as error:

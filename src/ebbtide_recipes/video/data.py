@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -157,11 +158,11 @@ def _listing(path: Path) -> list[Clip]:
     rows: Any
     try:
         if path.suffix.lower() == ".jsonl":
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         elif path.suffix.lower() == ".json":
             rows = json.loads(text)
         else:
-            rows = list(csv.DictReader(text.splitlines()))
+            rows = list(csv.DictReader(io.StringIO(text, newline="")))
     except (json.JSONDecodeError, csv.Error) as error:
         raise DataError(
             f"{path} cannot be read: {error}", expected="rows with video and caption", hint=_EXAMPLE

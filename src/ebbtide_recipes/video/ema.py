@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class Average(TrainerCallback):
-    """Averages the trained parameters after every step. Each process averages its own shards.
+    """Averages the trained parameters after every step, in float32. Each process averages its own shards.
 
     Args:
         module: The trained module, before it is sharded.
         decay: Share of the average that a step keeps.
+        learned: Whether the module learned in this step: its average is left alone in others.
     """
 
-    def __init__(self, module: torch.nn.Module, *, decay: float) -> None:
-        self._module, self._decay = module, decay
+    def __init__(self, module: torch.nn.Module, *, decay: float, learned: Callable[[], bool] = lambda: True) -> None:
+        self._module, self._decay, self._learned = module, decay, learned
         self._average: Any = None
 
     @property
@@ -44,10 +45,13 @@ class Average(TrainerCallback):
 
         if self._average is None:
             self._average = EMAModel(self._parameters(), decay=self._decay)
+            # In bfloat16 a step's share of the difference would round to nothing.
+            self._average.shadow_params = [shadow.float() for shadow in self._average.shadow_params]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add the weights of this step."""
-        self._average.step(self._parameters())
+        if self._learned():
+            self._average.step(self._parameters())
 
     def save(self, folder: Path, rank: int) -> None:
         """Write this process's part of the average into a checkpoint."""

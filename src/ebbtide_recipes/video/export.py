@@ -80,7 +80,11 @@ def _save_adapters(transformer: Any, state: dict[str, torch.Tensor], folder: Pat
 
     layers = get_peft_model_state_dict(transformer, state_dict=state)
     layers = {key: value.contiguous() for key, value in layers.items()}
-    getattr(diffusers, pipeline).save_lora_weights(folder, transformer_lora_layers=layers)
+    # Without the settings a pipeline would take the rank for lora_alpha.
+    settings = transformer.peft_config["default"].to_dict()
+    getattr(diffusers, pipeline).save_lora_weights(
+        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=settings
+    )
 
 
 def _of_part(state: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -83,6 +83,11 @@ class Latents(Dataset[dict[str, Any]]):
         return _read(self.folder / _text_file(caption))
 
     @property
+    def rate(self) -> float | None:
+        """Frames per second that the clips were taken with; ``None``: as recorded."""
+        return self.manifest["request"]["rate"]
+
+    @property
     def buckets(self) -> list[Bucket]:
         """Each clip's bucket."""
         return [Bucket(item["frames"], item["height"], item["width"]) for item in self.items]

@@ -98,6 +98,11 @@ def _dtype(config: VideoConfig) -> torch.dtype:
     return getattr(torch, dtype_name(config.torch_dtype))
 
 
+def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:
+    """Return the frames per second of the clips: what their latents were made with says it best."""
+    return dataset.rate or config.frame_rate or source.family.frame_rate
+
+
 def _latents_folder(config: VideoConfig) -> Path:
     folder = config.latents_dir
     return Path(folder).expanduser() if folder is not None else Path(config.output_dir).expanduser() / "latents"
@@ -170,7 +175,7 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
     shared: dict[str, Any] = {
         "family": source.family,
         "condition": Condition(
-            frame_rate=config.frame_rate or source.family.frame_rate,
+            frame_rate=_rate(config, source, dataset),
             guidance=config.embedded_guidance,
             ratios=source.ratios,
         ),
@@ -239,7 +244,7 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
     sampling = Sampling(
         steps=config.sampler_steps,
         guidance=config.guidance_scale,
-        rate=config.frame_rate or source.family.frame_rate,
+        rate=_rate(config, source, dataset),
         seed=config.seed,
     )
     return Showing(source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, DataError
@@ -104,6 +105,13 @@ class VideoTrainer(RecordedTrainer):
             )
             return self.optimizer
         return super().create_optimizer() if model is None else super().create_optimizer(model)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip student and critic each by its own norm: the critic's would decide how far the student goes."""
+        if not isinstance(self.module, Distillation) or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
+            return super()._clip_grad_norm(model)
+        norms = [self.accelerator.clip_grad_norm_(group, self.args.max_grad_norm) for group in self.module.groups()]
+        return torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BucketSampler:
         dataset: Any = self.train_dataset if train_dataset is None else train_dataset
@@ -264,7 +272,13 @@ def build(
     """
     if not len(dataset):
         raise DataError(f"{dataset.folder} has no latents", expected="one clip or more", hint="give --dataset")
-    average = None if config.ema_decay is None else Average(module.transformer, decay=config.ema_decay)
+    average = None
+    if config.ema_decay is not None:
+        average = Average(
+            module.transformer,
+            decay=config.ema_decay,
+            learned=lambda: not isinstance(module, Distillation) or module.student_learns,
+        )
     trainer = VideoTrainer(module, showing, average, args=options, train_dataset=dataset)
     trainer.config = config
     return trainer

@@ -66,6 +66,29 @@ def test_the_number_of_an_answer_is_found(text: str, number: float | None) -> No
         (r"\boxed{2\sqrt{3}}", r"5\sqrt{3}", False),
         (r"cut off \boxed{18", "17", False),
         ("It makes 1,234,567", "1234567", True),
+        (r"\boxed{3}", r"\sqrt{3}", False),
+        (r"\boxed{2}", r"2\pi", False),
+        (r"\boxed{2}", "x^2", False),
+        (r"\boxed{5}", "5x", False),
+        (r"\boxed{3}", "-x+3", False),
+        (r"\boxed{\log 7}", "7", False),
+        ("#### sqrt 7", "7", False),
+        (r"\boxed{10^{3}}", "10", False),
+        (r"\boxed{\frac{3\pi}{4}}", "0.75", False),
+        (r"\boxed{\frac12}", "0.5", True),
+        (r"so it is -\frac{3}{4}", "-0.75", True),
+        (r"\boxed{2\frac{1}{2}}", "2.5", True),
+        ("#### 2 1/2", r"2\frac12", True),
+        ("#### 1.5e3", "1500", True),
+        ("x is 5-7", "7", True),
+        (r"\boxed{18\%}", "18", True),
+        (r"\boxed{90^{\circ}}", "90", True),
+        (r"\boxed{\$1{,}800}", "1800", True),
+        ("#### **18** ", "18", True),
+        ("#### 60 km/h", "60", True),
+        ("#### about 5 square feet.", "5", True),
+        (r"\boxed{5\text{ cm}^2}", "5", True),
+        ("#### 5km", "5", True),
     ],
 )
 def test_answers_are_compared_as_numbers_and_else_as_words(text: str, expected: str, same: bool) -> None:
@@ -128,6 +151,49 @@ def test_a_function_of_verls_kind_is_called_once_a_completion() -> None:
         return {"score": float(ground_truth in solution_str)}
 
     assert judge(compute_score, TWO, answer=["18", "18"]) == [1.0, 0.0]
+
+
+def test_the_truth_of_verls_rows_comes_before_a_column_named_answer() -> None:
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+        return float(ground_truth in solution_str)
+
+    told = {"style": "rule", "ground_truth": "18"}
+    assert judge(compute_score, TWO, answer=["a long way to 18"] * 2, reward_model=[told, told]) == [1.0, 0.0]
+    accuracy = rewards.load(("accuracy",))[0]
+    columns = {"answer": ["19", "20"], "reward_model": [told, None]}
+    assert accuracy(prompts=["p"] * 2, completions=["18", "20"], **columns) == [1.0, 1.0]
+
+
+REWARDS_FILE = """
+from __future__ import annotations
+import dataclasses
+from concurrent.futures import ProcessPoolExecutor
+from beside_the_rewards import BONUS
+print("imported")
+
+@dataclasses.dataclass
+class Judged:
+    score: float | None = None
+
+def judged(text):
+    from beside_the_rewards import later
+    return Judged(float("18" in text) + BONUS + later())
+
+def reward(completions):
+    with ProcessPoolExecutor(1) as pool:
+        return [found.score for found in pool.map(judged, completions)]
+"""
+
+
+def test_a_file_of_functions_is_imported_once_as_a_module_beside_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARDS_FILE)
+    (tmp_path / "beside_the_rewards.py").write_text("BONUS = 1\ndef later(): return 1\n")
+    for _ in range(2):
+        (reward,) = rewards.load((f"{tmp_path / 'rewards.py'}:reward",))
+        assert reward(prompts=["p"] * 2, completions=["18", "20"]) == [3.0, 2.0]
+    assert capsys.readouterr().out == "imported\n"
 
 
 def raises(completions: list[str]) -> list[float]:

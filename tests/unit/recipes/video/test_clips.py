@@ -60,6 +60,21 @@ def test_a_rate_skips_or_repeats_frames(tmp_path: Path, rate: float, taken: int)
     assert torch.equal(second, whole[round(16 / rate) if rate <= 16 else 0])
 
 
+def test_a_rate_counts_from_the_first_frame(tmp_path: Path) -> None:
+    """What was cut out of a longer video begins later than at 0."""
+    path, began = tmp_path / "cut.mkv", 32
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=16)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for number, image in enumerate(film()):
+            frame = av.VideoFrame.from_ndarray(image.numpy(), format="rgb24")
+            frame.pts = began + number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    assert clips.shape_of(path, most=99, rate=16.0).frames == 9
+    assert torch.equal(clips.read(path, frames=9, rate=16.0), clips.read(path, frames=9, rate=None))
+
+
 def test_a_folder_of_images_is_a_clip(tmp_path: Path) -> None:
     for number, image in enumerate(film(3)):
         Image.fromarray(image.numpy()).save(tmp_path / f"{number:03d}.png")

@@ -51,6 +51,23 @@ def test_listings_name_clips_and_captions(folder: Path, name: str, content: str)
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.jsonl", '{"video": "b.mp4", "caption": "a kite\u2028flies\x85up"}\r\n'),
+        ("metadata.csv", 'video,caption\nb.mp4,"a kite\u2028flies\x85up"\n'),
+    ],
+)
+def test_only_ends_of_lines_end_a_row(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_bytes(content.encode())
+    assert loaded(folder / name) == [("b.mp4", "a kite\u2028flies\x85up")]
+
+
+def test_a_caption_in_quotes_may_have_several_lines(folder: Path) -> None:
+    (folder / "rows.csv").write_text('video,caption\nb.mp4,"a red kite\nflies"\na.mp4,y\n')
+    assert loaded(folder / "rows.csv") == [("b.mp4", "a red kite\nflies"), ("a.mp4", "y")]
+
+
+@pytest.mark.parametrize(
     ("row", "found"),
     [
         ({"video": "a.mp4"}, "row 1 of .* has no caption"),

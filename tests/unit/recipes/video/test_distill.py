@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,6 +96,22 @@ def test_offloading_leaves_gradients_as_they_are_and_the_teacher_alone(policy: s
         assert same(gradients(plain.get_submodule(name)), gradients(ours.get_submodule(name)))
     assert stats.packs > 0
     assert "teacher" not in told
+
+
+def test_student_and_critic_are_clipped_each_by_its_own_norm(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from ebbtide_recipes.video.trainer import VideoTrainer
+
+    module, trainer = module_of(), object.__new__(VideoTrainer)
+    trainer.module, trainer.accelerator, trainer.is_fsdp_enabled = module, Accelerator(cpu=True), False
+    trainer.args = SimpleNamespace(max_grad_norm=1e-3)
+    losses_of(module)["loss"].backward()
+    before = [torch.cat([p.grad.flatten() for p in group if p.grad is not None]) for group in module.groups()]
+    norm = trainer._clip_grad_norm(module)
+    after = [torch.cat([p.grad.flatten() for p in group if p.grad is not None]) for group in module.groups()]
+    assert norm.item() == pytest.approx(float(torch.cat(before).norm()), rel=1e-4)
+    assert [float(each.norm()) for each in after] == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
 def test_the_teacher_stays_in_evaluation() -> None:
