@@ -130,11 +130,29 @@ class Votes:
         Raises:
             ConfigError: A rank did not arrive in time.
         """
-        own = self._groups if self._groups and has_collectives(block) else ()  # each time: it may be wrapped by now
-        groups = tuple(sorted({*seen, *map(tuple, own)}))
+        groups = self._with_own(block, seen)
         if (kind, groups) not in self._decided:
             self._decided[kind, groups] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
         return (self._decided[kind, groups] or wish) == AGAIN
+
+    def stop(self, kind: str, block: nn.Module, seen: Sequence[tuple[int, ...]]) -> None:
+        """End the checkpointing of a kind that was decided together, since this rank can go on with it no longer.
+
+        Args:
+            kind: The kind.
+            block: One of its blocks.
+            seen: As in ``decide``.
+
+        Raises:
+            ConfigError: Another rank goes on: it would wait for this one in backward.
+        """
+        groups = self._with_own(block, seen)
+        if self._decided.get((kind, groups)) == AGAIN:
+            self._decided[kind, groups] = self._ask(f"stop running {kind} blocks again", groups, NEVER)
+
+    def _with_own(self, block: nn.Module, seen: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+        own = self._groups if self._groups and has_collectives(block) else ()  # each time: it may be wrapped by now
+        return tuple(sorted({*seen, *map(tuple, own)}))
 
     @staticmethod
     def _ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:

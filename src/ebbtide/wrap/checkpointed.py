@@ -61,7 +61,7 @@ class ForwardContext:
         self._flags = [(t, t.requires_grad) for t in self._state.tensors if t.is_leaf]
         self._watched: list[tuple[torch.Tensor, Watched]] = []
         for tensor in [] if moved else self._state.tensors:
-            if not tensor.is_inference() and not torch.nn.parameter.is_lazy(tensor):
+            if not torch.nn.parameter.is_lazy(tensor) and not tensor.is_inference():
                 watched = engine.guard.watch(tensor, tensor._version, compared=run.compared)
                 self._watched.append((tensor, watched))
         self._moved = moved

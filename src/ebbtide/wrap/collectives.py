@@ -3,8 +3,8 @@
 [Note: collectives seen] Megatron's tensor parallelism, expert parallelism and all-to-all sequence parallelism call
 collectives in a block's forward that neither wrappers nor parameters reveal. But every process group counts its
 collectives, so a forward that raised the count has used the group. All ranks of a group call the same collectives in
-the same order, so all of them make the same observation in the same block. Blocks whose modules have the same classes
-are assumed to use the same groups; the first of them is never checkpointed.
+the same order, so all of them make the same observation in the same block. Blocks of the same structure are assumed to
+use the same groups; the first of them is never checkpointed.
 
 Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Hashable
+from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -27,12 +28,14 @@ class Collectives:
     """The groups with which blocks were seen to call collectives. See [Note: collectives seen]."""
 
     def __init__(self) -> None:
-        self._structures: dict[str, Hashable] = {}  # block → the classes of its modules
+        self._structures: dict[str, Hashable] = {}  # by block
+        self._watched: set[Hashable] = set()  # structures of which a block has run
         self._seen: dict[Hashable, set[Ranks]] = {}  # structure → groups
 
     def known(self, block: Block, module: nn.Module) -> bool:
-        """Whether a block of this structure was observed, or there is no other rank."""
-        return self._structure(block, module) in self._seen or not _groups()
+        """Whether a block of this structure was observed, with the other ranks if there are any."""
+        structure = self._structure(block, module)
+        return structure in self._seen or (structure in self._watched and not _groups())
 
     def groups(self, block: Block, module: nn.Module) -> list[Ranks]:
         """Return the groups that blocks of this structure were seen to use."""
@@ -42,6 +45,7 @@ class Collectives:
     def look(self, block: Block, module: nn.Module) -> Generator[None]:
         """Observe which groups a block's forward uses."""
         before = _counts()
+        self._watched.add(self._structure(block, module))
         try:
             yield
         finally:
@@ -51,8 +55,29 @@ class Collectives:
 
     def _structure(self, block: Block, module: nn.Module) -> Hashable:
         if block.name not in self._structures:
-            self._structures[block.name] = tuple(type(m) for m in module.modules())
+            self._structures[block.name] = _structure(module)
         return self._structures[block.name]
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Return what distinguishes blocks that do different things: modules, buffers, and attributes.
+
+    Of attributes their types, and the values of switches and names; numbers count layers, or are probabilities.
+    """
+    return tuple(
+        (
+            name,
+            type(part),
+            *(key for key, _ in part.named_buffers(recurse=False)),
+            *((key, _kind(value)) for key, value in vars(part).items()),
+        )
+        for name, part in module.named_modules()
+    )
+
+
+def _kind(value: Any) -> Hashable:
+    named = isinstance(value, str) and not any(map(str.isdigit, value))  # one with a digit counts layers, too
+    return value if named or isinstance(value, (bool, Enum)) else type(value)
 
 
 def _groups() -> list[Any]:

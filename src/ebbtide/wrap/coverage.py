@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.base.actions import Action
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
-from ebbtide.engine.layout import Layout
+from ebbtide.engine.layout import Layout, has_layout
 from ebbtide.engine.slots import packed_in, readable
 from ebbtide.engine.stats import Coverage
 from ebbtide.engine.storages import plain_tensors, storage_key
@@ -232,7 +232,7 @@ def _outside_bytes(output: Any, engine: Engine, path_at: Callable[[int], str]) -
         if kind not in names:
             names[kind] = [name for name in dir(kind) if name.startswith(_SLOT)]
         for tensor in plain_tensors(t for name in names[kind] for t in _saved(node, name)):
-            storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+            storage = tensor.untyped_storage() if has_layout(tensor) else None
             if storage is None or id(storage) in counted or not storage.nbytes():
                 continue
             counted[id(storage)] = storage

@@ -83,9 +83,15 @@ class StandIn:
         return (getattr, (self._module, self._name)) if self._own is None else (_as_it_is, (self._own,))
 
     def remove(self) -> None:
-        """Restore the original, unless somebody has replaced the stand-in since."""
+        """Restore the original, unless somebody has replaced the stand-in since. Another stand-in may be around it."""
         held = self._module.__dict__
-        if held.get(self._name) is not self:
+        above = held.get(self._name)
+        if above is not self:
+            while isinstance(above, StandIn) and above._behind is not self:
+                above = above._behind
+            if isinstance(above, StandIn):
+                above._behind, above._own = self._behind, self._own
+                functools.update_wrapper(above, self._behind)
             return
         if self._own is None:
             del held[self._name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Iterable, Iterator
@@ -11,15 +12,16 @@ from torch import nn
 
 from ebbtide.wrap.state import State, draws
 
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return the generators that a block's forwards can advance and that are not restored.
+    """Return the generators and iterators that a block's forwards can advance and that are not restored.
 
-    Random generators in attributes, closures and referenced globals; iterators in the modules' own attributes.
+    Those in what the modules can reach, in closures and in globals.
     """
     modules = list(module.modules())
     found = State(modules).generators
-    found += [value for m in modules for value in vars(m).values() if isinstance(value, Iterator)]
     for function in functions_of(modules):
         found += [v for v in values_named_in(function) for v in _inside(v) if draws(type(v))]
     return found
@@ -27,18 +29,22 @@ def generators_of(module: nn.Module) -> list[Any]:
 
 def functions_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
     """Yield the functions of modules' classes, and of what those inherit from, but for torch's own."""
+    for kind in classes_of(modules):
+        for function in vars(kind).values():
+            function = getattr(function, "__wrapped__", function)
+            if isinstance(function, types.FunctionType):
+                yield function
+
+
+def classes_of(modules: Iterable[nn.Module]) -> list[type]:
+    """Return the classes of modules, and what those inherit from, but for torch's own."""
     kinds = {base for kind in set(map(type, modules)) for base in inspect.getmro(kind)}
-    for kind in kinds:
-        if kind is not object and not kind.__module__.startswith("torch."):
-            for function in vars(kind).values():
-                function = getattr(function, "__wrapped__", function)
-                if isinstance(function, types.FunctionType):
-                    yield function
+    return [kind for kind in kinds if kind is not object and not kind.__module__.startswith("torch.")]
 
 
 def values_named_in(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the globals and the variables of enclosing functions that a function names."""
-    for name in function.__code__.co_names:
+    """Yield the globals and the variables of enclosing functions that a function names, or one inside of it."""
+    for name in names_in(function.__code__):
         if name in function.__globals__:
             yield function.__globals__[name]
     for cell in function.__closure__ or ():
@@ -46,6 +52,21 @@ def values_named_in(function: types.FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # an unbound name
             continue
+
+
+def functions_held(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the hooks of modules, and the functions, methods and partial functions in their attributes."""
+    for part in modules:
+        yield from (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        yield from (value for value in vars(part).values() if isinstance(value, _CALLED))
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function's code, and in that of functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
 
 
 def _inside(value: Any) -> Iterator[Any]:

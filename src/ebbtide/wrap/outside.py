@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ebbtide.wrap.names import functions_of, values_named_in
+from ebbtide.wrap.names import classes_of, functions_held, functions_of, names_in, values_named_in
 from ebbtide.wrap.state import Role, role
 
 LOOKS = 4
@@ -45,24 +45,51 @@ class Outside:
 def _named(module: nn.Module) -> list[Any]:
     """Return what can change among what functions and hooks of a block name; each once."""
     modules = list(module.modules())
-    values = [value for function in functions_of(modules) for value in values_named_in(function)]
+    functions = list(functions_of(modules))
     owners: list[Any] = []
-    for part in modules:
-        for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values()):
-            while isinstance(hook, functools.partial):
-                owners += [*hook.args, *hook.keywords.values()]
-                hook = hook.func
-            owners.append(getattr(hook, "__self__", None))
-            hook = getattr(hook, "__func__", hook)
-            values += values_named_in(hook) if isinstance(hook, types.FunctionType) else [hook]
+    for held in functions_held(modules):
+        while isinstance(held, functools.partial):
+            owners += [*held.args, *held.keywords.values()]
+            held = held.func
+        owners.append(getattr(held, "__self__", None))
+        held = getattr(held, "__func__", held)
+        if isinstance(held, types.FunctionType):
+            functions += [] if held.__module__.startswith("torch.") else [held]
+        else:
+            owners.append(held)
+    classes = classes_of(modules)
+    values = [value for function in functions for value in values_named_in(function)]
+    values += [value for kind in classes for value in vars(kind).values()]
     own, kinds = set(map(id, modules)), (Role.TENSOR, Role.DICT, Role.CONTAINER)
     found = [value for value in values if role(type(value)) in kinds]
     found += [owner for owner in owners if role(type(owner)) in (*kinds, Role.OBJECT)]
-    return list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
+    found = list({id(v): v for v in found if id(v) not in own and not isinstance(v, nn.Parameter)}.values())
+    files = {id(function.__globals__): _Globals(function.__globals__) for function in functions}
+    for function in functions:
+        files[id(function.__globals__)].names.update(names_in(function.__code__))
+    return [*found, *classes, *files.values()]
+
+
+class _Globals:
+    """What the functions of one file name in it: a number is another object when it is counted up.
+
+    Args:
+        held: The globals of the file.
+    """
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self._held = held
+        self.names: set[str] = set()
+
+    def values(self) -> list[Any]:
+        """Return what the names stand for now."""
+        return [self._held.get(name) for name in self.names]
 
 
 def _inside(value: Any) -> list[Any]:
     """Return what is inside of a value, one level deep."""
+    if isinstance(value, _Globals):
+        return value.values()
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, torch.Tensor):

@@ -97,7 +97,10 @@ class Reruns:
             wish = AGAIN if allowed else NEVER if again else ONCE
             again = self._votes.decide(block.kind, module, wish, groups)
         if again:
-            return allowed or self._allowed(block.kind, args, kwargs)
+            allowed = allowed or self._allowed(block.kind, args, kwargs)
+            if not allowed:
+                self._votes.stop(block.kind, module, groups)
+            return allowed
         return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -132,13 +135,15 @@ class Reruns:
             self._refuse(
                 kind, "have a generator or an iterator of their own, which a second forward would advance again"
             )
+        if state.too_much:
+            self._refuse(kind, "can reach too much for all of it to be restored for a second forward")
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
         versions = [t._version for t in own]
         before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         leaves, spec = tree_flatten((args, kwargs))
         inputs = Snapshot(leaves)
-        outside = Outside(module) if self._looks[kind] < LOOKS or kind in self._in_doubt else None
+        outside = Outside(module) if first or self._looks[kind] < LOOKS or kind in self._in_doubt else None
         looked = self._collectives.look(block, module) if first else nullcontext()
         try:
             with looked:

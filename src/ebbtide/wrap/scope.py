@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +39,14 @@ class Scope:
         self._run: BlockRun | None = None
         self._thread = 0
 
-    def __reduce__(self) -> tuple[type[Scope], tuple[Block, nn.Module]]:
-        """A copy has no hooks. See [Note: copies]."""
-        return Scope, (dataclasses.replace(self.block, weights=tuple), nn.Identity())
+    def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
+        """The hooks of a pickled module do nothing, and need no ebbtide. See [Note: copies]."""
+        nothing = contextlib.nullcontext().__exit__
+        return types.SimpleNamespace, (), {"entered": nothing, "left": nothing}
+
+    def __deepcopy__(self, memo: object) -> Scope:
+        """The hooks of a copied module do nothing."""
+        return Scope(dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
     def follow(self) -> None:
         """Report the block's running module and the outputs of its leaf modules to the engine."""

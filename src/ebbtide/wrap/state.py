@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import io
 import itertools
 import operator
 import random
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from types import MappingProxyType, MemberDescriptorType
 from typing import Any
@@ -30,8 +31,10 @@ import torch
 from torch import nn
 
 MOST = 4000
-"""Most containers recorded for one block; a reference to its trainer may reach the whole program. Beyond it, only the
-values of the second forward are compared."""
+"""Most containers recorded for one block, besides those of each of its modules; a reference to its trainer may reach
+the whole program."""
+OF_A_MODULE = 32
+"""Containers of a module itself: its attributes, parameters, buffers, and dictionaries of hooks."""
 
 MOST_ARRAY_BYTES = 1024**2
 """Larger numpy arrays are not recorded: each forward of the block would copy them."""
@@ -53,6 +56,7 @@ class State:
     Attributes:
         tensors: All that were found.
         generators: Likewise.
+        too_much: The modules can reach more than is recorded: what they change may not be found.
         complete: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
 
     Args:
@@ -66,15 +70,17 @@ class State:
         self._known: _Known | None = None
         self.tensors: list[torch.Tensor] = []
         self.generators: list[Any] = []
-        self._collect([vars(m) for m in modules])
+        self.too_much = self._collect(deque(vars(m) for m in modules))
         arrays = any(isinstance(container, _Array) for container, _ in self._held)
-        self.complete = len(self._held) < MOST and not arrays
+        self.complete = not self.too_much and not arrays
 
-    def _collect(self, pending: list[Any]) -> None:
+    def _collect(self, pending: deque[Any]) -> bool:
+        """Record what can be reached, the nearest first; return whether that is too much."""
         seen: set[int] = set()
         alive: list[Any] = []  # an id is valid only while its object is alive
-        while pending and len(self._held) < MOST:
-            value = pending.pop()
+        most = MOST + OF_A_MODULE * len(pending)
+        while pending and len(self._held) < most:
+            value = pending.popleft()
             if id(value) in seen:
                 continue
             seen.add(id(value))
@@ -105,6 +111,7 @@ class State:
                         pending += _followed(self._hold(_Slots(value, slots)).values())
                 case Role.PLAIN:  # a class may return a dictionary of another type
                     continue
+        return bool(pending)
 
     def _hold(self, container: Any) -> Any:
         """Record the contents of a container, and return them."""
@@ -305,7 +312,7 @@ class Role(Enum):
 
     PLAIN = "plain"  # skipped: it holds nothing that a forward could change
     TENSOR = "tensor"
-    GENERATOR = "generator"  # draws random numbers from its own state
+    GENERATOR = "generator"  # draws random numbers, or others, from its own state
     TUPLE = "tuple"
     DICT = "dict"
     CONTAINER = "container"
@@ -354,7 +361,7 @@ def _slots_of(kind: type) -> tuple[MemberDescriptorType, ...]:
 
 
 def draws(kind: type) -> bool:
-    """Whether instances of a class draw random numbers from their own state."""
+    """Whether instances of a class draw random numbers, or other values, from their own state."""
     numpy = sys.modules.get("numpy")
     own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (torch.Generator, random.Random, *own))
+    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, io.IOBase)

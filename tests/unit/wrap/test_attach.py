@@ -401,3 +401,138 @@ def test_eval_with_gradients_is_offloaded() -> None:
     with enable(tiny.model) as handle:
         assert differences(tiny.step(), expected) == []
         assert handle.stats().offloaded_bytes > 0
+
+
+def test_two_handles_leave_nothing_in_whatever_order_they_are_closed() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.first, *self.second):
+                x = layer(x)
+            return x
+
+    for order in (1, -1):
+        model = Both()
+        held = dict(model.__dict__)
+        handles = [enable(model, blocks=[f"{part}.*"]) for part in ("first", "second")]
+        model(torch.randn(2, 4)).sum().backward()
+        engines = [weakref.ref(handle._engine) for handle in handles]
+        for handle in handles[::order]:
+            handle.close()
+        del handle, handles
+        gc.collect()
+        assert model.__dict__ == held
+        assert [engine() for engine in engines] == [None, None]
+
+
+def test_a_handle_closed_inside_its_first_forward_leaves_nothing() -> None:
+    class Closes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.last = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            handles[-1].close()
+            return self.last(x)
+
+    model, handles = Closes(), list[ebbtide.Handle]()
+    handles.append(enable(model))
+    model(torch.randn(2, 4)).sum().backward()
+    assert not any(isinstance(value, StandIn) for m in model.modules() for value in vars(m).values())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    enable(model).close()
+
+
+def test_a_module_in_two_places_is_one_block() -> None:
+    class Shares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            made = [nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)]
+            self.encoder, self.decoder = nn.ModuleList(made), nn.ModuleList(made[::-1])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in (*self.encoder, *self.decoder):
+                x = layer(x)
+            return x
+
+    model, x = Shares(), torch.randn(8, 4, requires_grad=True)
+    model(x).sum().backward()
+    expected = grads(model)
+    for policy in ("offload", "minimal"):
+        with enable(model, policy=policy) as handle:
+            assert handle._attachment.block_names == ["encoder.0", "encoder.1", "encoder.2"]
+            for _ in range(4):
+                model(x).sum().backward()
+                assert same(grads(model), expected)
+
+
+def test_arguments_may_have_any_name() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, scope: str = "", forward: int = 1, self_: int = 0) -> Tensor:
+            return self.layer(x) * forward
+
+    model = Named()
+    with enable(model):
+        model(torch.randn(2, 4), scope="a", forward=2).sum().backward()
+
+
+def test_a_pickle_made_under_a_handle_needs_no_ebbtide() -> None:
+    tiny = build("block")
+    with enable(tiny.model):
+        tiny.step()
+        written = pickle.dumps(tiny.model)
+    assert b"ebbtide." not in written.replace(b"ebbtide.tests", b"")
+    twin = Tiny(name="twin", model=pickle.loads(written), inputs=tiny.inputs, blocks=tiny.blocks)
+    assert differences(twin.step(), tiny.step()) == []
+
+
+class Padded(nn.Module):
+    """Pads a strided nested tensor, which autograd saves, before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(4, 4), nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(torch.nested.to_padded_tensor(self.embed(x), 0.0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_outside_the_blocks_are_left_alone() -> None:
+    model, x = Padded(), torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)])
+    model(x).sum().backward()
+    expected = grads(model)
+    with enable(model):
+        for _ in range(3):
+            model(x).sum().backward()
+            assert same(grads(model), expected)
+
+
+def test_a_disk_that_would_not_hold_blocks_like_the_first_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    class Pyramid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(nn.Linear(2 ** (10 - n), 2 ** (9 - n)) for n in range(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for stage in self.stages:
+                x = torch.special.i0e(stage(x))
+            return x
+
+    model, free = Pyramid(), 20 * 1024
+    handle = enable(model, target="disk", blocks="stages.*")
+    type_ = type(handle._engine.tier)
+    with handle, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type_, "free_bytes", property(lambda tier: free))
+        model(torch.randn(4, 1024)).sum().backward()
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and "5 more blocks like the first would offload" in said[0]

@@ -165,7 +165,8 @@ def test_the_hooks_of_our_own_checkpoint_are_no_others() -> None:
     with ebbtide.enable_activation_offloading(model, policy=Checkpoints(Action.OFFLOAD), min_bytes=0) as handle:
         for step in range(3):
             assert all(map(same_bits, expected, train(model))), step
-            assert handle.stats().checkpointed_blocks == 3
+            # Of each structure (the second block holds the first) the first that runs is not checkpointed.
+            assert handle.stats().checkpointed_blocks == (3 if step else 2)
 
 
 @needs_slots

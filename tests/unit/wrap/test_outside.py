@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -106,6 +107,84 @@ def test_a_lone_block_or_an_inherited_forward_is_not_checkpointed_either(blocks:
     assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
 
 
+CALLS = 0
+
+
+def _in_a_class(block: Any, x: Tensor) -> None:
+    type(block).held.append(1)
+
+
+def _a_number_of_a_class(block: Any, x: Tensor) -> None:
+    type(block).number += 1
+
+
+def _a_number_of_the_file(block: Any, x: Tensor) -> None:
+    global CALLS  # noqa: PLW0603
+    CALLS += 1
+
+
+def _in_a_list_that_is_built(block: Any, x: Tensor) -> None:
+    [LOSSES.append(block.a.bias.detach().sum()) for _ in range(1)]
+
+
+def _by_a_held_function(block: Any, x: Tensor) -> None:
+    block.held_function()
+
+
+def _by_an_iterator_inside(block: Any, x: Tensor) -> None:
+    block.inside["counter"].send()
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = itertools.count()
+
+    def send(self) -> None:
+        next(self.count)
+
+
+NOTES = (_in_a_class, _a_number_of_a_class, _a_number_of_the_file, _in_a_list_that_is_built, _by_a_held_function)
+
+
+@pytest.mark.parametrize("note", [*NOTES, _by_an_iterator_inside])
+def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[Any, Tensor], None]) -> None:
+    owner = Owner()
+
+    class Notes(Block):
+        held: ClassVar[list[int]] = []
+        number = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held_function = owner.hook
+            self.inside = {"counter": _Counter()} if note is _by_an_iterator_inside else {}
+
+    Notes.note = note  # pyright: ignore[reportAttributeAccessIssue]
+    plain, _ = run(Notes, steps=5)
+    ours, said = run(Notes, steps=5, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
+class Late(Block):
+    """The first blocks of the kind do nothing of what the others do."""
+
+    made = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(Late.made) % 8
+
+    def note(self, x: Tensor) -> None:
+        if self.number >= 5:
+            LOSSES.append(x.square().mean())
+
+
+def test_each_block_of_a_kind_is_looked_at() -> None:
+    plain, _ = run(Late, steps=3, blocks=8)
+    ours, said = run(Late, steps=3, blocks=8, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
 @pytest.mark.parametrize("bind", [lambda owner: owner.hook, lambda owner: functools.partial(Owner.hook, owner)])
 def test_the_owner_of_a_hook_is_looked_at(bind: Callable[[Owner], Any]) -> None:
     block, owner = Block(), Owner()
@@ -154,15 +233,17 @@ def test_a_function_may_read_what_it_saved_twice(retain: bool) -> None:
         assert handle.stats().checkpointed_blocks == 3
 
 
-class Attends(nn.Module):
-    orders: tuple[list[int], ...] = ()
+ATTENDED = SimpleNamespace(run=SimpleNamespace(orders=()))
+"""Too far inside to be found."""
 
+
+class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        Attends.orders += (torch._C._get_sdp_priority_order(),)
+        ATTENDED.run.orders += (torch._C._get_sdp_priority_order(),)
         y = F.scaled_dot_product_attention(x, x, x)
         return hard(self.layer(x + y))
 
@@ -172,12 +253,12 @@ def test_a_second_run_tries_attentions_kernels_in_the_order_of_the_first() -> No
     usual = torch._C._get_sdp_priority_order()
     with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True) as handle:
         for _ in range(4):
-            Attends.orders = ()
+            ATTENDED.run.orders = ()
             with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
                 loss = model(x).sum()
             loss.backward()
-        assert handle.stats().checkpointed_blocks == 2 and len(Attends.orders) == 4
-    assert len(set(map(tuple, Attends.orders))) == 1 and Attends.orders[0] != usual
+        assert handle.stats().checkpointed_blocks == 2 and len(ATTENDED.run.orders) == 4
+    assert len(set(map(tuple, ATTENDED.run.orders))) == 1 and ATTENDED.run.orders[0] != usual
     assert torch._C._get_sdp_priority_order() == usual
 
 

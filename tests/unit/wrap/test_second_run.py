@@ -454,3 +454,79 @@ def test_a_checkpointed_block_counts_what_inputs_of_another_size_save(count: int
 
     assert saved(8, 8, 8, count) == saved(count, count, count, count)
     assert saved(8, 8, 8, count)[0] == 3
+
+
+class Differs(Block):
+    """Blocks of one class, of which only some do what may not be repeated."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.own = torch.Generator() if kind == "generator" else None
+        self.norm = nn.BatchNorm1d(16) if kind == "batch norm" else nn.Identity()
+        self.mixed = kind == "switch"
+        if kind == "buffer":
+            self.register_buffer("tokens", torch.zeros(1))
+        self.lazy = nn.LazyLinear(16) if kind == "lazy" else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.own is not None:
+            x = x + torch.rand(x.shape, generator=self.own) * 0.1
+        if "tokens" in self._buffers:
+            with torch.no_grad():
+                self.tokens.add_(x.shape[0])
+        if self.mixed:
+            SWITCHED.append(float(x.detach().sum()))
+        return super().forward(self.lazy(self.norm(x)))
+
+
+SWITCHED: list[float] = []
+
+
+@pytest.mark.parametrize("kind", ["generator", "batch norm", "buffer", "switch", "lazy"])
+def test_a_block_that_differs_from_the_first_of_its_class_is_watched_first(kind: str) -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(3)
+        blocks = Stack(Differs(), Differs(kind), Differs(kind))
+        model = nn.Sequential(nn.Linear(16, 16), blocks)  # the input of the first block takes a gradient
+        with torch.no_grad():
+            model(rows())  # materialises lazy layers
+        SWITCHED.clear()
+        return sgd(model)
+
+    check(make, squares, policies=("minimal",))
+    counts: list[int] = []
+    for given in ({}, {"policy": "minimal"}):
+        train(make, squares, 3, **given)
+        counts.append(len(SWITCHED))
+    assert counts[0] == counts[1]
+
+
+class Experts(nn.Module):
+    """So many modules that their containers are more than are recorded of what a block reaches besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.down = nn.Linear(16, 160), nn.Linear(16, 16)
+        self.register_buffer("tokens", torch.zeros(160))
+        self.experts = nn.ModuleList(nn.Identity() for _ in range(160))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.tokens += torch.bincount(self.router(x).argmax(-1), minlength=160)
+        return x + self.down(hard(x))
+
+
+def test_a_block_of_very_many_modules_is_watched_as_a_small_one() -> None:
+    check(lambda: blocks(Experts), squares, policies=("minimal",))
+    _, stats = train(lambda: blocks(Experts), squares, 3, policy="minimal")
+    assert stats.checkpointed_blocks == 0
+
+
+class Reaches(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [[number] for number in range(5000)]
+
+
+def test_a_block_that_reaches_too_much_is_not_checkpointed() -> None:
+    check_checkpointed(lambda: blocks(Reaches), squares, 0)
