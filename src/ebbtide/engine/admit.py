@@ -16,13 +16,14 @@ from ebbtide.engine.inputs import Inputs
 from ebbtide.engine.layout import Layout, has_layout, region
 from ebbtide.engine.memo import Memo, memo_of
 from ebbtide.engine.modules import Running
-from ebbtide.engine.narrow import Narrow, narrower
+from ebbtide.engine.narrow import Narrow, narrowed, narrower
 from ebbtide.engine.numerics import current_numerics
 from ebbtide.engine.passes import Block, Pass, RunRecord
 from ebbtide.engine.services import Services
 from ebbtide.engine.sites import OUTSIDE, Known, Sites
 from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Place, Ticket, Version, version_probe
 from ebbtide.engine.timing import StepTimer
+from ebbtide.engine.views import shows
 from ebbtide.engine.weights import Weights
 from ebbtide.engine.wrappers import Outer
 
@@ -138,8 +139,15 @@ class Admission(RunRecord):
         recipe, settled = None, False
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
-            recipe = Expr(lambda w: w.to(base_layout.dtype), (operand,), key=("cast", base_layout.dtype))
-        elif may_recompute and not came_in and node is not None and self.builder is not None and self.recipes:
+            recipe = Expr(lambda w: w.to(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
+        elif (
+            may_recompute
+            and not came_in
+            and node is not None
+            and self.builder is not None
+            and self.recipes
+            and (viewed is None or shows(tensor, node))
+        ):
             settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
             recipe = None if settled else self.builder.recipe(node, base.output_nr)
         if recipe is not None:
@@ -206,7 +214,8 @@ class Admission(RunRecord):
             engine.take_checksum(entry, tensor)
         if action is RECOMPUTE and recipe is not None:
             numerics = current_numerics()
-            if engine.trusts(self.block.name, entry, recipe, base, numerics):
+            # What is recomputed on the way is recomputed under the numerics of this entry.
+            if recipe.under in (None, numerics) and engine.trusts(self.block.name, entry, recipe, base, numerics):
                 entry.action, entry.recipe, entry.numerics = RECOMPUTE, recipe, numerics
                 entry.fingerprint = engine.trust.fingerprint(base, self.compared)
                 return
@@ -243,15 +252,14 @@ class Admission(RunRecord):
             narrow: As ``narrower`` returned it.
         """
         engine, wide = self.engine, base.dtype
-        with torch.no_grad():
-            small = base.detach().to(narrow.dtype)
+        small = narrowed(base, narrow.dtype)
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
         inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
         inner.action = OFFLOAD
         engine.park(self, inner, small, written=True)
         ticket = Ticket(inner, layout, self, version_probe(small, empty), 0)
-        if self.builder is not None:
-            self.builder.note_ticket(narrow.node, narrow.output_nr, ticket)  # keeps the node: its id stays its own
+        if self.builder is not None:  # no operand: it has neither the layout nor the version of what was cast up
+            self.builder.hold(narrow.node)
         action = inner.action  # KEEP where the store refused it
         self.tally.add_narrowed(inner.nbytes, action)
         self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)

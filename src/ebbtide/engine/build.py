@@ -109,10 +109,15 @@ class NodeView:
         variable = getattr(node, "variable", None)
         return tuple(variable.shape if variable is not None else node._input_metadata[output_nr].shape)
 
-    def input(self, index: int) -> Operand | None:
-        """Return the operator's input ``index`` as an operand, by where it came from."""
+    def input(self, index: int, *, loose: bool = False) -> Operand | None:
+        """Return the operator's input ``index`` as an operand, by where it came from.
+
+        Args:
+            index: Which.
+            loose: It may be so: see ``Expr``.
+        """
         functions = self.node.next_functions
-        return self._builder.value(*functions[index]) if index < len(functions) else None
+        return self._builder.value(*functions[index], loose=loose) if index < len(functions) else None
 
     def needs_no_gradient(self, index: int) -> bool:
         """Whether the operator's input ``index`` takes no gradient, so that the graph does not have its origin."""
@@ -163,6 +168,10 @@ class Builder:
         self.records: dict[tuple[int, int], Record] = {}
         self._known: dict[tuple[int, int], Expr | None] = {}
         self._alive: list[Node] = []  # an id is valid only while its node is alive
+
+    def hold(self, node: Node) -> None:
+        """Keep a node alive: an id is valid only so long."""
+        self._alive.append(node)
 
     def note_ticket(self, node: Node, output_nr: int, ticket: Ticket | LightTicket) -> None:
         """Remember the ticket of a value."""
@@ -216,7 +225,7 @@ class Builder:
         self._known[key] = expr
         return expr
 
-    def value(self, node: Node | None, output_nr: int) -> Operand | None:
+    def value(self, node: Node | None, output_nr: int, *, loose: bool = False) -> Operand | None:
         """Return a value as an operand. See [Note: operand sources]."""
         if node is None:
             return None
@@ -230,7 +239,8 @@ class Builder:
         if variable is not None:  # a leaf: a weight, or an activation that somebody else holds and may change
             return self.weight(variable) if self._weights.include(variable) else None
         if key not in self._inputs.values:
-            return self.recipe(node, output_nr)
+            inner = self.recipe(node, output_nr)
+            return None if inner is None or (inner.loose and not loose) else inner
         input_tensor = self._inputs.value(key)
         ticket = None if input_tensor is None else self._saved_input(input_tensor)
         return None if ticket is None else self._usable(ticket)

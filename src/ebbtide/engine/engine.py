@@ -326,7 +326,7 @@ class Engine:
             coverage_percent=None if self.coverage is None else self.coverage.percent,
             checkpointed_blocks=self.last_pass.checkpointed,
             total_stall_seconds=counters.stalls.total_seconds,
-            stalls=self._stalls.by_block,
+            stalls=dict(self._stalls.by_block),
             total_copy_out_bytes=counters.out_bytes,
             total_copy_in_bytes=counters.in_bytes,
             copy_out_bytes_per_second=counters.out_bytes_per_second,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ebbtide.base.errors import ModifiedInPlaceError
 from ebbtide.base.units import format_size
@@ -48,7 +49,7 @@ class Watched:
 
     def __init__(self, tensor: torch.Tensor, version: int | None, compared: Compared) -> None:
         self.tensor, self._version, self.copied = tensor.detach(), version, False
-        region = None if compared is Compared.NOT else _region(tensor)
+        region = None if compared is Compared.NOT else _region(self.tensor)  # a plain tensor
         full = compared is Compared.FULL or (region is not None and region.nbytes <= FULL_BYTES)
         self._fingerprint = None if region is None else Fingerprint(region, full=full)
 
@@ -141,8 +142,8 @@ class WeightGuard:
                 return
             nbytes = 0
             for weight in weights:
-                plain = type(weight) is torch.nn.Parameter or type(weight) is torch.Tensor
-                if plain and weight.layout == torch.strided:  # others have no storage, and watch() lists none of them
+                # Wrappers have no storage of their own, and watch() lists none of them.
+                if weight.layout == torch.strided and not is_traceable_wrapper_subclass(weight):
                     nbytes += self._copy(weight.untyped_storage(), weight)
             if nbytes and not self._logged:
                 self._logged = True

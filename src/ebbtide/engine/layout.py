@@ -26,6 +26,7 @@ class Layout:
         first: First byte that the view can reach in its storage.
         last: The byte after the last.
         dense: The elements lie one after the other in some order of the dimensions, without gaps or overlaps.
+        contiguous: In the order of the dimensions.
     """
 
     dtype: torch.dtype
@@ -36,6 +37,7 @@ class Layout:
     first: int = field(init=False, compare=False)
     last: int = field(init=False, compare=False)
     dense: bool = field(init=False, compare=False)
+    contiguous: bool = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         width = self.dtype.itemsize
@@ -46,6 +48,7 @@ class Layout:
             "first": self.offset * width,
             "last": (self.offset + reach) * width,
             "dense": _dense(self.size, self.stride),
+            "contiguous": _contiguous(self.size, self.stride),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
@@ -76,6 +79,15 @@ def _dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for step, n in sorted((s, n) for n, s in zip(size, stride, strict=True) if n != 1):
         if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _contiguous(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for n, step in zip(reversed(size), reversed(stride), strict=True):
+        if n != 1 and step != expected:
             return False
         expected *= n
     return True

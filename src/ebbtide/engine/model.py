@@ -29,6 +29,7 @@ class ModelWeights:
         self.keys: set[int] = set()  # of the storages of all parameters and buffers
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.since = 0  # number of the first autograd node that this thread makes in this pass
+        self._highest = 0  # number that a thread had reached at the end of a pass
         self._lasting: tuple[list[torch.Tensor], set[int]] | None = None
 
     @property
@@ -48,7 +49,8 @@ class ModelWeights:
         self.keys = storage_keys(weights)
         self._versions, self._steps_before = {}, self._steps()
         self.note_versions(weights)
-        self.since = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+        # Each thread counts for itself, and a new one begins at 0: it must not take an earlier pass for its own.
+        self.since = max(self._highest, torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         self._ask_lasting, self._lasting = lasting, None
 
     def note_versions(self, weights: Iterable[torch.Tensor]) -> None:
@@ -71,6 +73,7 @@ class ModelWeights:
     def end_pass(self) -> None:
         """The forward is over: unsharded weights are views, which hold a graph."""
         self._versions = {}
+        self._highest = max(self._highest, torch.autograd._get_sequence_nr())  # pyright: ignore[reportPrivateImportUsage]
         if self._lasting is not None:
             self._lasting = [], self._lasting[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,16 @@ class Narrow:
     output_nr: int
     dtype: torch.dtype
     nbytes: int
+
+
+def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in the type that it was cast up from, to the bit: a cast would change numbers that are none."""
+    value = base.detach()
+    halves = dtype is torch.bfloat16 and value.dtype is torch.float32 and value.dim() > 0 and value.is_contiguous()
+    if halves and sys.byteorder == "little":
+        return value.view(dtype)[..., 1::2].clone(memory_format=torch.contiguous_format)
+    with torch.no_grad():
+        return value.to(dtype)
 
 
 def narrower(builder: Builder | None, entry: Entry, base: torch.Tensor) -> Narrow | None:

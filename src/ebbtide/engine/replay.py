@@ -15,6 +15,7 @@ from ebbtide.engine.admit import KEEP, OFFLOAD, Admission
 from ebbtide.engine.layout import region
 from ebbtide.engine.memo import Decision, Memo
 from ebbtide.engine.tickets import Entry, Expr, KeptStorage, KeptTicket, Ticket
+from ebbtide.engine.views import shows
 
 
 class Replay(Admission):
@@ -49,6 +50,8 @@ class Replay(Admission):
             return None
         counts[counted] = site.ordinal + 1
         builder = None if came_in or node is None or not self.recipes else self.builder
+        if builder is not None and base is not tensor and not shows(tensor, node):
+            builder = None
         decision, recipe = memo.decision, None
         if decision is not None:
             stands = decision.plan is self._standing

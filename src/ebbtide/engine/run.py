@@ -12,6 +12,7 @@ from ebbtide.engine.modules import Running
 from ebbtide.engine.replay import Replay
 from ebbtide.engine.sites import OUTSIDE
 from ebbtide.engine.tickets import KeptTicket, LightTicket, Ticket
+from ebbtide.engine.views import shows
 from ebbtide.engine.wrappers import Outer, WrapperTicket, pack_wrapper
 
 
@@ -150,6 +151,7 @@ class BlockRun(Replay):
         storage = tensor.untyped_storage()
         nbytes = storage.nbytes()
         if not tensor.numel() or nbytes < engine.options.min_bytes:
+            nbytes = nbytes if tensor.numel() else 0  # a part without elements of something large
             self.tally.add_saved(nbytes)
             if nbytes and self.pass_.first_stays(storage):
                 self.tally.add_small(nbytes)
@@ -192,8 +194,9 @@ class BlockRun(Replay):
             node = torch.autograd.graph.get_gradient_edge(tensor).node  # an input that is a leaf
         if node is not None:
             builder.note_ticket(node, tensor.output_nr, ticket)
-            if tensor._base is not None and isinstance(ticket, (Ticket, KeptTicket)):
-                builder.note_view(tensor._base, ticket)
+            base = tensor._base
+            if base is not None and isinstance(ticket, (Ticket, KeptTicket)) and shows(tensor, base.grad_fn):
+                builder.note_view(base, ticket)
 
     def add_checkpointed(self, unique: int) -> None:
         """Count what a block that is re-run whole does not hold.

@@ -270,6 +270,9 @@ class Ticket:
             raise modified_error(layout.dtype, layout.size, self.probe._version, self.version, site, hint)
 
 
+MIXED: Any = object()
+
+
 class Expr:
     """A function and its operands.
 
@@ -279,11 +282,12 @@ class Expr:
         key: Which function it is; hashable. Part of the structure that a verdict of trust is bound to, so it holds no
             numbers and sizes that change from step to step.
         flops: Multiply-add work in FLOP; 0 for element-wise work.
+        loose: The value may lie in memory in another order than the original: it is none that others are made of.
         dtype: What the value is rounded to, if ``fn`` may compute it in another type: an operator in place rounds to
             the type of what it changes (bfloat16 += float32 stays bfloat16).
     """
 
-    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "operands", "structure")
+    __slots__ = ("depth", "dtype", "flops", "fn", "linear", "loose", "operands", "structure", "under")
 
     def __init__(
         self,
@@ -293,24 +297,31 @@ class Expr:
         key: tuple[Any, ...],
         flops: float = 0.0,
         dtype: torch.dtype | None = None,
+        loose: bool = False,
     ) -> None:
-        self.fn, self.operands, self.dtype = fn, operands, dtype
-        depth, parts, branches, linear = 0, [key], 0, True
+        self.fn, self.operands, self.dtype, self.loose = fn, operands, dtype, loose
+        depth, parts, branches, linear, under = 0, [key], 0, True, None
         for operand in operands:
             if isinstance(operand, Expr):
                 flops += operand.flops
                 deep, part = operand.depth, (operand.structure,)
                 branches += bool(operand.operands)
                 linear = linear and operand.linear
+                at = operand.under
             elif isinstance(operand, Ticket):
                 recipe, layout = operand.entry.recipe, operand.layout
                 deep, part = 0 if recipe is None else recipe.depth, (layout.dtype, len(layout.size))
+                at = None if recipe is None else operand.entry.numerics
             else:
+                at = None
                 deep, part = 0, (operand.tensor.dtype, operand.tensor.ndim, operand.tensor.layout)
+            if at is not None:
+                under = at if under is None or under == at else MIXED
             depth = max(depth, deep)
             parts.append(part)
         self.depth = 1 + depth  # of the longest chain that must be recomputed before the value is there
         self.flops = flops
+        self.under = under  # numerics of what must be recomputed for it: ``MIXED``: of several
         self.linear = linear and branches <= 1  # no expression in it can have two readers
         self.structure = hash(tuple(parts))
 

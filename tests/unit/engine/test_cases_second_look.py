@@ -53,9 +53,11 @@ def wrong(reason: str) -> Callable[[Case], Case]:
     return add
 
 
-def check(program: Case, backward: Backward = all_at_once, *, tiers: tuple[str, ...] = TIERS) -> None:
+def check(
+    program: Case, backward: Backward = all_at_once, *, tiers: tuple[str, ...] = TIERS, leaves: Leaves | None = None
+) -> None:
     """Three steps of a program under every policy over every tier, bit by bit."""
-    leaves = {
+    leaves = leaves or {
         "x": leaf(6, 8),
         "w": leaf(6, 8, parameter=True),
         "m": leaf(8, 8, parameter=True),
@@ -248,6 +250,55 @@ def a_layout_behind_a_zero(v: Leaves, block: Opener, step: int) -> list[Tensor]:
         return [(v["w"].view(1, 3, 4, 4) + image.softmax(1).cumsum(1) * float(step)).sin()]
 
 
+class Reduced(torch.autograd.Function):
+    """Changes its input where no version tells, as a reduction among ranks does, and returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.data.mul_(2)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+@case
+def a_function_that_returns_its_input(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        return [F.silu(Reduced.apply(v["x"] @ (v["m"] * float(step)))).sin()]
+
+
+@case
+def a_function_that_returns_a_view_of_its_input(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        return [F.silu(Reduced.apply((v["x"] @ (v["m"] * float(step))).view(8, 6)).view(6, 8)).sin()]
+
+
+@case
+def a_clone_of_a_transposed_tensor_behind_a_zero(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        total = (v["x"] * v["w"][0]).t().clone().sum(0)
+        return [(v["w"][:, 0] + total * float(step)).sin()]
+
+
+@case
+def what_was_cast_up_lay_otherwise(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        wider = torch.cat([v["x"]] * 24).view(36, 32) * float(step)
+        half = wider.masked_fill(torch.arange(32) % 3 == 0, 0.0)[:, ::2]
+        wide, gate = half.double(), torch.sigmoid(half)
+        return [(wide * wide).sum(1), gate * gate]
+
+
+@case
+def numbers_that_are_none_in_half_precision(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        half = (v["x"].bfloat16() @ v["half"]).masked_fill(torch.arange(8) % 3 == 0, float("nan") if step else 1.0)
+        wide = half.float()
+        return [(wide * wide).nansum(), F.silu(torch.cat([half, v["half"]])).nansum(), wide.nan_to_num()]
+
+
 @pytest.mark.parametrize("program", CASES)
 def test_a_value_that_differs_between_steps_keeps_plain_trainings_bits(program: Case) -> None:
     check(program)
@@ -260,6 +311,47 @@ def test_a_recompute_runs_under_the_numerics_of_its_forward() -> None:
     if torch.equal(rounded, one @ other):
         pytest.skip("matrix products here are the same in every precision")
     check(a_matrix_precision_of_the_forward)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_what_is_recomputed_on_the_way_was_computed_under_other_numerics() -> None:
+    leaves = {"x": leaf(2, 8, 16, 16), "w": leaf(8, 8, 3, 3, parameter=True)}
+
+    def program(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+        with block(v["x"]):
+            with torch.backends.mkldnn.flags(enabled=step == 0):
+                image = F.conv2d(v["x"], v["w"], padding=1)
+                square = image * image
+            gate = F.silu(image + v["x"])
+            return [square, gate, gate * gate]
+
+    check(program, leaves=leaves)
+
+
+class _Doubles(torch.autograd.Function):
+    """Its backward changes what it saved: a copy, as far as it knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * 2 + weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (weight,) = ctx.saved_tensors
+        weight.mul_(2)
+        return gradients[0] * 2, weight * 1
+
+
+def test_a_copy_of_a_weight_in_its_own_type_is_not_the_weight() -> None:
+    def program(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+        with block(v["x"]):
+            return [_Doubles.apply(v["x"], v["w"].to(torch.float32, copy=True)), v["w"].sum()]
+
+    def backward(wanted: Any, fed: Any, leaves: Leaves) -> dict[str, Tensor | None]:
+        return {**all_at_once(wanted, fed, leaves), "value of w": leaves["w"].detach().clone()}
+
+    check(program, backward)
 
 
 def test_two_wrappers_over_one_storage_that_changed_between_them() -> None:

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
+import ebbtide
 from ebbtide.base.errors import RestoreError
 from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import FULL_BYTES, Watched, WeightGuard, _guards
 from ebbtide.engine.model import ModelWeights
 from ebbtide.engine.modules import Record, Running, record_of
+from ebbtide.engine.trust import Trust
 from ebbtide.engine.weights import Weights
 from tests.helpers.engines import REMAKE, forward_pass, leaf, open_engine
 from tests.helpers.torches import needs_slots
@@ -225,3 +227,53 @@ def test_a_scalar_that_no_hook_saw_is_a_number_only_if_it_looks_like_one(scalar:
     x = leaf(3)
     with open_engine(REMAKE) as engine, forward_pass(engine, x) as run:
         assert (run.builder.packed_operand(value) is not None) is (scalar == "a number")
+
+
+class Named(nn.Parameter):
+    """A parameter of a class of its own, as libraries make them to attach attributes."""
+
+
+@pytest.mark.parametrize("policy", ["auto", "minimal"])
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_parameters_of_a_subclass_are_copied_before_an_optimizer_steps(
+    policy: str, accelerator: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A critic that learns before the generator's backward; on an accelerator few recomputes are compared."""
+    begin = Trust.begin_block
+    monkeypatch.setattr(
+        Trust, "begin_block", lambda self, name, kind, **given: begin(self, name, kind, accelerator=accelerator)
+    )
+
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.down(F.silu(self.up(self.norm(x))))
+
+    def trained(**given: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        maker, critic = nn.Linear(16, 16), nn.Sequential(*(Critic() for _ in range(3)))
+        for block in critic:
+            norm: Any = block.norm
+            norm.weight, norm.bias = Named(norm.weight.data), Named(norm.bias.data)
+        steps = [torch.optim.AdamW(one.parameters(), lr=0.01, fused=True) for one in (maker, critic)]
+        handle = ebbtide.enable_activation_offloading(critic, target="disk", min_bytes=0, **given) if given else None
+        found: list[Tensor] = []
+        for number in range(4):
+            torch.manual_seed(number)
+            loss = -critic(maker(torch.randn(8, 16))).mean()
+            if number:
+                steps[1].zero_grad()
+                critic(torch.randn(8, 16)).square().mean().backward()
+                steps[1].step()
+            steps[0].zero_grad()
+            loss.backward()
+            steps[0].step()
+            found += [p.grad.clone() for p in maker.parameters() if p.grad is not None]
+        if handle is not None:
+            handle.close()
+        return found
+
+    assert all(map(torch.equal, trained(), trained(policy=policy)))

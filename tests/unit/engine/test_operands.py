@@ -13,6 +13,7 @@ from torch.nn.utils import prune
 
 import ebbtide
 from ebbtide.base.errors import ModifiedInPlaceError
+from tests.helpers.engines import in_thread
 from tests.helpers.twice import Stack, check, check_refused, only_biases, sgd, step_of, train, two_losses
 
 
@@ -224,7 +225,10 @@ def test_a_parameter_that_forward_changes_after_its_use_from_the_third_step_on()
     check(lambda: sgd(Stack(Decaying(), Decaying(), Decaying()), 0.5), step)
 
 
-def test_a_merged_weight_that_outlives_an_optimizer_step() -> None:
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_merged_weight_that_outlives_an_optimizer_step(threads: bool) -> None:
+    """Each thread numbers its nodes from 0: a new one must not take those of an earlier pass for its own."""
+
     class Merged(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -237,7 +241,15 @@ def test_a_merged_weight_that_outlives_an_optimizer_step() -> None:
             return x + self.down(F.gelu(x @ self.merged))
 
     def step(model: Any, number: int) -> Tensor:
-        loss = squares(model, number)
+        model.optimizer.zero_grad()
+
+        def forward() -> Tensor:
+            torch.manual_seed(number)
+            return model(torch.randn(8, 16)).square().mean()
+
+        loss = in_thread(forward) if threads else forward()
+        loss.backward()
+        model.optimizer.step()
         if number % 2:
             for block in model.blocks:
                 block.merged = None

@@ -7,12 +7,15 @@ import torch.nn.functional as F
 
 from ebbtide.engine.build import NodeView, Rule
 from ebbtide.engine.rules.making import binary, expression, operator, typed, unary, with_number
-from ebbtide.engine.tickets import Expr
+from ebbtide.engine.tickets import Expr, KeptTicket, Ticket
 
 
 def _cast(n: NodeView) -> Expr | None:
     device, dtype = n.device, n.dtype  # they may be the operand's own: copy=True makes another tensor then, too
-    return expression(n, lambda x: x.to(device, dtype, copy=True), [n.input(0)])
+    source, number = n.node.next_functions[0]
+    copies = source is not None and source._input_metadata[number].dtype == dtype and len(n.shape) in (4, 5)
+    # What changes neither type nor device may change the memory format: see ``_clone``.
+    return expression(n, lambda x: x.to(device, dtype, copy=True), [n.input(0)], loose=copies)
 
 
 def _where(n: NodeView) -> Expr | None:
@@ -23,9 +26,12 @@ def _masked_fill(n: NodeView) -> Expr | None:
     return expression(n, lambda x, mask, value: x.masked_fill(mask, value), [n.input(0), n.slot("mask"), n.input(1)])
 
 
-def _contiguous_clone(x: torch.Tensor) -> torch.Tensor:
-    # The node does not tell the memory format; reshape and contiguous make this one, an entry's layout mends others.
-    return x.clone(memory_format=torch.contiguous_format)
+def _clone(n: NodeView) -> Expr | None:
+    """The node does not tell the memory format: an entry's layout mends it, and nothing mends that of another value."""
+    operand = n.input(0)
+    contiguous = isinstance(operand, Ticket) and operand.layout.contiguous
+    contiguous = contiguous or (isinstance(operand, KeptTicket) and operand.tensor.is_contiguous())
+    return expression(n, lambda x: x.clone(memory_format=torch.contiguous_format), [operand], loose=not contiguous)
 
 
 def _clamp_between(n: NodeView) -> Expr | None:
@@ -84,7 +90,7 @@ def arithmetic() -> dict[str, Rule]:
         "ClampBackward1": unary(torch.clamp, min="min", max="max"),
         "ClampMaxBackward0": with_number(torch.clamp_max, "max"),
         "ClampMinBackward0": with_number(torch.clamp_min, "min"),
-        "CloneBackward0": unary(_contiguous_clone),
+        "CloneBackward0": _clone,
         "DivBackward0": binary(torch.div),
         "DivBackward1": with_number(torch.ops.aten.div.Scalar, "other"),
         "LerpBackward0": _lerp,

@@ -12,7 +12,9 @@ from ebbtide.engine.tickets import Expr, Operand
 Fn = Callable[..., torch.Tensor]
 
 
-def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops: float = 0.0) -> Expr | None:
+def expression(
+    n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops: float = 0.0, loose: bool = False
+) -> Expr | None:
     """Return ``fn`` of the operands, or None when one of them cannot be had.
 
     Args:
@@ -20,6 +22,7 @@ def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops
         fn: Called with the operands' values.
         operands: In the order in which ``fn`` takes them.
         flops: Multiply-add work in FLOP.
+        loose: See ``Expr``.
     """
     found: list[Operand] = []
     for operand in operands:
@@ -27,7 +30,7 @@ def expression(n: NodeView, fn: Fn, operands: Sequence[Operand | None], *, flops
             return None
         found.append(operand)
     dtype = n.node._input_metadata[n.output_nr].dtype
-    return Expr(fn, tuple(found), key=(n.node.name(), dtype), flops=flops, dtype=dtype)
+    return Expr(fn, tuple(found), key=(n.node.name(), dtype), flops=flops, dtype=dtype, loose=loose)
 
 
 def unary(fn: Fn, slot: str = "self", **constants: str) -> Rule:

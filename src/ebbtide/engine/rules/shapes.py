@@ -21,6 +21,12 @@ def _to_shape(name: str) -> Rule:
     return rule
 
 
+def _unsafe_view(n: NodeView) -> Expr | None:
+    """``reshape``, which makes a contiguous copy first."""
+    shape = n.shape
+    return expression(n, lambda x: x.view(shape), [n.input(0, loose=True)])
+
+
 def _part(name: str, *constants: str) -> Rule:
     """Rule for an operator with several outputs, all views of its input."""
 
@@ -104,7 +110,7 @@ def views() -> dict[str, Rule]:
         "UnbindBackward0": _part("unbind", "dim"),
         "UnfoldBackward0": method("unfold", "dimension", "size", "step"),
         "UnsafeSplitBackward0": _part("split", "split_size", "dim"),
-        "UnsafeViewBackward0": _to_shape("view"),
+        "UnsafeViewBackward0": _unsafe_view,
         "UnsqueezeBackward0": method("unsqueeze", "dim"),
         "ViewAsComplexBackward0": operator(torch.view_as_complex),
         "ViewAsRealBackward0": operator(torch.view_as_real),
