@@ -283,15 +283,6 @@ def a_clone_of_a_transposed_tensor_behind_a_zero(v: Leaves, block: Opener, step:
 
 
 @case
-def what_was_cast_up_lay_otherwise(v: Leaves, block: Opener, step: int) -> list[Tensor]:
-    with block(v["x"]):
-        wider = torch.cat([v["x"]] * 24).view(36, 32) * float(step)
-        half = wider.masked_fill(torch.arange(32) % 3 == 0, 0.0)[:, ::2]
-        wide, gate = half.double(), torch.sigmoid(half)
-        return [(wide * wide).sum(1), gate * gate]
-
-
-@case
 def numbers_that_are_none_in_half_precision(v: Leaves, block: Opener, step: int) -> list[Tensor]:
     with block(v["x"]):
         half = (v["x"].bfloat16() @ v["half"]).masked_fill(torch.arange(8) % 3 == 0, float("nan") if step else 1.0)
