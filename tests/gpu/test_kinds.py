@@ -225,3 +225,39 @@ def test_compiled_blocks(backend: str) -> None:
     with offloaded(model, "offload") as handle:
         got, moved = train_offloaded(handle, model, "autocast")
         assert all(map(same_bits, plain, got)) and moved > 0
+
+
+class Dropping(nn.Module):
+    """What a device's library keeps to itself would differ in a second run: its random state, or the algorithm."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.linear = layer, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = torch.special.i0e(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "benchmark", "checkpointed"),
+    [
+        (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.1), False, 0),
+        (lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2), False, 3),
+        (lambda: nn.Conv2d(8, 8, 3), True, 0),
+        (lambda: nn.Conv2d(8, 8, 3), False, 3),
+    ],
+    ids=["lstm with dropout", "lstm", "convolution under benchmark", "convolution"],
+)
+def test_blocks_that_a_device_would_compute_otherwise_do_not_run_twice(
+    make: Callable[[], nn.Module], benchmark: bool, checkpointed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
+    device = torch.accelerator.current_accelerator()
+    model = nn.Sequential(*(Dropping(make()) for _ in range(3))).to(device)
+    x = torch.randn(2, 16, WIDTH, device=device, requires_grad=True)
+    with ebbtide.enable_activation_offloading(model, enable_ckpt=True, min_bytes=0) as handle:
+        for _ in range(3):
+            model(x).square().mean().backward()
+        assert handle.stats().checkpointed_blocks == checkpointed

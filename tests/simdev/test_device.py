@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -321,3 +324,11 @@ def test_simulated_time_is_that_of_kernels_copies_and_waits_whatever_the_machine
         after = simulated_seconds()
     passed, busy = (round(1e6 * (b - a)) for a, b in zip(before, after, strict=True))
     assert (passed, busy) == (1200, 300)
+
+
+def test_a_model_over_two_devices_of_one_process_trains_under_every_policy() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.simdev.run", "tests.simdev.two_devices"],
+        env={**os.environ, "SIMDEV_DEVICES": "2"}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0 and ran.stdout.endswith("trained\n"), ran.stderr[-3000:]

@@ -10,7 +10,7 @@ import mmap
 import os
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -86,10 +86,17 @@ class HostMeter:
         return os.times().system
 
 
+class _Recorded(NamedTuple):
+    event: Any
+    device: torch.device | None
+    host_seconds: float
+
+
 class DeviceMeter:
     """Events of the compute stream, and memory allocated by torch.
 
     If events have no time, a timestamp waits for the device and reads the host's clock: slower, and as accurate.
+    Between events of two devices there is no time: of a pass that goes on to another device, the host's clock tells.
 
     Args:
         device: Provides streams and events.
@@ -103,9 +110,10 @@ class DeviceMeter:
         device = torch.accelerator.current_accelerator() if where is None else where
         if device is None:
             raise RuntimeError("a moment of no device")
-        event = self._device.record(self._device.compute_stream(device), timed=True)
+        stream = self._device.compute_stream(device)
+        event = self._device.record(stream, timed=True)
         if self._device.capabilities.timed_events:
-            return event
+            return _Recorded(event, getattr(stream, "device", None), time.perf_counter())
         self._device.synchronize(event)
         return time.perf_counter()
 
@@ -113,12 +121,15 @@ class DeviceMeter:
         """Return the device's time between two timestamps."""
         if not self._device.capabilities.timed_events:
             return end - begin
-        self._device.synchronize(end)
-        return self._device.elapsed_seconds(begin, end)
+        for each in (begin, end):
+            self._device.synchronize(each.event)
+        if begin.device != end.device:
+            return end.host_seconds - begin.host_seconds
+        return self._device.elapsed_seconds(begin.event, end.event)
 
     def reached(self, timestamp: Timestamp) -> bool:
         """Whether the device has reached a timestamp."""
-        return not self._device.capabilities.timed_events or self._device.query(timestamp)
+        return not self._device.capabilities.timed_events or self._device.query(timestamp.event)
 
     def take_peak_bytes(self, where: torch.device | None = None) -> int | None:
         """Return the peak allocation since the last call; resets torch's peak."""

@@ -135,6 +135,8 @@ class Reruns:
             self._refuse(
                 kind, "have a generator or an iterator of their own, which a second forward would advance again"
             )
+        if first and (why := _computed_otherwise(module)) is not None:
+            self._refuse(kind, why)
         if state.too_much:
             self._refuse(kind, "can reach too much for all of it to be restored for a second forward")
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
@@ -196,3 +198,16 @@ class Reruns:
                 why,
                 hint,
             )
+
+
+def _computed_otherwise(module: nn.Module) -> str | None:
+    """Return why an accelerator would compute other values in a second forward, if it is known to."""
+    for part in module.modules():
+        here = next((p.device.type for p in part.parameters(recurse=False)), "cpu")
+        if here == "cpu":
+            continue
+        if isinstance(part, nn.RNNBase) and part.dropout > 0 and part.num_layers > 1:
+            return "hold a recurrent layer with dropout, whose random state the library keeps to itself"
+        if isinstance(part, nn.modules.conv._ConvNd) and torch.backends.cudnn.benchmark:
+            return "hold a convolution, for which cudnn.benchmark=True may choose another algorithm in backward"
+    return None

@@ -89,7 +89,7 @@ class RecipeConfig:
         weight_decay: Weight decay of AdamW.
         max_grad_norm: Gradient clipping norm; 0 is off.
         nan_loss: If the loss is not finite: stop the run, or skip the step.
-        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, bfloat16 on an accelerator.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU and with --bf16 or --fp16, else bfloat16.
         bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
         fp16: The same in float16, with loss scaling; needs an accelerator.
         lora_rank: Rank of the adapters.

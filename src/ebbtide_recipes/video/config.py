@@ -54,7 +54,7 @@ class VideoConfig(RecipeConfig):
         train_type: Train all weights of the transformer (full) or low-rank adapters (lora).
         caption_dropout: Share of the clips trained with the empty caption, for guidance; 0.1 is one in ten.
         timestep_sampling: Density of the trained noise levels.
-        logit_mean: Mean of the density logit_normal.
+        logit_mean: Mean of the density logit_normal; above 0 there is less noise.
         logit_std: Standard deviation of the density logit_normal.
         mode_scale: Scale of the density mode.
         flow_shift: Shift of the noise levels; default: the pipeline scheduler's.

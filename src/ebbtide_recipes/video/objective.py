@@ -25,7 +25,7 @@ class Draws:
 
     Attributes:
         scheme: ``uniform``, ``logit_normal`` or ``mode``: the density of the noise levels.
-        logit_mean: Of the logit-normal density.
+        logit_mean: Of the logit-normal density; above 0 there is less noise, as in diffusers' scripts.
         logit_std: Of the logit-normal density.
         mode_scale: Of the density ``mode``.
         shift: Moves noise levels up: ``shift * s / (1 + (shift - 1) * s)``; 1 leaves them.
@@ -46,7 +46,8 @@ class Draws:
         drawn = compute_density_for_timestep_sampling(
             self.scheme, count, self.logit_mean, self.logit_std, self.mode_scale, device=device
         )
-        return self.shift * drawn / (1 + (self.shift - 1) * drawn)
+        levels = 1.0 - drawn  # diffusers draws places in the scheduler's timesteps, which descend
+        return self.shift * levels / (1 + (self.shift - 1) * levels)
 
 
 class Denoiser(nn.Module):

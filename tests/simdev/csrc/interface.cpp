@@ -26,6 +26,7 @@ struct Event {
   std::mutex mutex;
   MarkPtr mark;
   bool timed = false;
+  c10::DeviceIndex device = -1;
 };
 
 MarkPtr mark_of(void* event) {
@@ -68,6 +69,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto mark = simdev::record(stream);
     std::lock_guard<std::mutex> lock(found->mutex);
     found->mark = mark;
+    found->device = stream.device_index();
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
@@ -93,6 +95,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(
         static_cast<Event*>(first)->timed && static_cast<Event*>(second)->timed,
         "Both events must be created with argument 'enable_timing=True'.");
+    TORCH_CHECK(static_cast<Event*>(first)->device == static_cast<Event*>(second)->device,
+                "simdev: invalid resource handle: the events are of two devices");
     auto a = mark_of(first), b = mark_of(second);
     TORCH_CHECK(a && b && query(a) && query(b), "simdev: an event has not happened yet");
     return static_cast<double>(b->nanoseconds - a->nanoseconds) / 1e6;

@@ -12,6 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.language import adapters, models, smollm2
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.skeleton.precision import dtype_name
 
 
 @pytest.fixture
@@ -248,3 +249,15 @@ def test_adapters_are_those_asked_for() -> None:
     made = adapters.chosen(SftConfig(train_type="lora", target_modules=("q_proj", "v_proj"), lora_rank=4), outline())
     assert (made.r, made.target_modules) == (4, {"q_proj", "v_proj"})
     assert adapters.chosen(SftConfig(train_type="lora"), outline()).target_modules == "all-linear"
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "mixed", "dtype"),
+    [(True, False, "bfloat16"), (True, True, "float32"), (False, False, "float32"), (False, True, "float32")],
+)
+def test_mixed_precision_keeps_weights_in_float32(
+    accelerator: bool, mixed: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerator)
+    assert dtype_name("auto", mixed=mixed) == dtype
+    assert dtype_name("bfloat16", mixed=mixed) == "bfloat16"

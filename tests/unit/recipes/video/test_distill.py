@@ -119,3 +119,16 @@ def test_the_teacher_stays_in_evaluation() -> None:
     assert module.transformer.training and module.critic.training and not module.teacher.training
     assert not any(p.requires_grad for p in module.teacher.parameters())
     assert [len(group) for group in module.groups()] == [len(list(module.critic.parameters()))] * 2
+
+
+@pytest.mark.parametrize("mean", [-1.0, 0.0, 1.0])
+def test_a_logit_mean_above_0_is_less_noise_as_in_diffusers(mean: float) -> None:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.training_utils import compute_density_for_timestep_sampling
+
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    torch.manual_seed(0)
+    places = compute_density_for_timestep_sampling("logit_normal", 4000, mean, 1.0)
+    theirs = scheduler.timesteps[(places * 1000).long()] / 1000
+    ours = Draws(logit_mean=mean, shift=3.0).sigmas(4000, torch.device("cpu"))
+    assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=0.02)
