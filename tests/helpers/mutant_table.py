@@ -14,6 +14,7 @@ PRICES = (
 
 SECOND_RUN = ("tests/unit/wrap/test_second_run.py",)
 STATE = ("tests/unit/wrap/test_state.py",)
+SECOND_LOOK = ("tests/unit/engine/test_cases_second_look.py",)
 
 MUTANTS = (
     Mutant(
@@ -488,8 +489,8 @@ MUTANTS = (
     Mutant(
         "second run: what it computes is not compared",
         "ebbtide/wrap/checkpointed.py",
-        "if fingerprint is None or (type(fingerprint) is bytes and host_sample(tensor) == fingerprint):",
-        "if True:",
+        "        if fingerprint is None:\n            return tensor\n",
+        "        if True:\n            return tensor\n",
         SECOND_RUN,
     ),
     Mutant(
@@ -600,9 +601,65 @@ MUTANTS = (
     Mutant(
         "second run: parameters that a forward changes are not seen",
         "ebbtide/wrap/rerun.py",
-        "if not all(watched.same for watched in before):",
+        "if [t._version for t in own] != versions or not all(watched.same for watched in before):",
         "if False:",
         SECOND_RUN,
+    ),
+    Mutant(
+        "second run: a block that differs from the first of its class is not watched first",
+        "ebbtide/wrap/collectives.py",
+        "return structure in self._seen or (structure in self._watched and not _groups())",
+        "return structure in self._seen or not _groups()",
+        SECOND_RUN,
+    ),
+    Mutant(
+        "second run: what can reach too much is restored in part",
+        "ebbtide/wrap/rerun.py",
+        "        if state.too_much:\n",
+        "        if False:\n",
+        SECOND_RUN,
+    ),
+    Mutant(
+        "second run: only the first blocks of a kind are looked at from outside",
+        "ebbtide/wrap/rerun.py",
+        "Outside(module) if first or self._looks",
+        "Outside(module) if self._looks",
+        ("tests/unit/wrap/test_outside.py",),
+    ),
+    Mutant(
+        "recipes: a function that returns its input has the recipe of its input",
+        "ebbtide/engine/views.py",
+        "if isinstance(view, FunctionCtx) or not view.name()[-1:].isdigit():",
+        "if False:",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "recipes: a copy of a weight in its own type is the weight",
+        "ebbtide/engine/admit.py",
+        "w.to(base_layout.dtype, copy=True)",
+        "w.to(base_layout.dtype)",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "recipes: operands are recomputed under the numerics of their reader",
+        "ebbtide/engine/admit.py",
+        "if recipe.under in (None, numerics) and ",
+        "if ",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "recipes: others are made of a clone whose layout is not known",
+        "ebbtide/engine/rules/elements.py",
+        "loose=not contiguous",
+        "loose=False",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "recipes: a new thread takes an earlier pass for its own",
+        "ebbtide/engine/model.py",
+        "self.since = max(self._highest, ",
+        "self.since = max(0, ",
+        ("tests/unit/engine/test_operands.py",),
     ),
     Mutant(
         "second run: numerics are those of now",
