@@ -124,6 +124,7 @@ class Admission(RunRecord):
         nbytes = storage.nbytes()
         covered = base_layout.covers(nbytes) and base._version == 0 and base.untyped_storage() is storage
         node = base.grad_fn
+        shown = node if node is not None and (viewed is None or shows(tensor, node)) else None
         made_by = "leaf" if node is None else node.name()
         came_in = id(storage) in self._inputs.storages
         is_input = came_in or (made_by == CAST and self._inputs.casts(base))
@@ -140,16 +141,9 @@ class Admission(RunRecord):
         if weight is not None and self.builder is not None:
             operand = self.builder.watched(weight, weight._version)
             recipe = Expr(lambda w: w.to(base_layout.dtype, copy=True), (operand,), key=("cast", base_layout.dtype))
-        elif (
-            may_recompute
-            and not came_in
-            and node is not None
-            and self.builder is not None
-            and self.recipes
-            and (viewed is None or shows(tensor, node))
-        ):
+        elif may_recompute and not came_in and shown is not None and self.builder is not None and self.recipes:
             settled = self._needs_recipe is not None and not self._needs_recipe(candidate)
-            recipe = None if settled else self.builder.recipe(node, base.output_nr)
+            recipe = None if settled else self.builder.recipe(shown, base.output_nr)
         if recipe is not None:
             candidate = self._sites.candidate(
                 site, nbytes, block_input=is_input, kept_bytes=kept_bytes, flops=recipe.flops

@@ -215,8 +215,8 @@ def _wanted(columns: Mapping[str, Any], count: int) -> list[Any]:
     answers = next((columns[name] for name in ANSWERS if name in columns), [None] * count)
     judged = columns.get("reward_model") or [None] * count
     return [
-        told["ground_truth"] if isinstance(told, Mapping) and "ground_truth" in told else answer
-        for told, answer in zip(judged, answers, strict=True)
+        truth["ground_truth"] if isinstance(truth, Mapping) and "ground_truth" in truth else answer
+        for truth, answer in zip(judged, answers, strict=True)
     ]
 
 
