@@ -745,8 +745,8 @@ MUTANTS = (
     Mutant(
         "state: arrays are not looked at, and count as unchanged",
         "ebbtide/wrap/state.py",
-        "self.complete = len(self._held) < MOST and not arrays",
-        "self.complete = len(self._held) < MOST",
+        "self.complete = not self.too_much and not arrays",
+        "self.complete = not self.too_much",
         STATE,
     ),
     Mutant(

@@ -177,3 +177,13 @@ def test_copies_that_are_asked_for_together_share_their_events() -> None:
             events[window] = (count("events_timed") + count("events_untimed") - before) / handle.stats().packs
     print(events)
     assert events["64MiB"] < events["1B"] / 3, events
+
+
+def test_a_link_that_no_step_has_used_is_measured_before_a_plan_needs_its_rate() -> None:
+    with configured(copy_bytes_per_s=10**9, copy_delay_us=0):
+        with ebbtide.enable_activation_offloading(_model(width=64, depth=3), policy="auto", min_bytes=0) as handle:
+            plan: Any = handle._engine.plan
+            rates = plan._rates()
+        for found in (rates.out_bytes_per_second, rates.in_bytes_per_second):
+            assert found != pytest.approx(1e9, rel=1e-6), "no time, and no bytes"
+            assert 2.5e8 < found < 2e9

@@ -339,6 +339,7 @@ class MeasuredPlan:
         counters = self._tier.counters
         if not (counters.out_bytes_per_second and counters.in_bytes_per_second):
             self._probe()
+            counters = self._tier.counters  # with the times of copies that have ended since
         return Rates(
             out_bytes_per_second=max(counters.timed_out_bytes, 1) / max(counters.out_seconds, 1e-9),
             in_bytes_per_second=max(counters.timed_in_bytes, 1) / max(counters.in_seconds, 1e-9),
@@ -353,3 +354,5 @@ class MeasuredPlan:
         slot.wait_parked()
         slot.take()
         slot.free()
+        if source.device.type != "cpu":
+            torch.accelerator.synchronize()  # a copy has its time when it has ended

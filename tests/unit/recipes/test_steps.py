@@ -50,6 +50,7 @@ def test_an_epoch_of_a_resumed_run_has_its_own_order(monkeypatch: pytest.MonkeyP
 def test_every_prompt_is_sampled(prompts: int | None, samples: int, count: int) -> None:
     class Four:
         items = [{"caption": f"c{i}"} for i in range(4)]
+        rate = None
 
         def __len__(self) -> int:
             return 4
