@@ -3,8 +3,8 @@
 [Note: collectives seen] Megatron's tensor parallelism, expert parallelism and all-to-all sequence parallelism call
 collectives in a block's forward that neither wrappers nor parameters reveal. But every process group counts its
 collectives, so a forward that raised the count has used the group. All ranks of a group call the same collectives in
-the same order, so all of them make the same observation in the same block. Blocks of the same structure are assumed to
-use the same groups; the first of them is never checkpointed.
+the same order, so all of them make the same observation in the same block. Blocks whose modules have the same classes
+are assumed to use the same groups; the first of them is never checkpointed.
 
 Not detected: NCCL's point-to-point messages, and kernels that read other ranks' memory without a process group.
 """
@@ -28,34 +28,40 @@ class Collectives:
     """The groups with which blocks were seen to call collectives. See [Note: collectives seen]."""
 
     def __init__(self) -> None:
-        self._structures: dict[str, Hashable] = {}  # by block
+        self._structures: dict[str, tuple[Hashable, Hashable]] = {}  # block → classes of its modules, structure
         self._watched: set[Hashable] = set()  # structures of which a block has run
-        self._seen: dict[Hashable, set[Ranks]] = {}  # structure → groups
+        self._seen: dict[Hashable, set[Ranks]] = {}  # classes → groups
 
     def known(self, block: Block, module: nn.Module) -> bool:
-        """Whether a block of this structure was observed, with the other ranks if there are any."""
-        structure = self._structure(block, module)
-        return structure in self._seen or (structure in self._watched and not _groups())
+        """Whether a block like this was observed, with the other ranks if there are any.
+
+        Blocks that need other ranks are alike if their classes are: switches may depend on the rank.
+        """
+        classes, structure = self._structure(block, module)
+        if classes not in self._seen and _groups():
+            return False
+        return bool(self._seen.get(classes)) or structure in self._watched
 
     def groups(self, block: Block, module: nn.Module) -> list[Ranks]:
-        """Return the groups that blocks of this structure were seen to use."""
-        return sorted(self._seen.get(self._structure(block, module), ()))
+        """Return the groups that blocks of these classes were seen to use."""
+        return sorted(self._seen.get(self._structure(block, module)[0], ()))
 
     @contextlib.contextmanager
     def look(self, block: Block, module: nn.Module) -> Generator[None]:
         """Observe which groups a block's forward uses."""
         before = _counts()
-        self._watched.add(self._structure(block, module))
+        classes, structure = self._structure(block, module)
+        self._watched.add(structure)
         try:
             yield
         finally:
             if before:
-                seen = self._seen.setdefault(self._structure(block, module), set())
+                seen = self._seen.setdefault(classes, set())
                 seen.update(_ranks(group) for group, count in _counts().items() if count != before.get(group, count))
 
-    def _structure(self, block: Block, module: nn.Module) -> Hashable:
+    def _structure(self, block: Block, module: nn.Module) -> tuple[Hashable, Hashable]:
         if block.name not in self._structures:
-            self._structures[block.name] = _structure(module)
+            self._structures[block.name] = tuple(map(type, module.modules())), _structure(module)
         return self._structures[block.name]
 
 

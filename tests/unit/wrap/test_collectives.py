@@ -1,0 +1,41 @@
+"""Which blocks are taken to be alike, with other ranks and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ebbtide.engine import Block
+from ebbtide.wrap import collectives as module
+from ebbtide.wrap.collectives import Collectives
+
+
+class Layer(nn.Module):
+    def __init__(self, *, gated: bool = False, number: int = 0) -> None:
+        super().__init__()
+        self.linear, self.gated, self.number = nn.Linear(2, 2), gated, number
+
+
+def block(name: str) -> Block:
+    return Block(name=name, kind="Layer", index=0, count=3, weights=tuple)
+
+
+@pytest.mark.parametrize(("ranks", "calls", "known"), [(False, 0, False), (True, 0, False), (True, 1, True)])
+def test_a_switch_tells_blocks_apart_unless_they_need_other_ranks(
+    ranks: bool, calls: int, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch may depend on the rank: ranks that decide differently would wait for each other."""
+    group: Any = object()
+    count = [0]
+    monkeypatch.setattr(module, "_groups", lambda: [group] if ranks else [])
+    monkeypatch.setattr(module, "_counts", lambda: {group: [count[0]]} if ranks else {})
+    monkeypatch.setattr(module, "_ranks", lambda group: (0, 1))
+    seen, first, alike, other = Collectives(), Layer(), Layer(number=1), Layer(gated=True)
+    assert not seen.known(block("0"), first)
+    with seen.look(block("0"), first):
+        count[0] += calls
+    assert seen.known(block("0"), first) and seen.known(block("1"), alike)
+    assert seen.known(block("2"), other) is known
+    assert seen.groups(block("2"), other) == ([(0, 1)] if calls else [])
