@@ -137,14 +137,10 @@ def _sample(tensor: torch.Tensor, *, flat: bool) -> bytes | torch.Tensor:
 
     Args:
         tensor: The tensor.
-        flat: Take every n-th element in the order of the elements, as from contiguous memory; else a grid.
+        flat: On a device, take every n-th element in the order of the elements, as from contiguous memory; else a grid.
     """
     if tensor.device.type != "cpu":
         return _on_device(tensor.detach(), flat=flat).clone()
-    if flat and tensor.is_contiguous():
-        return _read(tensor)
-    if flat:
-        return _read(tensor.detach().contiguous())
     return _read(tensor.detach()[_steps(tensor)].contiguous(), all_of_it=True)
 
 

@@ -90,7 +90,6 @@ class Attachment:
                 refuse_compiled_around(model, paths[module])
         refuse_compiled(blocks)
         self.engine, self.enabled = engine, True
-        self._open = True
         self._model, self._blocks = model, blocks
         self._tree, self._moves = Tree(model), (0, False)  # version of the tree → whether weights move
         self._looked: tuple[int, bool, weakref.ref[nn.Module] | None] | None = None  # last search for groups
@@ -122,7 +121,7 @@ class Attachment:
 
     def remove(self) -> None:
         """Remove all hooks. May be called repeatedly."""
-        self._open = self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
+        self.enabled = False  # for a replaced forward that stays because somebody has wrapped it since
         while self._undo:
             self._undo.pop()()
 
@@ -153,7 +152,7 @@ class Attachment:
             self._depth -= 1
             self.engine.end_pass()
             better = None if self._watch is None else self._watch.pass_ends(self._blocks)
-            if better is not None and self._open:
+            if better is not None and self._undo:  # not closed meanwhile
                 self._install(better)
 
     def _own_call(self, scope: Scope, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

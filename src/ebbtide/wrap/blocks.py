@@ -79,15 +79,15 @@ def blocks_of(model: nn.Module, found: Found) -> list[tuple[nn.Module, Block]]:
     """
     blocks: list[tuple[nn.Module, Block]] = []
     indices: Counter[str] = Counter()
-    inner_of = {name: under_fsdp1(module) for name, module in found}
-    first = {id(inner): name for name, inner in reversed(inner_of.items())}
-    for name in [name for name, inner in inner_of.items() if first[id(inner)] == name]:
-        inner = inner_of[name]
+    names: dict[nn.Module, str] = {}
+    for name, module in found:
+        names.setdefault(under_fsdp1(module), name)  # one in two places is one block
+    for inner, name in names.items():
         _refuse_offloaded(name, inner)
         stack = name.rpartition(".")[0]
         own = _own_name(model, name)
         block = Block(
-            name=own, kind=_kind(inner), index=indices[stack], count=len(first), weights=partial(weights_of, inner)
+            name=own, kind=_kind(inner), index=indices[stack], count=len(names), weights=partial(weights_of, inner)
         )
         indices[stack] += 1
         blocks.append((inner, block))

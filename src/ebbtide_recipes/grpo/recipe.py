@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.skeleton import launch
+from ebbtide_recipes.skeleton.precision import dtype_name
 from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -110,10 +111,7 @@ RECIPE = Grpo()
 
 def _warn_of_lost_steps(config: GrpoConfig) -> None:
     """Say what becomes of small steps on weights in bfloat16, which have eight bits."""
-    from ebbtide_recipes.skeleton.precision import dtype_name
-
-    dtype = dtype_name(config.torch_dtype, mixed=config.bf16 or config.fp16)
-    if config.train_type == "full" and dtype == "bfloat16" and config.peak_learning_rate < 1e-4:
+    if config.train_type == "full" and dtype_name(config) == "bfloat16" and config.peak_learning_rate < 1e-4:
         LOGGER.warning(
             "weights and steps are bfloat16: at a learning rate of %g most steps round to nothing; "
             "hint: --bf16 true keeps weights in float32 and computes in bfloat16",

@@ -235,8 +235,7 @@ def load_empty(config: LanguageConfig, source: ModelSource) -> tuple[PreTrainedM
 
 def _from_pretrained(config: LanguageConfig, source: ModelSource) -> PreTrainedModel:
     """Return transformers' model without the parts that are not trained."""
-    dtype = dtype_name(config.torch_dtype, mixed=config.bf16 or config.fp16)
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": config.attn_impl}
+    options: dict[str, Any] = {"dtype": dtype_name(config), "attn_implementation": config.attn_impl}
     if config.train_type == "qlora":
         from ebbtide_recipes.language.adapters import four_bits
 

@@ -63,7 +63,7 @@ def _module(path: Path) -> Any:
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
         if not isinstance(error, Exception):
             raise
         raise ConfigError(
@@ -72,7 +72,7 @@ def _module(path: Path) -> Any:
             hint=f"`python {path}` shows where it fails",
         ) from error
     finally:
-        sys.path.remove(folder)
-        if folder not in sys.path:
-            sys.path.append(folder)
+        if folder in sys.path:
+            sys.path.remove(folder)
+        sys.path.append(folder)
     return module

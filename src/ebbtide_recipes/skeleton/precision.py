@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def dtype_name(choice: str, *, mixed: bool) -> str:
-    """Return the type of loaded weights.
+if TYPE_CHECKING:
+    from ebbtide_recipes.skeleton.config import RecipeConfig
 
-    Args:
-        choice: ``auto`` is float32 on a CPU and in mixed precision, else bfloat16.
-        mixed: Arithmetic in bfloat16 or float16 on weights of another type: ``--bf16``, ``--fp16``.
-    """
+
+def dtype_name(config: RecipeConfig) -> str:
+    """Return the type of loaded weights: ``auto`` is float32 on a CPU and in mixed precision, else bfloat16."""
     import torch
 
-    if choice != "auto":
-        return choice
+    if config.torch_dtype != "auto":
+        return config.torch_dtype
+    mixed = config.bf16 or config.fp16
     return "bfloat16" if torch.accelerator.is_available() and not mixed else "float32"

@@ -269,7 +269,7 @@ def _record(recipe: Recipe[ConfigT], config: ConfigT, folder: Path) -> AbstractC
 
     if not launch.is_main():
         return nullcontext()
-    dtype = dtype_name(config.torch_dtype, mixed=config.bf16 or config.fp16)
+    dtype = dtype_name(config)
     fields = {"model": config.model, "mode": config.mode, "recipe": recipe.name, "dtype": dtype}
     return RunFile(folder, overwrite=config.overwrite_output_dir, config=dataclasses.asdict(config), **fields)
 

@@ -95,7 +95,7 @@ def _dtype(config: VideoConfig) -> torch.dtype:
 
     from ebbtide_recipes.skeleton.precision import dtype_name
 
-    return getattr(torch, dtype_name(config.torch_dtype, mixed=config.bf16 or config.fp16))
+    return getattr(torch, dtype_name(config))
 
 
 def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:

@@ -259,5 +259,6 @@ def test_mixed_precision_keeps_weights_in_float32(
     accelerator: bool, mixed: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: accelerator)
-    assert dtype_name("auto", mixed=mixed) == dtype
-    assert dtype_name("bfloat16", mixed=mixed) == "bfloat16"
+    config: dict[str, Any] = {"model": "m", "dataset": ("d",), "output_dir": "o", "bf16": mixed}
+    assert dtype_name(SftConfig(**config)) == dtype
+    assert dtype_name(SftConfig(**config, torch_dtype="bfloat16")) == "bfloat16"
