@@ -42,9 +42,10 @@ class Narrow:
 def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor in the type that it was cast up from, to the bit: a cast would change numbers that are none."""
     value = base.detach()
-    halves = dtype is torch.bfloat16 and value.dtype is torch.float32 and value.dim() > 0 and value.is_contiguous()
+    halves = dtype is torch.bfloat16 and value.dtype is torch.float32 and value.is_contiguous()
     if halves and sys.byteorder == "little":
-        return value.view(dtype)[..., 1::2].clone(memory_format=torch.contiguous_format)
+        in_a_row = value.as_strided((value.numel(),), (1,))  # a dimension of one element may have any stride
+        return in_a_row.view(dtype)[1::2].clone(memory_format=torch.contiguous_format).view(value.shape)
     with torch.no_grad():
         return value.to(dtype)
 

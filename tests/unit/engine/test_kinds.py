@@ -107,6 +107,13 @@ def narrow_types(v: Leaves) -> list[Tensor]:
     return [wide * wide, again * again, half * half, F.silu(wide) * half]
 
 
+def narrow_columns(v: Leaves) -> list[Tensor]:
+    """One element a row, and not next to one another in the shape's last dimension: contiguous all the same."""
+    half = v["x"].to(torch.bfloat16)
+    wide = half.reshape(-1, 1).float(), half.reshape(1, -1).movedim(0, -1).float(), half.sum().float(), half[:0].float()
+    return [x * x for x in wide]
+
+
 def low_precision(v: Leaves) -> list[Tensor]:
     eighth = v["x"].to(torch.float8_e4m3fn)
     return [eighth.to(torch.float32) * v["x"]]
@@ -128,7 +135,7 @@ KINDS: dict[str, Callable[[Leaves], list[Tensor]]] = {
     for f in (
         complex_numbers, negative_views, booleans_and_integers, nothing_and_scalars, sparse_coo, sparse_csr,
         with_its_transpose, with_its_first_rows, with_an_offset, stride_zero, overlapping, queries_keys_values,
-        odd_offsets, narrow_types, low_precision, channels_last, types_over_one_storage,
+        odd_offsets, narrow_types, narrow_columns, low_precision, channels_last, types_over_one_storage,
     )
 }  # fmt: skip
 
