@@ -96,5 +96,7 @@ class ModelWeights:
     def _known(self) -> tuple[list[torch.Tensor], set[int]]:
         if self._lasting is None:
             weights = list(self._ask_lasting())
+            # FSDP1 makes views of a parameter after the pass began; they are what it was then if it did not change.
+            self.note_versions(w for w in weights if w._base is not None and self.version(w._base) is not None)
             self._lasting = weights, storage_keys(weights)
         return self._lasting
