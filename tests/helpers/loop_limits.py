@@ -84,7 +84,7 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit(
         name="what nobody saved is changed without a trace in forward, later than in the step of the comparison",
-        features=frozenset({"part:clamped", "part:decay"}),
+        features=frozenset({"part:clamped", "part:decay", "part:data_write", "part:codebook:2"}),
         applies=lambda program, setting: setting.recomputes,
         errors=frozenset({"RestoreError"}),
         example=Program(parts=(Part(kind="clamped", step=2),), steps=4),

@@ -201,7 +201,7 @@ class Setting(Short):
     @property
     def checkpoints(self) -> bool:
         """Whether it may re-run a block."""
-        return self.policy in ("auto", "minimal", "ckpt", "checkpoint")
+        return self.policy in ("auto", "auto_relaxed", "minimal", "ckpt", "checkpoint")
 
 
 @st.composite
