@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -23,6 +25,7 @@ _COUNTS: Mapping[str, str] = {
     "hsdp_replicate_dim": "leave it out, or 1 for one copy",
 }
 _POSITIVE = ("frame_rate", "logit_std", "flow_shift", "critic_learning_rate", "embedded_guidance")
+_LARGEST_MODE_SCALE = 2 / (math.pi - 2)
 _FIXED: Mapping[str, str] = {
     "eval_dataset": "use samples instead: --samples, --sample_steps, --sample_prompts",
     "memory_efficient_init": "each process loads the transformer whole before it is sharded",
@@ -58,7 +61,7 @@ class VideoConfig(RecipeConfig):
         logit_std: Standard deviation of the density logit_normal.
         mode_scale: Scale of the density mode.
         flow_shift: Shift of the noise levels; default: the pipeline scheduler's.
-        embedded_guidance: Guidance scale given to transformers that embed it (HunyuanVideo).
+        embedded_guidance: Guidance scale given to transformers that embed it (HunyuanVideo); default: 6.
         ema_decay: Decay of a moving average of the trained weights, such as 0.999.
         samples: Clips to sample before training, every --sample_steps and at the end, unless --sample_prompts names
             them; 0: none.
@@ -101,7 +104,7 @@ class VideoConfig(RecipeConfig):
     logit_std: float = 1.0
     mode_scale: float = 1.29
     flow_shift: float | None = None
-    embedded_guidance: float = 6.0
+    embedded_guidance: float | None = None
     ema_decay: float | None = None
     samples: int = 2
     sample_steps: int | None = None
@@ -144,6 +147,8 @@ class VideoConfig(RecipeConfig):
             idle += ("logit_mean", "logit_std")
         if self.timestep_sampling != "mode":
             idle += ("mode_scale",)
+        if self.distill:  # samples are made in the student's own steps
+            idle += ("sampler_steps", "guidance_scale")
         if not self.samples:
             idle += ("sample_steps", "sample_prompts", "sampler_steps", "guidance_scale")
         return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
@@ -180,6 +185,12 @@ def _check(config: VideoConfig) -> None:
         raise ConfigError(
             f"caption_dropout is {config.caption_dropout!r}", expected="a share from 0 to 1", hint="0.1 is usual"
         )
+    if not -1 <= config.mode_scale <= _LARGEST_MODE_SCALE:
+        raise ConfigError(
+            f"mode_scale is {config.mode_scale!r}",
+            expected=f"a number from -1 to {_LARGEST_MODE_SCALE:.2f}: others leave the noise levels 0 to 1",
+            hint="1.29 is usual",
+        )
     if config.ema_decay is not None and not 0 <= config.ema_decay < 1:
         raise ConfigError(
             f"ema_decay is {config.ema_decay!r}", expected="a share from 0 to below 1", hint="0.999 is usual"
@@ -205,6 +216,13 @@ def _check_distillation(config: VideoConfig) -> None:
         raise ConfigError(
             f"student_timesteps is {config.student_timesteps!r}",
             expected="numbers from 1 to 1000 with commas between them",
+            hint="1000,757,522 are three steps of the student",
+        )
+    steps = config.student_steps
+    if steps[0] != 1000 or any(one <= other for one, other in itertools.pairwise(steps)):
+        raise ConfigError(
+            f"student_timesteps is {config.student_timesteps!r}",
+            expected="1000 first, where there is only noise, and each step below the one before",
             hint="1000,757,522 are three steps of the student",
         )
     if config.backwards not in (1, 2):

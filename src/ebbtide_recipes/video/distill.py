@@ -56,7 +56,7 @@ class Distillation(Denoiser):
         super().__init__(transformer, family, condition, draws, scheduler, empty=empty)
         self.teacher = teacher.requires_grad_(False).eval()
         self.critic = critic
-        self._student_steps = torch.tensor(student_steps, dtype=torch.float32)
+        self.student_steps = tuple(student_steps)
         self.student_learns = True
         """Whether the coming forward returns the student's loss; the trainer says so before each step."""
 
@@ -87,7 +87,7 @@ class Distillation(Denoiser):
 
     def _made(self, latents: torch.Tensor, text: Text) -> torch.Tensor:
         """Return the student's output for noisy data at one of its timesteps."""
-        steps = self._student_steps.to(latents.device)
+        steps = torch.tensor(self.student_steps, dtype=torch.float32, device=latents.device)
         sigmas = steps[torch.randint(0, len(steps), (len(latents),), device=latents.device)] / STEPS
         noisy = mix(latents, torch.randn_like(latents), sigmas)
         return _clean(noisy, self.predict(self.transformer, noisy, sigmas * STEPS, text), sigmas)

@@ -20,6 +20,10 @@ Text = dict[str, torch.Tensor]
 Config = Mapping[str, Any]
 
 
+GUIDANCE = 6.0
+"""Guidance scale given to transformers that embed it, unless the user gives one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Condition:
     """The inputs of a prediction besides latents, timestep and text.
@@ -31,7 +35,7 @@ class Condition:
     """
 
     frame_rate: float = 16.0
-    guidance: float = 6.0
+    guidance: float = GUIDANCE
     ratios: tuple[int, int] = (4, 8)
 
 
@@ -83,6 +87,10 @@ class Family:
             return int(transformer.get("patch_size_t") or 1), size
         return int(size[0]), int(size[1])
 
+    def embeds_guidance(self, transformer: Config) -> bool:
+        """Whether a transformer takes a guidance scale as an input."""
+        return False
+
     def check(self, transformer: Config, index: Config) -> None:
         """Reject transformers of the family that this recipe cannot train.
 
@@ -127,7 +135,15 @@ class Wan(Family):
             )
 
 
-class HunyuanVideo(Family):
+class _WithLatentChannels(Family):
+    """A family whose VAE's config names the channels of its latents so."""
+
+    def vae_channels(self, vae: Config) -> int:
+        """Return the channels of the VAE's latents."""
+        return int(vae["latent_channels"])
+
+
+class HunyuanVideo(_WithLatentChannels):
     """HunyuanVideo text-to-video."""
 
     name = "hunyuan_video"
@@ -157,12 +173,12 @@ class HunyuanVideo(Family):
         """Return the ratios of the config."""
         return int(vae.get("temporal_compression_ratio") or 4), int(vae.get("spatial_compression_ratio") or 8)
 
-    def vae_channels(self, vae: Config) -> int:
-        """Return the channels of the VAE's latents."""
-        return int(vae["latent_channels"])
+    def embeds_guidance(self, transformer: Config) -> bool:
+        """Whether the config says so; diffusers' default is yes."""
+        return bool(transformer.get("guidance_embeds", True))
 
 
-class Ltx(HunyuanVideo):
+class Ltx(_WithLatentChannels):
     """LTX-Video text-to-video; latents travel as a sequence of tokens."""
 
     name = "ltx"
@@ -208,7 +224,7 @@ class Ltx(HunyuanVideo):
         return vae.decode(latents, latents.new_zeros(len(latents)), return_dict=False)[0]
 
 
-class CogVideoX(HunyuanVideo):
+class CogVideoX(_WithLatentChannels):
     """CogVideoX text-to-video: a diffusion model; its target is the v-prediction of its scheduler."""
 
     name = "cogvideox"

@@ -226,13 +226,13 @@ def add_captions(
     source: Source,
     captions: Sequence[str],
     *,
-    length: int | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> None:
-    """Embed captions that a folder of latents lacks: prompts of samples."""
+    """Embed captions that a folder of latents lacks: prompts of samples, in as many tokens as its own."""
     absent = [caption for caption in captions if not (folder / _text_file(caption)).is_file()]
     if absent:
+        length = _manifest(folder)["request"]["text_length"]
         with phase("text_encoder"), torch.no_grad():
             for caption, text in zip(
                 absent, source.encode(absent, length=length, device=device, dtype=dtype), strict=True

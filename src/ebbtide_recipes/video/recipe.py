@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ebbtide_recipes.video.source import Source
     from ebbtide_recipes.video.trainer import Showing, VideoTrainer
 
+_DENSITIES = ("logit_mean", "logit_std", "mode_scale")
 LOGGER = logging.getLogger("ebbtide.video")
 
 
@@ -45,6 +46,7 @@ class Video(Recipe[VideoConfig]):
                 data.checked(name)
         if is_local(config.model):
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
+            _check_flags(config, source)
             if ready:
                 latents.check(folder, source)
             else:
@@ -76,6 +78,7 @@ class Video(Recipe[VideoConfig]):
         quiet_bars()
         with PartialState().main_process_first():  # fetch once
             source = open_source(config.model, seed=config.seed, use_hf=config.use_hf)
+        _check_flags(config, source)
         dataset = _latents(config, source, options.device)
         if config.preprocess_only:
             return None
@@ -88,6 +91,26 @@ class Video(Recipe[VideoConfig]):
 
 
 RECIPE = Video()
+
+
+def _check_flags(config: VideoConfig, source: Source) -> None:
+    """Refuse flags that the pipeline's family has no use for.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    family, unused = source.family, []
+    if not family.velocity:
+        unused += [(name, "flow matching") for name in ("timestep_sampling", "flow_shift", *_DENSITIES)]
+    if not family.embeds_guidance(source.transformer_config or {}):
+        unused.append(("embedded_guidance", "a transformer that embeds the guidance scale, as HunyuanVideo's"))
+    for name, expected in unused:
+        if config.is_set(name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, and {source.name} ({family.name}) does not use it",
+                expected=expected,
+                hint=f"leave --{name} out",
+            )
 
 
 def _dtype(config: VideoConfig) -> torch.dtype:
@@ -159,8 +182,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
     elif config.sample_prompts and state.is_main_process:
-        length = config.text_length
-        latents.add_captions(folder, source, config.sample_prompts, length=length, device=device, dtype=_dtype(config))
+        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_dtype(config))
     state.wait_for_everyone()
     return latents.Latents(folder)
 
@@ -168,7 +190,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
 def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
     """Load the transformers and wrap them in their loss."""
     from ebbtide_recipes.video.distill import Distillation
-    from ebbtide_recipes.video.families import Condition
+    from ebbtide_recipes.video.families import GUIDANCE, Condition
     from ebbtide_recipes.video.objective import Draws, FineTuning, shift_of
 
     dtype, scheduler = _dtype(config), source.scheduler()
@@ -176,7 +198,7 @@ def _module(config: VideoConfig, source: Source, dataset: Latents) -> Denoiser:
         "family": source.family,
         "condition": Condition(
             frame_rate=_rate(config, source, dataset),
-            guidance=config.embedded_guidance,
+            guidance=GUIDANCE if config.embedded_guidance is None else config.embedded_guidance,
             ratios=source.ratios,
         ),
         "draws": Draws(

@@ -13,6 +13,7 @@ import torch
 from ebbtide.base.events import BUS
 from ebbtide_recipes.video import clips
 from ebbtide_recipes.video.families import Text
+from ebbtide_recipes.video.objective import STEPS, mix
 from ebbtide_recipes.video.source import Source, phase
 
 LOGGER = logging.getLogger("ebbtide.video")
@@ -56,7 +57,7 @@ class Sampling:
 
 
 def sample(
-    predict: Predict, scheduler: Any, prompt: Prompt, empty: Text, sampling: Sampling, device: torch.device
+    predict: Predict, scheduler: Any, empty: Text, prompt: Prompt, sampling: Sampling, device: torch.device
 ) -> torch.Tensor:
     """Return latents ``[1, C, F, H, W]`` that the pipeline's scheduler makes from noise.
 
@@ -65,16 +66,14 @@ def sample(
     Args:
         predict: Returns the transformer's prediction of latents, timesteps and text.
         scheduler: The pipeline's.
-        prompt: The input.
         empty: Tensors of the empty caption, for guidance.
+        prompt: The input.
         sampling: The settings.
         device: The transformer's.
     """
     scheduler = type(scheduler).from_config(scheduler.config)  # a new one: schedulers are stateful
     set_timesteps(scheduler, sampling.steps, tokens=prompt.shape[1] * prompt.shape[2] * prompt.shape[3], device=device)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    latents = torch.randn(1, *prompt.shape, generator=generator).to(device)
-    text = {name: value[None].to(device) for name, value in prompt.text.items()}
+    generator, latents, text = _beginning(prompt, sampling, device)
     without = {name: value[None].to(device) for name, value in empty.items()}
     previous: Any = None
     for number, timestep in enumerate(scheduler.timesteps):
@@ -92,6 +91,37 @@ def sample(
         else:
             latents = scheduler.step(predicted, timestep, latents, return_dict=False)[0]
     return latents
+
+
+def sample_student(
+    predict: Predict, steps: Sequence[int], prompt: Prompt, sampling: Sampling, device: torch.device
+) -> torch.Tensor:
+    """Return latents ``[1, C, F, H, W]`` that a distilled student makes from noise, in as many calls as it has steps.
+
+    Each call estimates the clean latents, which get new noise of the next step's level. An ODE sampler of many steps
+    would ask the student at levels that it never saw.
+
+    Args:
+        predict: Returns the student's prediction of latents, timesteps and text.
+        steps: The student's timesteps, from 1000 down.
+        prompt: The input.
+        sampling: Rate and seed of its settings; the student has neither guidance nor another number of steps.
+        device: The student's.
+    """
+    generator, latents, text = _beginning(prompt, sampling, device)
+    for number, step in enumerate(steps):
+        if number:
+            noise = torch.randn(latents.shape, generator=generator).to(device)
+            latents = mix(latents, noise, torch.full((1,), step / STEPS, device=device))
+        latents = latents - step / STEPS * predict(latents, torch.full((1,), float(step), device=device), text)
+    return latents
+
+
+def _beginning(prompt: Prompt, sampling: Sampling, device: torch.device) -> tuple[torch.Generator, torch.Tensor, Text]:
+    """Return the samples' generator, the first noise, and the text with a batch."""
+    generator = torch.Generator().manual_seed(sampling.seed)
+    noise = torch.randn(1, *prompt.shape, generator=generator).to(device)
+    return generator, noise, {name: value[None].to(device) for name, value in prompt.text.items()}
 
 
 def set_timesteps(scheduler: Any, steps: int, *, tokens: int, device: torch.device) -> None:

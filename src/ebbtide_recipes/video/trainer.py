@@ -6,6 +6,7 @@ import logging
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,7 +111,9 @@ class VideoTrainer(RecordedTrainer):
         """Clip student and critic each by its own norm: the critic's would decide how far the student goes."""
         if not isinstance(self.module, Distillation) or (self.is_fsdp_enabled and not self.accelerator.is_fsdp2):
             return super()._clip_grad_norm(model)
-        norms = [self.accelerator.clip_grad_norm_(group, self.args.max_grad_norm) for group in self.module.groups()]
+        # Without gradients, as the student's between its steps, a group's norm is a zero on the CPU.
+        learning = [group for group in self.module.groups() if any(p.grad is not None for p in group)]
+        norms = [self.accelerator.clip_grad_norm_(group, self.args.max_grad_norm) for group in learning]
         return torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]).norm()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> BucketSampler:
@@ -150,13 +153,15 @@ class VideoTrainer(RecordedTrainer):
                 return model(latents, text, timestep=timestep)["prediction"].float()
 
         model.eval()
-        options = (self.module.empty, self.showing.sampling, self.args.device)
+        sampling, device = self.showing.sampling, self.args.device
+        if isinstance(self.module, Distillation):
+            make = partial(samples.sample_student, predict, self.module.student_steps)
+        else:
+            make = partial(samples.sample, predict, self.module.scheduler, self.module.empty)
         BUS.emit("phase", name="sample", edge="begin", step=None)
         try:
             with torch.no_grad(), self._averaged(), _resharded(model):
-                made = [
-                    samples.sample(predict, self.module.scheduler, prompt, *options) for prompt in self.showing.prompts
-                ]
+                made = [make(prompt, sampling, device) for prompt in self.showing.prompts]
         finally:
             BUS.emit("phase", name="sample", edge="end", step=None)
             model.train(training)

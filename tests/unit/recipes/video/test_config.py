@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from ebbtide.base.errors import ConfigError
 from ebbtide.cli.arguments import read_arguments
 from ebbtide_recipes.video import fastvideo
 from ebbtide_recipes.video.config import VideoConfig
+from ebbtide_recipes.video.recipe import RECIPE
+from tests.helpers import video_pipelines
 
 
 def read(*words: str) -> VideoConfig:
@@ -66,6 +69,10 @@ def test_no_alias_is_a_flag_of_its_own_and_each_names_one() -> None:
     ("words", "found"),
     [
         (("--student_timesteps", "1000,0"), "student_timesteps is '1000,0'"),
+        (("--distill", "--student_timesteps", "522,757,1000"), "student_timesteps is '522,757,1000'"),
+        (("--distill", "--student_timesteps", "900,500"), "student_timesteps is '900,500'"),
+        (("--timestep_sampling", "mode", "--mode_scale", "-2"), "mode_scale is -2.0"),
+        (("--timestep_sampling", "mode", "--mode_scale", "1.8"), "mode_scale is 1.8"),
         (("--backwards", "3"), "backwards is 3"),
         (("--ema_decay", "1"), "ema_decay is 1.0"),
         (("--caption_dropout", "2"), "caption_dropout is 2.0"),
@@ -87,6 +94,37 @@ def test_values_that_make_no_run_are_refused(words: tuple[str, ...], found: str)
 
 
 def test_flags_without_effect_are_named() -> None:
-    assert set(read("--mode_scale", "2", "--samples", "0", "--guidance_scale", "3").without_effect()) == {
+    assert set(read("--mode_scale", "1.5", "--samples", "0", "--guidance_scale", "3").without_effect()) == {
         "mode_scale", "guidance_scale",
     }  # fmt: skip
+    student = read("--distill", "--sampler_steps", "4", "--guidance_scale", "3")
+    assert set(student.without_effect()) == {"sampler_steps", "guidance_scale"}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "found"),
+    [
+        ("cogvideox", ("--flow_shift", "3"), "flow_shift is 3.0"),
+        ("cogvideox", ("--timestep_sampling", "uniform"), "timestep_sampling is 'uniform'"),
+        ("cogvideox", ("--logit_mean", "0.5"), "logit_mean is 0.5"),
+        ("cogvideox", ("--embedded_guidance", "6"), "embedded_guidance is 6.0"),
+        ("ltx", ("--embedded_guidance", "6"), "embedded_guidance is 6.0"),
+        ("wan", ("--embedded_guidance", "4"), "embedded_guidance is 4.0"),
+    ],
+)
+def test_flags_that_the_family_does_not_use_are_refused(
+    name: str, words: tuple[str, ...], found: str, tmp_path: Path
+) -> None:
+    folder = video_pipelines.write(tmp_path, name)
+    with pytest.raises(ConfigError) as caught:
+        RECIPE.check(read("--model", str(folder), *words))
+    assert found in str(caught.value) and "hint: leave --" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("hunyuan_video", ("--embedded_guidance", "4")), ("ltx", ("--flow_shift", "3"))]
+)
+def test_flags_that_the_family_uses_are_taken(name: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    folder = video_pipelines.write(tmp_path, name)
+    size = ("--num_frames", "9", "--height", "32", "--width", "32")
+    RECIPE.check(read("--model", str(folder), *words, *size))

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import ebbtide
+from ebbtide_recipes.video import samples
 from ebbtide_recipes.video.builtin import source as builtin_source
 from ebbtide_recipes.video.distill import Distillation
 from ebbtide_recipes.video.families import Condition
 from ebbtide_recipes.video.objective import Draws
+from ebbtide_recipes.video.trainer import VideoTrainer
 from tests.unit.recipes.video.parts import text_of
 
 SOURCE = builtin_source("builtin:tiny-wan", seed=1)
@@ -132,3 +134,42 @@ def test_a_logit_mean_above_0_is_less_noise_as_in_diffusers(mean: float) -> None
     theirs = scheduler.timesteps[(places * 1000).long()] / 1000
     ours = Draws(logit_mean=mean, shift=3.0).sigmas(4000, torch.device("cpu"))
     assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=0.02)
+
+
+def test_a_student_is_sampled_at_its_own_steps() -> None:
+    """A student that knows the clip is called once a step, with as much noise as it was trained with there."""
+    clip, seen = torch.full((1, 4, 3, 16, 16), 5.0), []
+
+    def predict(latents: torch.Tensor, timestep: torch.Tensor, text: Any) -> torch.Tensor:
+        sigma = timestep.item() / 1000
+        noise = (latents - (1 - sigma) * clip) / sigma
+        seen.append((timestep.item(), noise))
+        return noise - clip
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    prompt = samples.Prompt(caption="", text={}, shape=tuple(clip.shape[1:]))
+    made = samples.sample_student(predict, (1000, 757, 522), prompt, samples.Sampling(), torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.allclose(made, clip, atol=1e-4)
+    assert [step for step, _ in seen] == [1000, 757, 522]
+    assert all(abs(noise.mean()) < 0.1 and abs(noise.std() - 1) < 0.1 for _, noise in seen)
+    assert abs(torch.corrcoef(torch.stack([noise.flatten() for _, noise in seen]))[0, 1:]).max() < 0.1  # new each time
+
+
+def test_a_group_without_gradients_has_no_norm() -> None:
+    """torch returns a zero on the CPU for it, which cannot be stacked with a norm on a device."""
+    module, asked = module_of(), []
+    module.student_learns = False
+    losses_of(module)["loss"].backward()
+
+    def clip(group: list[torch.nn.Parameter], limit: float) -> torch.Tensor:
+        asked.append(group)
+        return torch.nn.utils.clip_grad_norm_(group, limit)
+
+    trainer = SimpleNamespace(
+        module=module, is_fsdp_enabled=False, args=SimpleNamespace(max_grad_norm=1e-3),
+        accelerator=SimpleNamespace(clip_grad_norm_=clip),
+    )  # fmt: skip
+    norm = VideoTrainer._clip_grad_norm(trainer, module)  # type: ignore[arg-type]
+    assert norm > 0 and [group[0] for group in asked] == [next(module.critic.parameters())]

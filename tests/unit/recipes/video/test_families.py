@@ -71,7 +71,7 @@ def test_samples_are_those_of_the_pipeline(name: str, tmp_path: Path) -> None:
             return module(latents, text, timestep=timestep)["prediction"]
 
     prompt = samples.Prompt(caption="", text=one, shape=shape)
-    ours = samples.sample(predict, source.scheduler(), prompt, one, samples.Sampling(steps=3), CPU)
+    ours = samples.sample(predict, source.scheduler(), one, prompt, samples.Sampling(steps=3), CPU)
     assert torch.equal(ours, _theirs(source, tmp_path, text, shape))
 
 

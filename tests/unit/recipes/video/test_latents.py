@@ -37,11 +37,11 @@ def files_at_most(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, ignored)
 
 
-def make(folder: Path) -> latents.Latents:
+def make(folder: Path, making: Making = MAKING) -> latents.Latents:
     source = builtin_source("builtin:tiny-wan", seed=1)
-    clips = data.load(MAKING.data, seed=1)
-    latents.make(clips, folder, source, MAKING, device=CPU, dtype=torch.float32)
-    latents.finish(clips, folder, source, MAKING)
+    clips = data.load(making.data, seed=1)
+    latents.make(clips, folder, source, making, device=CPU, dtype=torch.float32)
+    latents.finish(clips, folder, source, making)
     return latents.Latents(folder)
 
 
@@ -54,6 +54,15 @@ def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
     assert not torch.equal(made[0]["text"]["prompt_embeds"], made[1]["text"]["prompt_embeds"])
     batch = latents.collate([made[0], made[1]])
     assert batch["latents"].shape == (2, 48, 3, 4, 4) and batch["text"]["prompt_embeds"].shape[0] == 2
+
+
+def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path) -> None:
+    make(tmp_path, dataclasses.replace(MAKING, text_length=8))
+    latents.add_captions(
+        tmp_path, builtin_source("builtin:tiny-wan", seed=1), ["a kite"], device=CPU, dtype=torch.float32
+    )
+    made = latents.Latents(tmp_path)
+    assert made.text("a kite")["prompt_embeds"].shape == made.text("")["prompt_embeds"].shape == (8, 32)
 
 
 def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path) -> None:
