@@ -56,13 +56,18 @@ def test_a_clip_and_its_caption_are_read_back(tmp_path: Path) -> None:
     assert batch["latents"].shape == (2, 48, 3, 4, 4) and batch["text"]["prompt_embeds"].shape[0] == 2
 
 
-def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path) -> None:
+def test_captions_added_later_have_the_length_of_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make(tmp_path, dataclasses.replace(MAKING, text_length=8))
-    latents.add_captions(
-        tmp_path, builtin_source("builtin:tiny-wan", seed=1), ["a kite"], device=CPU, dtype=torch.float32
-    )
-    made = latents.Latents(tmp_path)
-    assert made.text("a kite")["prompt_embeds"].shape == made.text("")["prompt_embeds"].shape == (8, 32)
+    source, lengths = builtin_source("builtin:tiny-wan", seed=1), []
+    encode = source.encode
+
+    def recorded(captions: list[str], *, length: int | None, **kwargs: object) -> object:
+        lengths.append(length)
+        return encode(captions, length=length, **kwargs)
+
+    monkeypatch.setattr(source, "encode", recorded)
+    latents.add_captions(tmp_path, source, ["a kite"], device=CPU, dtype=torch.float32)
+    assert lengths == [8]
 
 
 def test_a_disk_full_of_latents_is_said_and_what_was_made_is_kept(tmp_path: Path) -> None:
