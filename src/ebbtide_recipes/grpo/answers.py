@@ -5,9 +5,10 @@ The first of these that exists: what follows the last ``####`` (GSM8K), the cont
 (DeepSeek-R1), the contents of the last ``\\boxed{}`` (MATH). Without a mark, an expected answer is its whole text, and
 a completion's is the last number, or fraction, of its text.
 
-An answer is compared as a number if it is one number, fraction or mixed number and nothing else but a currency, words
-or a unit; what stands before a last ``=`` is left out. Any other one (a pair, a time, words, an expression such as
-``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as text.
+An answer is compared as a number if it has one number, fraction or mixed number, and besides it only words, units,
+currencies and punctuation; what stands before a last ``=`` is left out. Any other one (a pair, a time, words, a number
+that a word changes such as ``5 million``, an expression such as ``2\\pi``, ``5x`` or ``\\sqrt{3}``) is compared as
+text.
 """
 
 from __future__ import annotations
@@ -16,21 +17,30 @@ import math
 import re
 
 _DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
-_VALUE = re.compile(rf"(?P<sign>(?:(?<![\w)}}\]])-)?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
-_FUNCTIONS = r"(?!(?:sqrt|root|log|ln|exp|sin|cos|tan|pi|max|min|mod)\b)"
-_BEFORE = re.compile(rf"(?:{_FUNCTIONS}[a-z]+[: ]+)*[$€£¥]?\s*")
-_ONE_UNIT = r"(?:[a-z]{2,}|[mgshl])(?:\^?\{?[23]\}?)?"
-_AFTER = re.compile(
-    rf"\s*(?:\\?%|°|\^\{{?\\circ\}}?|[€£¥]|(?:k?m|cm|mm|kg|mg|ml|lb|oz|ft|hrs?|min|sec|mph|usd|eur)\b)?"
-    rf"(?:[ /]{_FUNCTIONS}{_ONE_UNIT}\b)*"
-)
+_VALUE = re.compile(rf"(?P<sign>(?:(?<![\w)}}\]])[+-])?)(?P<above>{_DIGITS})(?:\s*/\s*(?P<below>{_DIGITS}))?")
 _MARKS = (re.compile(r"####\s*([^\n]+)"), re.compile(r"<answer>(.*?)</answer>", re.DOTALL))
 _BOXED = "\\boxed{"
-_FRACTION = re.compile(r"(\d?)\s*\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
-_MIXED = re.compile(r"(?<![\d/.,^])(\d+)\s+(\d+)/(\d+)(?![\d/])")
-_LAYOUT = re.compile(r"\\left|\\right|\\[!,;: ]|\\text\s*\{([^{}]*)\}|\\?\$")
+_FRACTION = re.compile(r"(?:(\d)\s{0,4})?\\[dt]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_MIXED = re.compile(r"(?<![\d/.,^])(\d+)\s{1,4}(\d+)/(\d+)(?![\d/])")
+_LAYOUT = re.compile(
+    r"\\left|\\right|\\[!,;: ()\[\]]|\\(?:text(?:bf|it|rm)?|math(?:rm|bf|it)|mbox)\s*\{([^{}]*)\}|\\?\$|\\(?=%)|\*\*|`"
+)
+_DEGREES = re.compile(r"\^\s*\{?\s*\\circ\s*\}?|\\degree")
 _SPACES = re.compile(r"\s*([,/():=+*^{}\[\]-])\s*|\s+(?=\\)")
 _TAGS = re.compile(r"\s*<think>(?:(?!<think>).)*?</think>\s*<answer>(?:(?!<answer>).)*?</answer>\s*", re.DOTALL)
+_WORD = re.compile(r"[^\W\d_]+(?:['’-][^\W\d_]+)*")
+_SQUARES = re.compile(r"(?<![a-z])([a-z]{2,}|m)\s*\^\s*\{?[23]\}?")  # of units: cm^2
+_PER = re.compile(r"(?<=[^\W\d_])\s*/\s*(?=[^\W\d_])")  # km/h
+_PUNCTUATION = frozenset(" .,;:!?'\"()[]%€£¥°~≈")
+_LETTERS = frozenset("aimghsl")
+"""Single letters that are words or units; any other is a variable."""
+_CHANGING = frozenset(
+    {"sqrt", "root", "log", "ln", "exp", "sin", "cos", "tan", "pi", "max", "min", "mod", "gcd", "lcm", "factorial",
+     "negative", "minus", "plus", "times", "less", "more", "than", "not", "least", "most", "over", "under", "below",
+     "above", "or", "half", "hundred", "thousand", "million", "billion", "trillion", "dozen", "squared", "cubed",
+     "百", "千", "万", "亿"}
+)  # fmt: skip
+"""Words beside which a number is not the answer's value."""
 
 
 def answer_in(text: str) -> str | None:
@@ -38,7 +48,12 @@ def answer_in(text: str) -> str | None:
     for mark in _MARKS:
         found = mark.findall(text)
         if found:
-            return str(found[-1]).strip()
+            return _boxed(found[-1]) or str(found[-1]).strip()
+    return _boxed(text)
+
+
+def _boxed(text: str) -> str | None:
+    """Return the contents of the last ``\\boxed{}``; ``None``: there is none, or it is cut off."""
     begin = text.rfind(_BOXED)
     if begin < 0:
         return None
@@ -47,7 +62,7 @@ def answer_in(text: str) -> str | None:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if not depth:
             return text[begin:end].strip()
-    return None  # cut off inside
+    return None
 
 
 def number_in(text: str) -> float | None:
@@ -55,7 +70,7 @@ def number_in(text: str) -> float | None:
     answer = answer_in(text)
     if answer is not None:
         return _number(answer)
-    values = list(_VALUE.finditer(_fractions(text)))
+    values = list(_VALUE.finditer(_fractions(text.replace("\u2212", "-"))))
     return _value(values[-1]) if values else None
 
 
@@ -76,26 +91,40 @@ def has_tags(text: str) -> bool:
 
 def _number(answer: str) -> float | None:
     """Return the number that an answer is; ``None``: it is none, or more than one."""
-    text = _plain(answer).rpartition("=")[2]
-    found = _VALUE.search(text)
-    if found is None or not _BEFORE.fullmatch(text, 0, found.start()) or not _AFTER.fullmatch(text, found.end()):
+    text = _SQUARES.sub(r"\1", _without_layout(answer)).rpartition("=")[2]
+    values = list(_VALUE.finditer(text))
+    if len(values) != 1:
         return None
-    return _value(found)
+    before, after = text[: values[0].start()], text[values[0].end() :]
+    unit = _WORD.match(after)
+    if before[-1:].isalpha() or after[:1] == "!" or (unit and len(unit[0]) == 1 and unit[0] in "ai"):  # x5, 5!, 5a
+        return None
+    beside = f"{before} {_PER.sub(' ', after)}"
+    words = set(_WORD.findall(beside))
+    variables = {word for word in words if len(word) == 1 and word.isascii()} - _LETTERS
+    other = set(_WORD.sub("", beside)) - _PUNCTUATION
+    return None if words & _CHANGING or variables or other else _value(values[0])
 
 
 def _value(found: re.Match[str]) -> float | None:
     above, below = (float((found[name] or "1").replace(",", "")) for name in ("above", "below"))
     value = above / below if below else math.nan
-    return (-value if found["sign"] else value) if math.isfinite(value) else None
+    return (-value if found["sign"] == "-" else value) if math.isfinite(value) else None
 
 
 def _plain(text: str) -> str:
     """Return a text in lower case, without layout, full stop at its end and spaces that do not matter."""
-    text = _LAYOUT.sub(lambda found: found[1] or "", _fractions(text).replace("{,}", ","))
-    return _SPACES.sub(lambda found: found[1] or "", " ".join(text.lower().split())).lstrip("* ").rstrip("*. ")
+    text = _SPACES.sub(lambda found: found[1] or "", _without_layout(text))
+    return text.lstrip("* ").rstrip("*. ")
+
+
+def _without_layout(text: str) -> str:
+    """Return a text in lower case, with its fractions as ``a/b`` and single spaces, without what only sets type."""
+    text = _fractions(_DEGREES.sub("°", text.replace("\u2212", "-"))).replace("{,}", ",")
+    return " ".join(_LAYOUT.sub(lambda found: found[1] or "", text).lower().split())
 
 
 def _fractions(text: str) -> str:
     """Return a text with fractions and mixed numbers as ``a/b``."""
-    text = _FRACTION.sub(lambda f: f"{f[1]} {f[2] or f[3] or ''}/{f[4] or f[5] or ''}".lstrip(), text)
+    text = _FRACTION.sub(lambda f: f"{f[1] or ''} {f[2] or f[3] or ''}/{f[4] or f[5] or ''}".lstrip(), text)
     return _MIXED.sub(lambda f: f"{int(f[1]) * int(f[3]) + int(f[2])}/{f[3]}", text)

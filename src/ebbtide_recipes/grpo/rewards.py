@@ -37,18 +37,28 @@ def text_of(completion: Any) -> str:
     return "".join(str(message.get("content") or "") for message in completion)
 
 
-def accuracy(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``."""
+def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``.
+
+    ``None``, for no judgement, where the row has no answer.
+    """
     wanted = _wanted(columns, len(completions))
-    return [float(same_answer(text_of(c), str(a))) for c, a in zip(completions, wanted, strict=True)]
+    return [
+        None if answer is None else float(same_answer(text_of(completion), str(answer)))
+        for completion, answer in zip(completions, wanted, strict=True)
+    ]
 
 
-def closeness(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one."""
-    rewards: list[float] = []
+def closeness(completions: Sequence[Any], **columns: Any) -> list[float | None]:
+    """Return ``1 / (1 + |difference|)`` of a completion's number and the right one; 0 for a completion without one.
+
+    ``None``, for no judgement, where the row has no number as its answer.
+    """
+    rewards: list[float | None] = []
     for completion, answer in zip(completions, _wanted(columns, len(completions)), strict=True):
-        answered, right = number_in(text_of(completion)), number_in(str(answer))
-        rewards.append(0.0 if answered is None or right is None else 1 / (1 + abs(answered - right)))
+        answered, right = number_in(text_of(completion)), None if answer is None else number_in(str(answer))
+        close = 0.0 if answered is None or right is None else 1 / (1 + abs(answered - right))
+        rewards.append(None if right is None else close)
     return rewards
 
 
@@ -57,7 +67,11 @@ def format_(completions: Sequence[Any], **columns: Any) -> list[float]:
     return [float(has_tags(text_of(completion))) for completion in completions]
 
 
-BUILTIN: Mapping[str, Callable[..., list[float]]] = {"accuracy": accuracy, "closeness": closeness, "format": format_}
+BUILTIN: Mapping[str, Callable[..., Sequence[float | None]]] = {
+    "accuracy": accuracy,
+    "closeness": closeness,
+    "format": format_,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

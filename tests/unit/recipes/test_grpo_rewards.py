@@ -95,6 +95,40 @@ def test_answers_are_compared_as_numbers_and_else_as_words(text: str, expected: 
     assert answers.same_answer(text, expected) is same
 
 
+FIVE = (
+    r"<answer>\boxed{5}</answer>", r"#### \boxed{5}", r"<answer>\(5\)</answer>", "<answer>+5</answer>",
+    r"\boxed{5 \mathrm{cm}}", r"\boxed{5\degree}", r"\boxed{\mathbf{5}}", "#### `5`", "#### (5)", "#### [5]",
+    '#### "5"', "#### 5 (five)", "#### 5 apples!", "#### 5 apples, total", "#### 5 a day", "#### 5元", "#### ~5",
+    "#### Janet's total is 5", "#### total: 5", r"\boxed{5\,m^2}", r"\boxed{5\%}", "#### 5.",
+)  # fmt: skip
+NOT_FIVE = (
+    "#### negative 5", "#### minus 5", "#### less than 5", "#### not 5", "#### 5 million", "#### 5 dozen", "#### 5!",
+    "#### 5 squared", "#### \u22125", "it is \u22125", "#### about -5", "#### x5", "#### 5a", "#### 5 or six",
+    "#### 5 万", r"\boxed{\le 5}", "#### > 5", "#### 5x", "#### f(5)", "#### a/5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FIVE)
+def test_words_units_and_layout_do_not_hide_a_number(text: str) -> None:
+    assert answers.same_answer(text, "5") and answers.same_answer("#### 5", text)
+
+
+@pytest.mark.parametrize("text", NOT_FIVE)
+def test_words_and_variables_change_a_number(text: str) -> None:
+    assert not answers.same_answer(text, "5") and not answers.same_answer("#### 5", text)
+
+
+def test_what_is_no_number_is_compared_as_text() -> None:
+    assert answers.same_answer("#### about -5", "-5") and answers.same_answer("#### 5 Million.", "5 million")
+
+
+@pytest.mark.timeout(60)
+def test_many_blanks_end() -> None:
+    """A policy that begins to learn writes many; a pattern that tries from each of them would take minutes."""
+    assert answers.number_in("1" + " " * 400_000 + "x") == 1
+    assert answers.same_answer("#### 1" + " " * 400_000 + "2", "12") is False
+
+
 @pytest.mark.parametrize(
     ("text", "right"),
     [
@@ -118,6 +152,13 @@ def test_the_built_in_functions_judge_texts_and_chats() -> None:
         assert loaded["accuracy"](**given) == [1.0, 0.0, 0.0]
         assert loaded["closeness"](**given) == [1.0, 1 / 3, 0.0]
         assert loaded["format"](**given) == [0.0, 0.0, 0.0]
+
+
+def test_rows_without_an_answer_are_not_judged() -> None:
+    loaded = {reward.name: reward for reward in rewards.load(("accuracy", "closeness"))}
+    rows = {"prompts": ["p"] * 3, "completions": ["none", "18", "18"], "answer": [None, "18", "Paris"]}
+    assert loaded["accuracy"](**rows) == [None, 1.0, 0.0]
+    assert loaded["closeness"](**rows) == [None, 1.0, None]
 
 
 @pytest.mark.parametrize(
