@@ -627,6 +627,28 @@ MUTANTS = (
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(
+        "narrow: a value is stored in a type that does not hold it",
+        "ebbtide/engine/admit.py",
+        "        if not engine.trust.holds((self.block.name, None), entry, widened, base, lambda: small.to(wide)):\n"
+        "            return False\n",
+        "",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "weights: a copy that a function changed is the weight cast again",
+        "ebbtide/engine/admit.py",
+        "(made_by == CAST and shown is not None)",
+        "made_by == CAST",
+        SECOND_LOOK,
+    ),
+    Mutant(
+        "rules: the clone of a contiguous image is contiguous",
+        "ebbtide/engine/rules/elements.py",
+        "not contiguous or len(n.shape) in (4, 5)",
+        "not contiguous",
+        SECOND_LOOK,
+    ),
+    Mutant(
         "recipes: a function that returns its input has the recipe of its input",
         "ebbtide/engine/views.py",
         "if isinstance(view, FunctionCtx) or not view.name()[-1:].isdigit():",
@@ -650,7 +672,7 @@ MUTANTS = (
     Mutant(
         "recipes: others are made of a clone whose layout is not known",
         "ebbtide/engine/rules/elements.py",
-        "loose=not contiguous",
+        "loose=loose",
         "loose=False",
         SECOND_LOOK,
     ),

@@ -132,7 +132,7 @@ class Admission(RunRecord):
         site = self._sites.next(self.running[-1].name if self.running else "", made)
         may_recompute = covered and (engine.keep_filter is None or engine.keep_filter(tensor))
         weight = None
-        if may_recompute and (node is None or made_by == CAST):
+        if may_recompute and (node is None or (made_by == CAST and shown is not None)):
             weight = self.weights.copied(base, self._innermost)
         kept_bytes = engine.kept.total if self._reads_kept else 0
         candidate = self._sites.candidate(site, nbytes, block_input=is_input, kept_bytes=kept_bytes)
@@ -185,7 +185,7 @@ class Admission(RunRecord):
     ) -> None:
         """Let a step that is measured know what was saved, and what was done with it."""
         engine = self.engine
-        narrow = narrower(self.builder, entry, base)
+        narrow = narrower(self.builder, entry, tensor, base)
         narrowed = entry.recipe is not None and entry.recipe is not recipe
         timer.saw(
             self,
@@ -214,9 +214,8 @@ class Admission(RunRecord):
                 entry.fingerprint = engine.trust.fingerprint(base, self.compared)
                 return
         if engine.may_move(tensor):
-            narrow = narrower(self.builder, entry, base)
-            if narrow is not None:
-                entry.action, entry.recipe = RECOMPUTE, self._offload_narrowed(entry, base, narrow)
+            narrow = narrower(self.builder, entry, tensor, base)
+            if narrow is not None and self._offload_narrowed(entry, base, narrow):
                 return
             entry.action = OFFLOAD
             engine.park(self, entry, tensor)
@@ -237,8 +236,10 @@ class Admission(RunRecord):
         self.tally.add_narrowed(entry.nbytes, entry.action)
         self.pass_.add_site(entry.site, entry.nbytes, entry.action)
 
-    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> Expr:
-        """Offload a tensor in the type that it was cast up from; return how to cast it up again.
+    def _offload_narrowed(self, entry: Entry, base: torch.Tensor, narrow: Narrow) -> bool:
+        """Offload a tensor in the type that it was cast up from; False, and nothing is done, if that would change it.
+
+        What was written into it since it was cast up, without a new version, need not fit into that type.
 
         Args:
             entry: The tensor's.
@@ -247,6 +248,9 @@ class Admission(RunRecord):
         """
         engine, wide = self.engine, base.dtype
         small = narrowed(base, narrow.dtype)
+        widened = Expr(lambda x: x.to(wide), (), key=("cast", wide))
+        if not engine.trust.holds((self.block.name, None), entry, widened, base, lambda: small.to(wide)):
+            return False
         layout, nbytes, empty = Layout.of(small), small.untyped_storage().nbytes(), engine.empty(small)
         inner = Entry(empty, site=entry.site, region=(0, nbytes), base_layout=layout, at=0, live=engine.live_entries)
         inner.action = OFFLOAD
@@ -259,7 +263,9 @@ class Admission(RunRecord):
         self.pass_.move_site(inner.site, inner.nbytes, RECOMPUTE, action)
         self._note_entry(inner)
         self._narrow[id(narrow.node), narrow.output_nr] = ticket
-        return Expr(lambda x: x.to(wide), (ticket,), key=("cast", wide))
+        entry.action, entry.recipe = RECOMPUTE, Expr(widened.fn, (ticket,), key=("cast", wide))
+        entry.fingerprint = engine.trust.fingerprint(base, self.compared)
+        return True
 
     def _ticket_of(
         self,

@@ -21,6 +21,7 @@ from threading import RLock
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -143,7 +144,7 @@ class WeightGuard:
             nbytes = 0
             for weight in weights:
                 # Wrappers have no storage of their own, and watch() lists none of them.
-                if weight.layout == torch.strided and not is_traceable_wrapper_subclass(weight):
+                if weight.layout == torch.strided and not is_traceable_wrapper_subclass(weight) and not is_lazy(weight):
                     nbytes += self._copy(weight.untyped_storage(), weight)
             if nbytes and not self._logged:
                 self._logged = True

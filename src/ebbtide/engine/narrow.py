@@ -10,6 +10,7 @@ import torch
 
 from ebbtide.engine.build import Builder
 from ebbtide.engine.tickets import Entry
+from ebbtide.engine.views import shows
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -42,26 +43,27 @@ class Narrow:
 def narrowed(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor in the type that it was cast up from, to the bit: a cast would change numbers that are none."""
     value = base.detach()
-    halves = dtype is torch.bfloat16 and value.dtype is torch.float32 and value.is_contiguous()
-    if halves and sys.byteorder == "little":
-        in_a_row = value.as_strided((value.numel(),), (1,))  # a dimension of one element may have any stride
-        return in_a_row.view(dtype)[1::2].clone(memory_format=torch.contiguous_format).view(value.shape)
-    with torch.no_grad():
-        return value.to(dtype)
+    if dtype is not torch.bfloat16 or sys.byteorder != "little":
+        with torch.no_grad():
+            return value.to(dtype)
+    value = value.to(torch.float32)
+    halves = value.as_strided((value.numel(),), (1,)).view(dtype)[1::2]  # as the elements lie in memory
+    return halves.clone(memory_format=torch.contiguous_format).as_strided(value.shape, value.stride())
 
 
-def narrower(builder: Builder | None, entry: Entry, base: torch.Tensor) -> Narrow | None:
+def narrower(builder: Builder | None, entry: Entry, tensor: torch.Tensor, base: torch.Tensor) -> Narrow | None:
     """Return where a tensor was cast up from, if that type holds all its values; else None.
 
     Args:
         builder: Of the block's forward; None: it is over.
         entry: The tensor's.
-        base: The tensor.
+        tensor: The tensor that was saved.
+        base: What it is a view of, or it itself: dense, and alone in its storage.
     """
     node = base.grad_fn
     if builder is None or node is None or node.name() != "ToCopyBackward0" or base._version:
         return None
-    if not entry.base_layout.covers(entry.nbytes):
+    if not entry.base_layout.covers(entry.nbytes) or not (base is tensor or shows(tensor, node)):
         return None
     source, number = node.next_functions[0]
     if source is None or getattr(source, "variable", None) is not None:

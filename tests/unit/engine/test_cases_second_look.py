@@ -290,9 +290,66 @@ def numbers_that_are_none_in_half_precision(v: Leaves, block: Opener, step: int)
         return [(wide * wide).nansum(), F.silu(torch.cat([half, v["half"]])).nansum(), wide.nan_to_num()]
 
 
+@case
+def numbers_that_are_none_in_another_order(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        half = (v["x"].bfloat16() @ v["half"]).masked_fill(torch.arange(8) % 3 == 0, float("nan") if step else 1.0)
+        turned, wide = half.t().clone().t().float(), half.double()
+        return [(turned * turned).nansum(), turned.nan_to_num(), (wide * wide).nansum(), wide.nan_to_num()]
+
+
+class Tenth(torch.autograd.Function):
+    """Changes its input by a little, where no version tells, and returns it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.data.mul_(1.1)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+@case
+def what_was_cast_up_and_reduced_by_a_function(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        wide = Tenth.apply((v["x"].bfloat16() @ v["half"]).float())
+        return [wide * wide]
+
+
+@case
+def what_was_cast_up_and_changed_through_data(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with block(v["x"]):
+        wide = (v["x"].bfloat16() @ v["half"]).float()
+        wide.data.mul_(1.1)
+        return [wide * wide]
+
+
+@case
+def a_cast_of_a_weight_that_a_function_changed(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+    with torch.no_grad():
+        v["m"].mul_(float(step))  # nothing in the first step
+    with block(v["x"]):
+        return [v["x"].bfloat16() @ Reduced.apply(v["m"].to(torch.bfloat16))]
+
+
 @pytest.mark.parametrize("program", CASES)
 def test_a_value_that_differs_between_steps_keeps_plain_trainings_bits(program: Case) -> None:
     check(program)
+
+
+@pytest.mark.parametrize("to", ["clone", "contiguous"])
+def test_a_clone_of_a_contiguous_image_in_another_order(to: str) -> None:
+    """The sums of channels are made in another order; in the first step all numbers are a half."""
+    leaves = {"x": leaf(2, 8, 33, 35)}
+
+    def program(v: Leaves, block: Opener, step: int) -> list[Tensor]:
+        with block(v["x"]):
+            image = getattr(torch.sigmoid(v["x"] * float(step)), to)(memory_format=torch.channels_last)
+            return [image.mean((2, 3)).sin()]
+
+    check(program, leaves=leaves)
 
 
 def test_a_recompute_runs_under_the_numerics_of_its_forward() -> None:

@@ -108,6 +108,15 @@ def test_a_sparse_parameter_beside_a_watched_one_is_left_to_the_optimizer() -> N
     assert torch.equal(sparse.detach().to_dense(), torch.zeros(4, 4))
 
 
+def test_a_parameter_that_has_no_shape_yet_is_left_to_the_optimizer() -> None:
+    watching, weight = guard(), parameter(4)
+    watched = watching.watch(weight, weight._version, compared=Compared.FULL)
+    watching.before_step([nn.LazyLinear(3).weight, weight])
+    with torch.no_grad():
+        weight.add_(1)
+    assert watched.same is True
+
+
 def test_a_guard_may_die_while_an_optimizer_steps_and_leaves_nothing() -> None:
     """Torch iterates over its hooks then: none may be taken away."""
     own, alive = [guard()], guard()

@@ -31,7 +31,9 @@ def _clone(n: NodeView) -> Expr | None:
     operand = n.input(0)
     contiguous = isinstance(operand, Ticket) and operand.layout.contiguous
     contiguous = contiguous or (isinstance(operand, KeptTicket) and operand.tensor.is_contiguous())
-    return expression(n, lambda x: x.clone(memory_format=torch.contiguous_format), [operand], loose=not contiguous)
+    # Of four or five dimensions the clone of a contiguous tensor may be the one that made it ``channels_last``.
+    loose = not contiguous or len(n.shape) in (4, 5)
+    return expression(n, lambda x: x.clone(memory_format=torch.contiguous_format), [operand], loose=loose)
 
 
 def _clamp_between(n: NodeView) -> Expr | None:
