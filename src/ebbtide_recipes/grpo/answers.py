@@ -40,7 +40,7 @@ _CHANGING = frozenset(
      "above", "or", "half", "hundred", "thousand", "million", "billion", "trillion", "dozen", "squared", "cubed",
      "百", "千", "万", "亿"}
 )  # fmt: skip
-"""Words beside which a number is not the answer's value."""
+"""Words next to which a number is not the answer's value."""
 
 
 def answer_in(text: str) -> str | None:
@@ -99,10 +99,10 @@ def _number(answer: str) -> float | None:
     unit = _WORD.match(after)
     if before[-1:].isalpha() or after[:1] == "!" or (unit and len(unit[0]) == 1 and unit[0] in "ai"):  # x5, 5!, 5a
         return None
-    beside = f"{before} {_PER.sub(' ', after)}"
-    words = set(_WORD.findall(beside))
+    around = f"{before} {_PER.sub(' ', after)}"
+    words = set(_WORD.findall(around))
     variables = {word for word in words if len(word) == 1 and word.isascii()} - _LETTERS
-    other = set(_WORD.sub("", beside)) - _PUNCTUATION
+    other = set(_WORD.sub("", around)) - _PUNCTUATION
     return None if words & _CHANGING or variables or other else _value(values[0])
 
 
