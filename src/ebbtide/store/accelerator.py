@@ -17,7 +17,7 @@ import torch
 
 from ebbtide.base.errors import TargetError
 from ebbtide.store.device import Capabilities, FreeMemory
-from ebbtide.store.device_memory import device_memory, free_and_total_bytes
+from ebbtide.store.device_memory import allowed_bytes, device_memory
 from ebbtide.store.pinned import RuntimeRegistrar, pinned_memory
 
 _LOG = logging.getLogger("ebbtide.store")
@@ -167,19 +167,16 @@ class AcceleratorDevice:
 
     def free_memory(self, where: torch.device) -> FreeMemory | None:
         """Return the free part of the memory that torch's allocator may use."""
-        share: Any = getattr(torch.get_device_module(where), "get_per_process_memory_fraction", None)
         try:
-            stats, known = device_memory().memory_stats(where), free_and_total_bytes(where)
-            if known is None:
+            stats, allowed = device_memory().memory_stats(where), allowed_bytes(where)
+            if allowed is None:
                 return None
-            free, total = known
-            reserved, active = stats["reserved_bytes.all.current"], stats["active_bytes.all.current"]
-            allowed = free if share is None else min(free, int(share(where) * total) - reserved)
+            cached = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
             flushes = stats["num_alloc_retries"]
         except (RuntimeError, NotImplementedError, AttributeError, KeyError) as error:
             _LOG.debug("free device memory is not known: %s", error)
             return None
-        return FreeMemory(free_bytes=reserved - active + max(0, allowed), flushes=flushes)
+        return FreeMemory(free_bytes=cached + allowed, flushes=flushes)
 
     def record_use(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         """Tell torch's allocator that ``stream`` uses the tensor's memory."""

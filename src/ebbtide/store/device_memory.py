@@ -34,6 +34,21 @@ def take_peak_bytes(where: torch.device | int | None = None) -> int:
     return peak
 
 
+def allowed_bytes(where: torch.device | None = None) -> int | None:
+    """Return the memory that torch's allocator may still take from a device; None where torch does not know it.
+
+    That is the free memory, or what is left of the process's share (``torch.cuda.set_per_process_memory_fraction``).
+
+    Args:
+        where: The device; None: the current one.
+    """
+    known, share = free_and_total_bytes(where), getattr(_module(where), "get_per_process_memory_fraction", None)
+    if known is None or share is None:
+        return None if known is None else known[0]
+    free, total = known
+    return max(0, min(free, int(share(where) * total) - int(device_memory().memory_reserved(where))))
+
+
 def free_and_total_bytes(where: torch.device | None = None) -> tuple[int, int] | None:
     """Return a device's free memory and all of its memory; None where torch does not know them.
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ebbtide.store.device import Device
-from ebbtide.store.device_memory import device_memory, free_and_total_bytes, take_peak_bytes
+from ebbtide.store.device_memory import allowed_bytes, device_memory, take_peak_bytes
 from ebbtide.store.host import HostTier
 from ebbtide.store.protocol import Tier
 from ebbtide.store.share import free_memory_bytes
@@ -151,15 +151,16 @@ def meter_for(tier: Tier) -> Meter:
 def room_bytes(tier: Tier) -> int | None:
     """Return the memory that a step may still take; None if unknown.
 
-    On a device: its free memory and torch's cached memory; without one: the host memory free for this process.
+    On a device: what torch's allocator may still take, and what it caches; without one: the host memory that is free
+    for this process.
 
     Args:
         tier: The store of the step's offloaded bytes.
     """
     if _device_of(tier) is None or not torch.accelerator.is_available():
         return free_memory_bytes()
-    known, memory = free_and_total_bytes(), device_memory()
-    return None if known is None else int(known[0] + memory.memory_reserved() - memory.memory_allocated())
+    allowed, memory = allowed_bytes(), device_memory()
+    return None if allowed is None else int(allowed + memory.memory_reserved() - memory.memory_allocated())
 
 
 def device_bytes(tier: Tier) -> int | None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ebbtide.store.device_memory import device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
+from ebbtide.store.device_memory import allowed_bytes, device_memory, free_and_total_bytes, peak_bytes, take_peak_bytes
 
 WHERE = torch.device("cuda", 1)
 
@@ -29,7 +29,17 @@ def test_an_older_torch_has_it_in_the_module_of_the_device(module: SimpleNamespa
 
 def test_free_memory_that_no_module_has_is_unknown(module: SimpleNamespace) -> None:
     del module.mem_get_info
-    assert free_and_total_bytes() is None
+    assert free_and_total_bytes() is None and allowed_bytes() is None
+
+
+@pytest.mark.parametrize(("share", "reserved", "allowed"), [(1.0, 7, 3), (0.8, 7, 1), (0.5, 7, 0), (0.8, 4, 3)])
+def test_the_share_of_the_process_limits_what_is_allowed(
+    module: SimpleNamespace, share: float, reserved: int, allowed: int
+) -> None:
+    assert allowed_bytes() == 3  # a device that knows no shares
+    module.get_per_process_memory_fraction = lambda where: share
+    module.memory_reserved = lambda where: reserved
+    assert allowed_bytes() == allowed
 
 
 def test_a_newer_torch_has_it_for_all_devices(module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
