@@ -431,10 +431,10 @@ MUTANTS = (
         ("tests/unit/planner/test_simulate.py",),
     ),
     Mutant(
-        "schedule: the simulator gathers no groups",
+        "schedule: the simulator releases a group with its first copy",
         "ebbtide/planner/simulate.py",
-        "each.done = begins  # a group is done as a whole",
-        "each.done = each.begins + each.nbytes / self.profile.rates.out_bytes_per_second",
+        "done = max(saved.done for saved in group)",
+        "done = min(saved.done for saved in group)",
         ("tests/unit/planner/test_simulate.py",),
     ),
     Mutant(

@@ -144,12 +144,9 @@ class _Step:
         return None
 
     def copy_out(self, group: Sequence[_Offloaded], stream: object) -> list[Outcome]:
-        begins = self.now
         for each in group:
-            each.begins = begins = max(begins, self._out_free)
-            begins = self._out_free = begins + each.nbytes / self.profile.rates.out_bytes_per_second
-        for each in group:
-            each.done = begins  # a group is done as a whole
+            each.begins = max(self.now, self._out_free)
+            each.done = self._out_free = each.begins + each.nbytes / self.profile.rates.out_bytes_per_second
         return [Outcome.BEGUN] * len(group)
 
     def release_sources(self, group: Sequence[_Offloaded], *, wait: bool) -> bool:

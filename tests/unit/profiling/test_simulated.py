@@ -73,6 +73,9 @@ SOME = ("block", "llama", "t5", "vit", "mixtral", "wan")
 ASK_FOR_VALUES = ("mixtral_eager", "qwen3_moe_eager", "deepseek_v3_eager")
 """Which experts are run is decided by the router's values."""
 
+BLOCKS_BY_WHAT_THEY_SAVE = ("resnet",)
+"""Their stem becomes a block after the first pass, because of what it saved; the one step on paper is the first."""
+
 OTHERWISE_ON_PAPER = ("unet2d", "sd3", "sana", "hunyuan_video", "lstm", "lstm_stack", "gru_stack")
 """Torch adds the bias of linear layers over strided inputs in place, but not to fake tensors, and asks its CPU
 library for the work space of recurrent layers."""
@@ -88,6 +91,10 @@ def test_every_family_saves_on_paper_what_it_saves_in_measured_steps(name: str) 
     elif name in OTHERWISE_ON_PAPER:
         found, expected = ([unit[:4] for unit in saved(profile)] for profile in (on_paper(tiny), measured(tiny)))
         assert found == expected or name.endswith("_stack") or name == "lstm"
+    elif name in BLOCKS_BY_WHAT_THEY_SAVE:
+        found, expected = saved(on_paper(tiny)), saved(measured(tiny))
+        names = {unit[0] for unit in found}
+        assert found == [unit for unit in expected if unit[0] in names] and len(found) < len(expected)
     else:
         assert saved(on_paper(tiny)) == saved(measured(tiny))
 
