@@ -31,7 +31,7 @@ from ebbtide.cli.rounds import (
     check_packages,
     run_rounds,
 )
-from ebbtide.cli.run import split
+from ebbtide.cli.run import EXAMPLE, split
 
 MODES: dict[str, tuple[str, str]] = {
     "plain": ("false", "false"),
@@ -162,12 +162,14 @@ def run(argv: Sequence[str]) -> int:
         The exit code: 0, 1 if a child failed, 130 if interrupted, 143 if terminated.
 
     Raises:
-        ConfigError: As ``compare``; or a flag of compare that cannot be read.
+        ConfigError: As ``compare``; a flag of compare that cannot be read; or neither a recipe, nor a flag of one,
+            nor a command.
         DataError: As ``compare``.
         TrainingError: As ``compare_script``.
     """
     rest, command = split(argv)
     is_script = len(rest) < len(argv)
+    is_named = bool(rest) and not rest[0].startswith("-")
     recipe = DEFAULT_RECIPE if is_script else _recipe(rest)
     parser = _parser(recipe)
     try:
@@ -184,6 +186,12 @@ def run(argv: Sequence[str]) -> int:
     if own.steps is not None:
         hint = f"--max_steps {own.steps}"
         raise ConfigError("--steps is given, and no script", expected="-- and a command after it", hint=hint)
+    if not is_named and not arguments:
+        raise ConfigError(
+            "there is nothing to compare",
+            expected=f"one of {', '.join(RECIPES)}, or a command after --",
+            hint=f"`ebbtide compare {DEFAULT_RECIPE} --max_steps {DEFAULT_STEPS}`, or `ebbtide compare {EXAMPLE}`",
+        )
     has_length = {"max_steps", "num_train_epochs"} & _names(arguments)
     if not has_length and not any(a.endswith((".yaml", ".yml")) for a in arguments):
         arguments += ["--max_steps", str(DEFAULT_STEPS)]  # never a whole epoch by accident

@@ -334,8 +334,10 @@ def test_the_verb_keeps_its_own_flags_and_passes_the_rest_on(monkeypatch, tmp_pa
         (["sft", "--disk_path", "nothing"], "disk path 'nothing' does not exist"),
         (["sft", "--modes", "plain", "--policy", "nonsense"], "--policy is 'nonsense'; expected one of auto"),
         (["--modes", "plain,ebbtide-minimal", "--policy", "offload"], "policy is 'offload' .*gradient_check"),
-        (["--modes", "plian"], "unknown mode 'plian'.*\nhint: did you mean 'plain'"),
-        (["--modes", ","], "modes are none; expected each mode once\nhint: such as --modes plain"),
+        ([], "nothing to compare; .*\nhint: `ebbtide compare sft --max_steps 10`, or `ebbtide compare -- python"),
+        (["--modes", "plain"], "nothing to compare; expected one of sft, grpo, video, or a command after --"),
+        (["sft", "--modes", "plian"], "unknown mode 'plian'.*\nhint: did you mean 'plain'"),
+        (["sft", "--modes", ","], "modes are none; expected each mode once\nhint: such as --modes plain"),
     ],
 )
 def test_bad_arguments_start_no_child_and_leave_no_folder(tmp_path, monkeypatch, argv, words):
