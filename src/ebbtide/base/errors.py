@@ -16,7 +16,7 @@ Every message says what was found, what was expected, and after ``hint:`` what t
     ├── TrainingError          training cannot continue, for example after a NaN loss
     ├── DataError              a data set, model or run folder that cannot be read
     ├── ModifiedInPlaceError   a saved tensor was changed in place                    (also a RuntimeError)
-    └── RestoreError           ``verify=True`` found restored bytes that differ       (also a RuntimeError)
+    └── RestoreError           restored or recomputed bytes differ from the saved     (also a RuntimeError)
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ class ModifiedInPlaceError(EbbtideError, RuntimeError):
 
 
 class RestoreError(EbbtideError, RuntimeError):
-    """Restored or recomputed bytes differ from what was saved (``verify=True``)."""
+    """Restored or recomputed bytes differ from what was saved.
+
+    Recomputed tensors and checkpointed blocks are compared in every run; restored bytes with ``verify=True``.
+    """
 
 
 def note_place(error: BaseException, place: str) -> None:

@@ -56,7 +56,7 @@ def _recipe(does: str) -> Verb:
 
 VERBS: dict[str, Verb] = {
     "sft": _recipe("supervised fine-tuning of a language model (full, LoRA, QLoRA)"),
-    "grpo": _recipe("reinforcement of a language model by reward functions (GRPO)"),
+    "grpo": _recipe("reinforcement learning of a language model with rewards (GRPO)"),
     "video": _recipe("flow-matching fine-tuning and distillation of a video transformer"),
     "run": Verb(function="ebbtide.cli.run:run", does="your own training script with offloading, unedited"),
     "compare": Verb(
