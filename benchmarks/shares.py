@@ -171,7 +171,7 @@ def moved_by_node(
         if action not in (Action.RECOMPUTE, Action.CHECKPOINT) and nbytes:
             key = (site.node, reason(told.get(site), rules, demoted=str(site) in demoted))
             if site.node == CAST and (site, Action.RECOMPUTE) in sites:  # a part of what is cast up again
-                key = (NARROWED, "cast up, waits as it was")
+                key = (NARROWED, "cast up")
             sizes[key] += nbytes
             storages[key] += count
     return [
@@ -183,7 +183,7 @@ def moved_by_node(
 def reason(candidate: Candidate | None, rules: dict[str, Any], *, demoted: bool) -> str:
     """Return why a tensor is not recomputed under Auto; the plan was told nothing of what the engine never moves."""
     if candidate is None:
-        return "never moved"
+        return "never offloaded"
     if candidate.block_input:
         return "block input"
     if demoted:

@@ -41,12 +41,15 @@ WHY = {
     USUAL: "it takes a matrix product or a convolution: Minimal recomputes it",
     "no rule": "no rule covers the node that made it",
     "operand missing": "something that it was made from is not saved and has no rule",
-    "no autograd node": "nothing tells how it was made: masks of dropout, workspaces, constants",
-    "block input": "it came into the block from outside",
-    "cast up, waits as it was": "saved in float32, moved as the bfloat16 that it was cast from",
-    "recompute differed": "the first recompute was not equal, so the site is moved",
-    "never moved": "it stays under every policy, such as a part of a storage whose siblings may change in place",
+    "no autograd node": "the graph does not show how it was made: masks of dropout, workspaces, constants",
+    "block input": "it is an input of the block",
+    "cast up": "saved in float32, offloaded as the bfloat16 that it was cast from",
+    "recompute differed": "the first recompute was not equal, so the site is offloaded",
+    "never offloaded": "it stays under every policy, such as a part of a storage whose siblings may change in place",
 }
+
+OLDER = {"cast up, waits as it was": "cast up", "never moved": "never offloaded"}
+"""Reason in older folders → reason."""
 
 
 def measure(only: tuple[str, ...]) -> Iterator[dict[str, Any]]:
@@ -90,8 +93,9 @@ def summary(cases: list[dict[str, Any]]) -> list[str]:
         sum(percent(c, "auto", what) for c in cases) / len(cases) for what in ("kept", "moved", "recomputed")
     )
     return [
-        f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, moves "
+        f"Of the bytes that blocks save, in {len(cases)} cases of equal weight, Auto keeps {kept:.0f} %, offloads "
         f"{moved:.0f} % and recomputes {recomputed:.0f} %.",
+        "Auto is here the heuristic of the first step; the later plan depends on the machine and keeps what it can.",
         "",
         "Figures are percent of the distinct storages that autograd saves inside the blocks of ordinary training,",
         "without weights. Storages with the same value are stored once, so shares may sum to less than 100. Every case",
@@ -107,7 +111,7 @@ def shares_table(cases: list[dict[str, Any]]) -> list[str]:
     return [
         f"In {SHOWN}. Kept: {_kept(shown)}. The rest is recomputed, by Minimal in part in checkpointed blocks.",
         "",
-        "| family | Auto moves | Minimal moves | Minimal checkpoints |",
+        "| family | Auto offloads | Minimal offloads | Minimal checkpoints |",
         "| --- |" + " ---: |" * 3,
         *(row(case) for case in shown),
         "",
@@ -127,7 +131,7 @@ def precisions_table(cases: list[dict[str, Any]]) -> list[str]:
     for case in cases:
         found.setdefault(case["family"], []).append(case)
     return [
-        "Kept or moved in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
+        "Kept or offloaded in " + ", ".join(PRECISIONS) + "; the rest is recomputed:",
         "",
         "| family | Auto | Minimal |",
         "| --- | ---: | ---: |",
@@ -146,7 +150,7 @@ def why_moved(cases: list[dict[str, Any]]) -> list[str]:
     for (_, why), part in _operators(cases).items():
         whys[why] += part
     return [
-        "## Why Auto moves bytes",
+        "## Why Auto offloads bytes",
         "",
         "| reason | % | meaning |",
         "| --- | ---: | --- |",
@@ -165,11 +169,11 @@ def details(cases: list[dict[str, Any]]) -> list[str]:
         "| --- | --- | ---: |",
         *(f"| {node} | {why} | {part:.1f} |" for (node, why), part in _operators(cases).most_common() if part >= LEAST),
         "",
-        f"## Families of which Auto moves or keeps more than {MUCH} %, in {SHOWN}",
+        f"## Families of which Auto offloads or keeps more than {MUCH} %, in {SHOWN}",
         "",
         f"The reason, if it is not named: {USUAL}.",
         "",
-        "| family | moved or kept % | largest groups, in % |",
+        "| family | offloaded or kept % | largest groups, in % |",
         "| --- | ---: | --- |",
         *(f"| {c['family']} | {left(c):.0f} | {reasons(c)} |" for c in large),
         "",
@@ -211,8 +215,10 @@ def page(folder: Path) -> str:
 
 
 def cases_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the cases in a results folder; older folders say ``remade`` for ``recomputed``."""
+    """Return the cases in a results folder, with the words of older folders replaced by those of newer ones."""
     cases: list[dict[str, Any]] = json.loads((folder / "run.json").read_text())["cases"]
+    for group in (group for case in cases for group in case["moved"]):
+        group["why"] = OLDER.get(group["why"], group["why"])
     for found in (found for case in cases for found in case["policies"].values() if "remade" in found):
         found["recomputed"] = found.pop("remade")
     return cases

@@ -181,12 +181,12 @@ def _jobs(rank_bytes: float) -> list[str]:
         "machine",
         "devices",
         "nodes",
-        "host memory a node",
-        "of the job",
-        "link a rank",
-        "of the host's memory rate",
+        "host memory per node",
+        "per job",
+        "link per rank",
+        "share of the host's memory rate",
     ]
-    lines = ["| " + " | ".join([*head, "read when enabling"]) + " |", "| --- |" + " ---: |" * 7]
+    lines = ["| " + " | ".join([*head, "bytes that a rank reads when enabling"]) + " |", "| --- |" + " ---: |" * 7]
     for machine in MACHINES:
         for devices in SHOWN:
             link = machine.link_bytes_per_second

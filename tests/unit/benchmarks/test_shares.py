@@ -86,7 +86,7 @@ def test_bytes_of_a_family_make_the_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("candidate", "demoted", "why"),
     [
-        (None, False, "never moved"),
+        (None, False, "never offloaded"),
         (_told(block_input=True, flops=None), False, "block input"),
         (_told(), True, "recompute differed"),
         (_told("leaf", flops=None), False, "no autograd node"),
@@ -112,7 +112,7 @@ def test_groups_are_by_node_and_reason_and_the_rest_was_narrowed() -> None:
     assert moved_by_node(sites, by_site, ()) == [
         {"node": "MmBackward0", "why": "matrix product", "storages": 2, "bytes": 128},
         {"node": "SinBackward0", "why": "block input", "storages": 1, "bytes": 64},
-        {"node": "(cast)", "why": "cast up, waits as it was", "storages": 1, "bytes": 32},
+        {"node": "(cast)", "why": "cast up", "storages": 1, "bytes": 32},
     ]
 
 
@@ -135,4 +135,4 @@ def test_only_cases_of_which_much_is_left_are_explained() -> None:
     cases = [_case(256), _case(768)]
     text = "\n".join([*summary(cases), *details(cases)])
     assert "| one | 75 | MmBackward0 74 |" in text and "| one | 25 |" not in text
-    assert "Auto keeps 0 %, moves 50 % and recomputes 50 %." in text
+    assert "Auto keeps 0 %, offloads 50 % and recomputes 50 %." in text
