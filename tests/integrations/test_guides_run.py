@@ -1,9 +1,10 @@
-"""The Python of the quick start, run as it stands there, on a tiny model."""
+"""The Python of the quick start, run as it stands there, on a tiny model; and the plan of the page on plans."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,14 @@ import pytest
 import torch
 
 from ebbtide.cli import main as command_line
+from tests.helpers.torches import needs_slots
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "quick-start.md"
+QWEN3_8B = {
+    "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 40960,
+    "dtype": "bfloat16",
+}  # fmt: skip
 
 
 def blocks() -> list[str]:
@@ -64,3 +71,17 @@ def test_tracking_and_its_report(tiny_model: Path, tmp_path: Path, monkeypatch: 
     assert json.loads(Path("run/summary.json").read_text())["peak_host_bytes"] > 0
     assert command_line(["report", "run/"]) == 0
     assert "<html" in Path("run/report.html").read_text()
+
+
+@needs_slots
+def test_the_page_on_plans_has_what_its_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = PAGE.with_name("plan.md").read_text()
+    found = re.search(r"^```\n(ebbtide plan .*?)\n```\n+```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    monkeypatch.chdir(tmp_path)
+    Path("Qwen3-8B").mkdir()
+    Path("Qwen3-8B/config.json").write_text(json.dumps(QWEN3_8B))
+    assert command_line(shlex.split(found[1])[1:]) == 0
+    assert capsys.readouterr().out.startswith(found[2])
