@@ -1,7 +1,7 @@
-"""The pages of recipes' flags, written from their configs. The page of ``grpo`` has what differs from that of ``sft``.
+"""The pages of recipes' flags, written from their configs. Those of others have what differs from ``sft``.
 
 ``python -m tests.contract.sft_flags_page > docs/reference/sft-flags.md`` writes one anew, and
-``python -m tests.contract.sft_flags_page grpo > docs/reference/grpo-flags.md`` another.
+``python -m tests.contract.sft_flags_page grpo > docs/reference/grpo-flags.md`` another, and so with ``video``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import docstring_parser
 from ebbtide.base.checks import in_words
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.sft.config import SftConfig
+from ebbtide_recipes.video.config import VideoConfig
 
-CONFIGS: dict[str, typing.Any] = {"sft": SftConfig, "grpo": GrpoConfig}
+CONFIGS: dict[str, typing.Any] = {"sft": SftConfig, "grpo": GrpoConfig, "video": VideoConfig}
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 
 _HEAD = """# Flags of `ebbtide VERB`
@@ -56,6 +57,8 @@ def page(verb: str = "sft") -> str:
         tables = [[row for row in rows if row not in same] for rows, same in zip(tables, _names("sft"), strict=True)]
     parts = [_head(verb) + "\n".join(flags)]
     for (title, about, head), rows in zip(_SECTIONS, tables, strict=True):
+        if not rows:
+            continue
         lines = [f"| {' | '.join(head)} |", "| --- | --- |", *_merged(rows)]
         parts.append(f"## {title}\n\n{about}\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
@@ -82,7 +85,7 @@ def _names(verb: str) -> list[list[tuple[str, str]]]:
     config = CONFIGS[verb]
     return [
         [(f"`{other}`", f"`--{name}`") for other, name in config.aliases.items()],
-        [(f"`{key}`", sets) for key, sets in config.translated.items()],
+        [(f"`{key}`", sets) for key, sets in getattr(config, "translated", {}).items()],
         [(f"`--{name}`", _OMIT.sub("", hint) or "–") for name, hint in config.unsupported.items()],
     ]
 

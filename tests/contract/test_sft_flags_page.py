@@ -23,6 +23,12 @@ def test_every_flag_says_what_it_does(verb: str, name: str) -> None:
     assert len(row.split("|")[4].strip()) > 10
 
 
-def test_flags_that_differ_between_recipes_are_on_both_pages() -> None:
-    for row in set(rows_of("grpo")) ^ set(rows_of("sft")):
-        assert row in page("grpo" if row in rows_of("grpo") else "sft")
+@pytest.mark.parametrize("verb", [verb for verb in CONFIGS if verb != "sft"])
+def test_flags_that_differ_between_recipes_are_on_both_pages(verb: str) -> None:
+    for row in set(rows_of(verb)) ^ set(rows_of("sft")):
+        assert row in page(verb if row in rows_of(verb) else "sft")
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_a_recipe_names_its_page(verb: str) -> None:
+    assert CONFIGS[verb].page == f"docs/reference/{verb}-flags.md"

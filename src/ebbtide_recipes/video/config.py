@@ -80,12 +80,17 @@ class VideoConfig(RecipeConfig):
         hsdp_replicate_dim: FastVideo's flag: copies of the weights; more than 1 with shards is hybrid_shard.
         enable_gradient_checkpointing_type: FastVideo's flag: full is --gradient_checkpointing true.
         per_device_train_batch_size: Clips in a micro-batch.
+        eval_dataset: Refused; use --samples, --sample_steps and --sample_prompts.
+        split_dataset_ratio: Refused; use --samples, --sample_steps and --sample_prompts.
+        memory_efficient_init: Refused; each process loads the transformer whole before it is sharded.
+        fp16: Refused; --bf16 true needs no loss scaling.
         output_dir: Folder for the run file, training.log, samples, checkpoints and the trained transformer.
     """
 
     unsupported: ClassVar[Mapping[str, str]] = fastvideo.UNSUPPORTED
     granted: ClassVar[Mapping[str, tuple[str, ...]]] = fastvideo.GRANTED
     aliases: ClassVar[Mapping[str, str]] = fastvideo.ALIASES
+    page: ClassVar[str] = "docs/reference/video-flags.md"
 
     model: str = "builtin:tiny-wan"
     dataset: tuple[str, ...] = ("builtin:moving-shapes",)
