@@ -337,7 +337,7 @@ class Arena:
         raise CapError(
             f"cannot allocate another {format_size(nbytes)} of host memory ({format_size(self._used_bytes)} in "
             f"use): {cause}",
-            hint="set host_budget below the free memory, offload less, or use target='disk'",
+            hint="set host_budget below the free memory: what exceeds it goes to disk; or offload less",
         ) from cause
 
     def _add_chunks(self, nbytes: int, least_bytes: int, *, pinned: bool) -> None:
@@ -371,5 +371,5 @@ class Arena:
         return CapError(
             f"{format_size(nbytes)} of host memory needed, {format_size(self._used_bytes)} in use",
             expected=f"no more than the host budget of {format_size(self._budget_bytes or 0)}",
-            hint="raise host_budget, offload less, or use target='disk'",
+            hint="raise host_budget, or offload less",
         )
