@@ -24,6 +24,7 @@ from trl import GRPOTrainer as TrlTrainer
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
 from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.rewards import Reward, text_of
@@ -300,6 +301,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
+        **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
         "log_completions": False,
     }
