@@ -81,7 +81,7 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
 
 def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
     """Return the rows with short enough prompts; log the number of dropped rows, or raise."""
-    kept = prompts.drop_long(rows, lambda row: _tokens(row["prompt"], tokenizer), config.max_prompt_length)
+    kept = [row for row in rows if _tokens(row["prompt"], tokenizer) <= config.max_prompt_length]
     long = len(rows) - len(kept)
     found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"
     if long and not config.filter_overlong_prompts:

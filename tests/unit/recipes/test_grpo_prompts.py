@@ -86,9 +86,13 @@ def test_a_chat_needs_a_template() -> None:
         shaped({"prompt": [USER]}, chat=False)
 
 
-def test_long_prompts_are_dropped_whole() -> None:
-    rows = [{"prompt": "a" * length} for length in (3, 4, 5)]
-    assert prompts.drop_long(rows, lambda row: len(row["prompt"]), 4) == rows[:2]
+def test_truths_of_verls_rows_become_the_column_answer_of_every_row() -> None:
+    judged = [None, {"ground_truth": "72"}, {"ground_truth": None}]
+    rows = shaped(*({"prompt": "q", "reward_model": value} for value in judged))
+    assert [row["answer"] for row in rows] == [None, "72", None]
+    assert "answer" not in shaped({"prompt": "q", "reward_model": {"style": "model"}})[0]
+    both = {"prompt": "q", "reward_model": {"ground_truth": "72"}, "answer": "a long way to 72"}
+    assert shaped(both) == [both]
 
 
 @pytest.mark.parametrize(("shuffled", "level"), [(True, "INFO"), (False, "WARNING")])
