@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ebbtide.base.errors import ConfigError, DataError, TrainingError
+from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.grpo.recipe import RECIPE
 from ebbtide_recipes.skeleton import run
@@ -148,6 +151,62 @@ def test_a_model_that_mixes_sequences_in_a_row_is_refused(
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     with pytest.raises(ConfigError, match="padding_free is true, and LlamaForCausalLM mixes sequences"):
         train(model, tmp_path, padding_free=True)
+
+
+def training_flags(model: torch.nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("unpadded", [False, True])
+def test_a_rollout_has_no_dropout_and_the_update_has(model: Path, tmp_path: Path, unpadded: bool) -> None:
+    changes = {"train_type": "lora", "lora_dropout": 0.5, "num_iterations": 2, "padding_free": unpadded, "beta": 0.1}
+    trainer = RECIPE.prepare(GrpoConfig(**{**grpo_values(str(model), str(tmp_path)), **changes}))
+    seen: list[tuple[bool, bool, bool]] = []
+    for name, module in trainer.model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_pre_hook(
+                lambda module, _: seen.append((torch.is_grad_enabled(), module.training, trainer.model.training))
+            )
+        if name.endswith("lora_B.default"):
+            torch.nn.init.normal_(module.weight)  # at first adapters change nothing
+    trainer.model.train()
+    trainer.model.get_submodule("base_model.model.model.layers.0").eval()  # stays as it is
+    flags = training_flags(trainer.model)
+    made = trainer._generate_and_score_completions([trainer.train_dataset[0] for _ in range(4)])
+    assert set(seen) == {(False, False, True)}
+    assert training_flags(trainer.model) == flags
+    ids = torch.cat([made["prompt_ids"], made["completion_ids"]], dim=1)
+    inputs = (ids, torch.ones_like(ids), made["completion_ids"].shape[1])
+    with torch.no_grad():
+        first, again = (trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0], first)
+
+
+class Root(FSDPModule):
+    """The root of a sharded model; calls are recorded."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.unshard = lambda: calls.append("unshard")
+        self.reshard = lambda: calls.append("reshard")
+
+
+def test_vllm_gets_weights_from_their_shards(model: Path, tmp_path: Path) -> None:
+    trainer = RECIPE.prepare(GrpoConfig(**grpo_values(str(model), str(tmp_path))))
+    calls: list[str] = []
+    trainer.model_wrapped = object.__new__(Root)
+    trainer.model_wrapped.__init__(calls)
+    trainer.use_vllm, trainer._last_loaded_step = True, -1
+    trainer.vllm_generation = SimpleNamespace(
+        sync_weights=lambda: calls.append("sync"), generate=lambda **_: (None, [[5]], [[[0.0]]], None)
+    )
+    trainer.model.train()
+    remove = BUS.subscribe(lambda kind, fields: calls.append(f"{fields['name']} {fields['edge']}"))
+    try:
+        trainer._generate_single_turn([[3, 4]], None, {}, 1)
+    finally:
+        remove()
+    assert calls == ["generation begin", "sync", "generation end"]
 
 
 # Resuming

@@ -140,6 +140,12 @@ def test_flags_without_effect_are_warned_of_once(model: Path, tmp_path: Path) ->
     assert log.count("WARNING ebbtide.recipes: --verify has no effect here: the mode is plain") == 1
 
 
+def test_steps_that_round_to_nothing_are_warned_of_once(model: Path, tmp_path: Path) -> None:
+    train(model, tmp_path, torch_dtype="bfloat16", learning_rate=1e-5, max_steps=1)
+    log = (tmp_path / "training.log").read_text()
+    assert log.count("at a learning rate of 1e-05 most steps round to nothing; hint: ") == 1
+
+
 def test_a_budget_that_holds_everything_keeps_everything(model: Path, tmp_path: Path) -> None:
     train(model, tmp_path, activation_cpu_offload=True, memory_budget="1TiB", max_steps=5, log_level="debug")
     log = (tmp_path / "training.log").read_text()

@@ -114,13 +114,17 @@ def bytes_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
 
 
 def phases_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:
-    """Make the table of phases: time per step and memory of each; medians over the steady steps."""
+    """Make the table of phases: time and memory of each; times are medians over the steady steps that have it."""
     rows: list[tuple[str, ...]] = []
     for name, summary in zip(names, summaries, strict=True):
         for phase, figures in section(summary, "phases").items():
             cells = [number(figures.get("seconds_median"), "{:.3f} s"), size(figures.get("peak_bytes"))]
             rows.append((name, phase, *cells, size(figures.get("rise_bytes"))))
-    return Table(columns=("mode", "phase", "time per step", "highest memory", "rise within it"), rows=tuple(rows))
+    # A device works behind the host, which marks the phases when it queues their work.
+    on_host = any(summary.get("device") not in (None, "cpu") for summary in summaries)
+    time = "host time per step that has it" if on_host else "time per step that has it"
+    columns = ("mode", "phase", time, "highest memory", "rise within it")
+    return Table(columns=columns, rows=tuple(rows))
 
 
 def losses_table(summaries: Sequence[Summary], names: Sequence[str]) -> Table:

@@ -20,6 +20,8 @@ from ebbtide.track.phases import phase_figures
 from ebbtide.track.steady import Steady, steady_steps
 
 _ACTIVATIONS = ("saved", "unique", "kept", "offloaded", "recomputed")
+_GENERATION = "generation"
+"""The phase that begins a rollout."""
 
 
 def summarise(folder: str | os.PathLike[str], *, warm_up: int | None = None) -> dict[str, Any]:
@@ -90,10 +92,6 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
     counted = [step for step in steps if steady.counts(step.get("step"))] or steps
     timed = [step for step in counted if steady.timed(step.get("step"))] or counted
     seconds = [step["seconds"] for step in timed if step.get("seconds") is not None]
-    rates = [
-        step["tokens"] / step["seconds"] for step in timed if step.get("tokens") is not None and step.get("seconds")
-    ]
-    known = len(rates) == len(timed) > 0
     rewards = [step.get("reward") for step in steps]
     return {
         "steps": len(steps),
@@ -102,11 +100,30 @@ def _pace(events: Sequence[Event], steady: Steady) -> dict[str, Any]:
         "step_seconds_median": median(seconds) if seconds else None,
         "step_seconds": seconds,
         "lockstep": len(steps) > 1 and len(_all(events, "wait")) == len(steps),
-        "tokens_per_second": median(rates) if known else None,
+        "tokens_per_second": _tokens_per_second(events, timed),
         "first_step": steps[0].get("step") if steps else None,
         "loss": _losses(events, steps),
         "reward": rewards if any(reward is not None for reward in rewards) else None,
     }
+
+
+def _tokens_per_second(events: Sequence[Event], timed: Sequence[Event]) -> float | None:
+    """Return the median rate of the steps; where not every step generates, the rate over all whole rollouts.
+
+    A rollout that several steps learn from is generated in the first of them, which a median would leave out.
+    """
+    phases = [event for event in _all(events, "phase") if event.get("name") == _GENERATION]
+    generating = {event.get("step") for event in phases if event.get("edge") == "begin"}
+    begins = [index for index, step in enumerate(timed) if step.get("step") in generating]
+    shared = bool(generating) and len(begins) < len(timed)
+    if shared:
+        timed = timed[begins[0] : begins[-1]] if begins else []
+    known = [(s["tokens"], s["seconds"]) for s in timed if s.get("tokens") is not None and s.get("seconds")]
+    if not known or len(known) < len(timed):
+        return None
+    if shared:
+        return sum(tokens for tokens, _ in known) / sum(seconds for _, seconds in known)
+    return median(tokens / seconds for tokens, seconds in known)
 
 
 def _losses(events: Sequence[Event], steps: Sequence[Event]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -34,6 +35,18 @@ UNSUPPORTED: Mapping[str, str] = {
     "packing": "--padding_free true leaves the padding out of a batch",
     "max_length": "--max_prompt_length and --max_completion_length",
 }
+
+COLOCATE = ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+"""Flags of vLLM in the training processes."""
+
+SERVER = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+)
+"""Flags of a server of vLLM; TRL has the same names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +86,15 @@ class GrpoConfig(LanguageConfig):
         scale_rewards: Divide advantages by the standard deviation of the group, of the batch, or by nothing.
         padding_free: Skip padding in log-probabilities, forward and backward, as verl's use_remove_padding.
         use_vllm: Generate with vLLM, if it is installed.
-        vllm_mode: Generate in the training processes (colocate) or by a server.
-        vllm_gpu_memory_utilization: Share of the device's memory for vLLM.
-        vllm_tensor_parallel_size: Devices that vLLM splits the model over; the processes are a multiple of it.
+        vllm_mode: Generate in the training processes (colocate) or by a server on other devices.
+        vllm_gpu_memory_utilization: Share of the device's memory for vLLM (colocate).
+        vllm_tensor_parallel_size: Devices that vLLM splits the model over (colocate); the processes are a multiple of
+            it.
+        vllm_server_base_url: Address of the server, such as http://node7:8000, in place of host and port.
+        vllm_server_host: Host of the server; default: 0.0.0.0, this machine.
+        vllm_server_port: Port of the server; default: 8000.
+        vllm_server_timeout: Seconds to wait for the server at the start; default: 240.
+        vllm_group_port: Port over which weights reach the server; default: 51216.
         strategy: verl's flag: fsdp is FSDP1 and fsdp2 is FSDP2, full_shard.
         learning_rate: Peak learning rate; default: 1e-6 for full training, 1e-5 for adapters.
         per_device_train_batch_size: Completions in a micro-batch.
@@ -119,6 +138,11 @@ class GrpoConfig(LanguageConfig):
     vllm_mode: Literal["colocate", "server"] = "colocate"
     vllm_gpu_memory_utilization: float = 0.3
     vllm_tensor_parallel_size: int = 1
+    vllm_server_base_url: str | None = None
+    vllm_server_host: str | None = None
+    vllm_server_port: int | None = None
+    vllm_server_timeout: float | None = None
+    vllm_group_port: int | None = None
     strategy: Literal["fsdp", "fsdp2"] | None = None
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 8
@@ -128,6 +152,7 @@ class GrpoConfig(LanguageConfig):
         self._apply_strategy()
         super().__post_init__()
         _check_numbers(self)
+        _check_server(self)
 
     @property
     def peak_learning_rate(self) -> float:
@@ -179,8 +204,11 @@ class GrpoConfig(LanguageConfig):
 
     def without_effect(self) -> list[str]:
         """Return the flags that were set but have no effect in this mode."""
-        vllm = ("vllm_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
-        idle = (*(() if self.use_vllm else vllm), *(() if self.evaluates else ("num_generations_eval",)))
+        if not self.use_vllm:
+            vllm = ("vllm_mode", *COLOCATE, *SERVER)
+        else:
+            vllm = COLOCATE if self.vllm_mode == "server" else SERVER
+        idle = (*vllm, *(() if self.evaluates else ("num_generations_eval",)))
         return [*super().without_effect(), *(name for name in idle if self.is_set(name))]
 
     def _apply_strategy(self) -> None:
@@ -239,4 +267,39 @@ def _check_numbers(config: GrpoConfig) -> None:
             f"reward_weights has {len(config.reward_weights)} numbers for {len(config.reward_funcs)} reward functions",
             expected="one number a function, or one for all",
             hint=f"--reward_weights {' '.join('1.0' for _ in config.reward_funcs)}",
+        )
+
+
+def _check_server(config: GrpoConfig) -> None:
+    """Raise for an address that is none, or two.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for name in ("vllm_server_port", "vllm_group_port"):
+        port = getattr(config, name)
+        if port is not None and not 1 <= port <= 65535:
+            raise ConfigError(
+                f"{name} is {port}", expected="a port, 1 to 65535", hint=f"leave {name} out for its default"
+            )
+    timeout = config.vllm_server_timeout
+    if timeout is not None and not 0 < timeout < float("inf"):
+        raise ConfigError(
+            f"vllm_server_timeout is {timeout}", expected="seconds, above 0", hint="leave it out for 240 seconds"
+        )
+    address = config.vllm_server_base_url
+    if address is None:
+        return
+    if not re.match(r"https?://[^/]", address):
+        raise ConfigError(
+            f"vllm_server_base_url is {address!r}",
+            expected="an address that begins with http:// or https://",
+            hint="such as http://node7:8000",
+        )
+    others = [name for name in ("vllm_server_host", "vllm_server_port") if getattr(config, name) is not None]
+    if others:
+        raise ConfigError(
+            f"vllm_server_base_url and {' and '.join(others)} are set",
+            expected="one address of the server",
+            hint=f"leave --{others[0]} out: the address has host and port",
         )

@@ -58,7 +58,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
 
 
 def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
-    """Raise if there are fewer prompts than in one rollout.
+    """Raise if there are fewer prompts than in one rollout; log how many are left over from the last of an epoch.
 
     Raises:
         DataError: There are fewer.
@@ -70,11 +70,18 @@ def check_count(dataset: Dataset, config: GrpoConfig, processes: int) -> None:
             expected=f"{wanted} or more, for one rollout",
             hint="more rows, a smaller --per_device_train_batch_size, or a larger --num_generations",
         )
+    if over := len(dataset) % wanted:
+        LOGGER.log(
+            logging.INFO if config.dataset_shuffle else logging.WARNING,
+            "%d of the %d prompts are left out of each epoch, because a rollout has %d; %s",
+            *(over, len(dataset), wanted),
+            "others in every epoch" if config.dataset_shuffle else "always the last ones: --dataset_shuffle is false",
+        )
 
 
 def _short(rows: list[prompts.Row], name: str, config: GrpoConfig, tokenizer: Any) -> list[prompts.Row]:
     """Return the rows with short enough prompts; log the number of dropped rows, or raise."""
-    kept = prompts.drop_long(rows, lambda row: _tokens(row["prompt"], tokenizer), config.max_prompt_length)
+    kept = [row for row in rows if _tokens(row["prompt"], tokenizer) <= config.max_prompt_length]
     long = len(rows) - len(kept)
     found = f"{long} of the {len(rows)} prompts of {name} are longer than {config.max_prompt_length} tokens"
     if long and not config.filter_overlong_prompts:

@@ -2,23 +2,22 @@
 
 [Note: prompt rows]
 Each row gets a ``prompt``: text, or a chat that ends with the user. It comes from ``prompt``, ``messages`` or
-``question``. All other columns stay and are passed to the reward functions. verl's ``reward_model`` column yields its
-``ground_truth`` as ``answer``.
+``question``. All other columns stay and are passed to the reward functions. Without a column ``answer``, the truths in
+verl's ``reward_model`` become one.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from ebbtide.base.errors import DataError, nearest
-from ebbtide_recipes.grpo.rewards import HANDED
+from ebbtide_recipes.grpo.rewards import HANDED, truth_in
 
 Row = dict[str, Any]
 
 ACCEPTED = "`prompt` (text or messages), `messages` or `question`"
-BUILTIN = ("builtin:arithmetic",)
 COUNT = 4096
 """Rows of the built-in data set."""
 
@@ -80,12 +79,10 @@ def shaped(rows: Sequence[Row], name: str, *, chat: bool, system: str | None = N
             )
         made.append(_shaped(row, source, where, chat=chat, system=system))
     _check_one_kind(made, name)
-    return made
-
-
-def drop_long(rows: Sequence[Row], length: Callable[[Row], int], limit: int) -> list[Row]:
-    """Return the rows whose prompt has at most ``limit`` tokens; prompts are never cut."""
-    return [row for row in rows if length(row) <= limit]
+    truths = [truth_in(row.get("reward_model")) for row in rows]
+    if "answer" in columns or all(truth is None for truth in truths):
+        return made
+    return [{**row, "answer": truth} for row, truth in zip(made, truths, strict=True)]
 
 
 def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None) -> Row:
@@ -98,11 +95,7 @@ def _shaped(row: Row, source: str, where: str, *, chat: bool, system: str | None
         raise DataError(f"{where} has {value!r:.60} as {source}", expected=ACCEPTED, hint="fix or remove the row")
     if isinstance(value, list):
         value = _chat(cast("list[Any]", value), where, chat=chat, system=system)
-    rest = {str(key): item for key, item in row.items() if key not in (source, "completion")}
-    judged = rest.get("reward_model")
-    if isinstance(judged, dict) and "ground_truth" in judged:
-        rest.setdefault("answer", cast("dict[str, Any]", judged)["ground_truth"])
-    return {"prompt": value, **rest}
+    return {"prompt": value, **{str(key): item for key, item in row.items() if key not in (source, "completion")}}
 
 
 def _chat(messages: list[Any], where: str, *, chat: bool, system: str | None) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.grpo.config import GrpoConfig
 from ebbtide_recipes.skeleton import launch
-from ebbtide_recipes.skeleton.precision import dtype_name
 from ebbtide_recipes.skeleton.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -68,7 +67,6 @@ class Grpo(Recipe[GrpoConfig]):
                 expected="a language model",
                 hint="`ebbtide sft` trains multimodal models",
             )
-        _warn_of_lost_steps(config)
         made = adapters.chosen(config, models.outline(config, source)) if config.trains_adapters else None
         functions = rewards.load(config.reward_funcs)
         dataset = data.load(config.dataset, config, source, functions)
@@ -107,13 +105,3 @@ class Grpo(Recipe[GrpoConfig]):
 
 
 RECIPE = Grpo()
-
-
-def _warn_of_lost_steps(config: GrpoConfig) -> None:
-    """Say what becomes of small steps on weights in bfloat16, which have eight bits."""
-    if config.train_type == "full" and dtype_name(config) == "bfloat16" and config.peak_learning_rate < 1e-4:
-        LOGGER.warning(
-            "weights and steps are bfloat16: at a learning rate of %g most steps round to nothing; "
-            "hint: --bf16 true keeps weights in float32 and computes in bfloat16",
-            config.peak_learning_rate,
-        )

@@ -37,6 +37,11 @@ def text_of(completion: Any) -> str:
     return "".join(str(message.get("content") or "") for message in completion)
 
 
+def truth_in(reward_model: Any) -> Any:
+    """Return the right answer in a value of verl's column ``reward_model``; ``None``: it has none."""
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+
+
 def accuracy(completions: Sequence[Any], **columns: Any) -> list[float | None]:
     """Return 1 for a completion with the right answer, else 0; see [Note: where an answer stands] in ``answers.py``.
 
@@ -225,13 +230,10 @@ def _load(name: str) -> Reward:
 
 
 def _wanted(columns: Mapping[str, Any], count: int) -> list[Any]:
-    """Return the right answers, of verl's rows what its reward model is given; ``None`` where a row has none."""
+    """Return the right answers: the truths in verl's rows, else the column; ``None`` where a row has none."""
     answers = next((columns[name] for name in ANSWERS if name in columns), [None] * count)
-    judged = columns.get("reward_model") or [None] * count
-    return [
-        truth["ground_truth"] if isinstance(truth, Mapping) and "ground_truth" in truth else answer
-        for truth, answer in zip(judged, answers, strict=True)
-    ]
+    truths = map(truth_in, columns.get("reward_model") or [None] * count)
+    return [answer if truth is None else truth for truth, answer in zip(truths, answers, strict=True)]
 
 
 def _one_by_one(function: Callable[..., Any]) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from trl import GRPOTrainer as TrlTrainer
 from ebbtide.base.errors import ConfigError
 from ebbtide.base.events import BUS
 from ebbtide_recipes.grpo import rollouts, unpadded
+from ebbtide_recipes.grpo.config import SERVER
 from ebbtide_recipes.grpo.divergence import Divergence, of_completions, only_if_judged
+from ebbtide_recipes.grpo.dropout import without_dropout
 from ebbtide_recipes.grpo.rewards import Reward, text_of
 from ebbtide_recipes.skeleton.checkpoints import read_seal
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer, made, name_present_blocks, shared_arguments
@@ -89,7 +91,9 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         return result
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        with self._phase("generation"), self._full_root(), self._together():
+        # vLLM has its own copy of the weights; TRL gathers them for it, parameter by parameter, from their shards.
+        generating = nullcontext() if self.use_vllm else self._by_this_model()
+        with self._phase("generation"), generating:
             return super()._generate_single_turn(*args, **kwargs)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Sequence[Any], *args: Any) -> Any:
@@ -131,7 +135,7 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         compute = self._unpadded if self.padding_free else super()._get_per_token_logps_and_entropies
         if torch.is_grad_enabled():
             return compute(model, *args, **kwargs)
-        with self._phase("log-probabilities"):
+        with self._phase("log-probabilities"), without_dropout(model):
             scored = compute(model, *args, **kwargs)
         if self.divergence is not None:
             self._scored.append((args, kwargs, scored[0]))
@@ -182,6 +186,12 @@ class GrpoTrainer(RecordedTrainer, TrlTrainer):
         BUS.emit("phase", name=name, edge="begin", step=step)
         yield
         BUS.emit("phase", name=name, edge="end", step=step)
+
+    @contextmanager
+    def _by_this_model(self) -> Generator[None, None, None]:
+        """Prepare the trained model for its own ``generate``. See [Note: dropout in a rollout]."""
+        with self._full_root(), self._together(), without_dropout(self.model):
+            yield
 
     @contextmanager
     def _together(self) -> Generator[None, None, None]:
@@ -291,6 +301,7 @@ def arguments(config: GrpoConfig) -> TrlConfig:
         "vllm_mode": config.vllm_mode,
         "vllm_gpu_memory_utilization": config.vllm_gpu_memory_utilization,
         "vllm_tensor_parallel_size": config.vllm_tensor_parallel_size,
+        **{name: value for name in SERVER if (value := getattr(config, name)) is not None},
         "ddp_find_unused_parameters": False,
         "log_completions": False,
     }

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ebbtide_recipes.grpo.dropout import without_dropout
+
 
 def rows_to_one(input_ids: torch.Tensor, attention_mask: torch.Tensor, keep: int) -> dict[str, torch.Tensor]:
     """Return the model's inputs for a batch without its padding.
@@ -62,17 +64,12 @@ def separates(model: Any, device: torch.device) -> bool:
         model: With TRL's fused head; every rank calls this at the same time.
         device: Of its inputs.
     """
-    training = model.training
-    model.eval()
-    try:
-        mask = torch.ones(2, 6, dtype=torch.long, device=device)
-        seen: list[torch.Tensor] = []
+    mask = torch.ones(2, 6, dtype=torch.long, device=device)
+    seen: list[torch.Tensor] = []
+    with torch.no_grad(), without_dropout(model):
         for first in ([2, 3, 4, 5, 6, 7], [7, 9, 8, 3, 2, 4]):
             ids = torch.tensor([first, [2, 4, 6, 8, 3, 5]], device=device)
-            with torch.no_grad():
-                output = model(**rows_to_one(ids, mask, 5), fused_lm_head=True)
+            output = model(**rows_to_one(ids, mask, 5), fused_lm_head=True)
             seen.append(one_to_rows(output.log_probs, mask, 5))
-        moved = not torch.equal(seen[0][0], seen[1][0])
-        return moved and torch.equal(seen[0][1], seen[1][1])
-    finally:
-        model.train(training)
+    moved = not torch.equal(seen[0][0], seen[1][0])
+    return moved and torch.equal(seen[0][1], seen[1][1])

@@ -220,10 +220,12 @@ def _prepared(recipe: Recipe[ConfigT], config: ConfigT) -> RecordedTrainer | Non
 
 def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, folder: Path) -> None:
     """Train and save."""
+    from ebbtide_recipes.skeleton.precision import warn_of_lost_steps
     from ebbtide_recipes.skeleton.progress import StepBar
     from ebbtide_recipes.skeleton.steps import StepRecorder
     from ebbtide_recipes.skeleton.trainer import save
 
+    warn_of_lost_steps(config)
     if config.save_steps is not None or checkpoints.resumes(config):
         checkpoints.check_shared(folder)
     found = checkpoints.find(config, world_size=trainer.args.world_size)

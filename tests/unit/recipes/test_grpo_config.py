@@ -141,6 +141,14 @@ def test_names_and_values_belong_to_something() -> None:
         (("--delta", "nan"), "delta is nan"),
         (("--reward_funcs", "accuracy", "format", "--reward_weights", "1", "2", "3"), "reward_weights has 3 numbers"),
         (("--loss_type", "ppo"), "--loss_type is 'ppo'"),
+        (("--vllm_server_port", "70000"), "vllm_server_port is 70000; expected a port, 1 to 65535"),
+        (("--vllm_group_port", "0"), "vllm_group_port is 0; expected a port, 1 to 65535"),
+        (("--vllm_server_timeout", "0"), "vllm_server_timeout is 0.0; expected seconds, above 0"),
+        (("--vllm_server_base_url", "node7:8000"), "vllm_server_base_url is 'node7:8000'; expected an address"),
+        (
+            ("--vllm_server_base_url", "http://node7:8000", "--vllm_server_port", "8001"),
+            "vllm_server_base_url and vllm_server_port are set; expected one address",
+        ),
         (("--reward_functions", "accuracy"), "hint: did you mean 'reward_funcs'"),
     ],
 )
@@ -171,7 +179,41 @@ def test_the_learning_rate_and_the_divergence_have_their_defaults() -> None:
     assert GrpoConfig(train_type="lora").peak_learning_rate == 1e-5
     assert GrpoConfig(beta=0.1, use_kl_loss=False).kl_coefficient == 0.0
     assert GrpoConfig(reward_funcs=("accuracy", "format")).weights == (1.0, 1.0)
-    assert "vllm_mode" in GrpoConfig(vllm_mode="server").without_effect()
+
+
+def test_flags_of_vllm_act_in_their_mode() -> None:
+    colocate = {"vllm_gpu_memory_utilization": 0.5, "vllm_tensor_parallel_size": 2}
+    server = {
+        "vllm_server_host": "node7",
+        "vllm_server_port": 8001,
+        "vllm_server_timeout": 9.0,
+        "vllm_group_port": 51217,
+    }
+    address = {"vllm_server_base_url": "http://node7:8001"}
+
+    def idle(**values: Any) -> set[str]:
+        return set(GrpoConfig(**values).without_effect())
+
+    assert idle(use_vllm=True, vllm_mode="server", **server, **colocate) == {*colocate}
+    assert idle(use_vllm=True, vllm_mode="server", **address) == set()
+    assert idle(use_vllm=True, **server, **colocate) == {*server}
+    assert idle(use_vllm=True, **address) == {*address}
+    assert idle(vllm_mode="server", **server, **colocate) == {"vllm_mode", *server, *colocate}
+
+
+def test_the_trainer_has_the_address_of_the_server(tmp_path: Path) -> None:
+    from ebbtide_recipes.grpo.trainer import arguments
+
+    here = {"output_dir": str(tmp_path)}
+    default = arguments(GrpoConfig(**here))
+    config = GrpoConfig(use_vllm=True, vllm_mode="server", vllm_server_host="node7", vllm_group_port=51217, **here)
+    found = arguments(config)
+    assert (found.vllm_mode, found.vllm_server_host, found.vllm_group_port) == ("server", "node7", 51217)
+    assert found.vllm_server_base_url is None
+    assert (found.vllm_server_port, found.vllm_server_timeout) == (
+        default.vllm_server_port,
+        default.vllm_server_timeout,
+    )
 
 
 @pytest.mark.parametrize("preset", sorted((ROOT / "examples" / "grpo").glob("*.yaml")), ids=lambda path: path.name)

@@ -9,6 +9,7 @@ import pytest
 from ebbtide.base.errors import DataError
 from ebbtide_recipes.grpo import prompts
 from ebbtide_recipes.grpo.answers import number_in
+from ebbtide_recipes.grpo.config import GrpoConfig
 
 USER = {"role": "user", "content": "q"}
 SYSTEM = {"role": "system", "content": "s"}
@@ -85,6 +86,27 @@ def test_a_chat_needs_a_template() -> None:
         shaped({"prompt": [USER]}, chat=False)
 
 
-def test_long_prompts_are_dropped_whole() -> None:
-    rows = [{"prompt": "a" * length} for length in (3, 4, 5)]
-    assert prompts.drop_long(rows, lambda row: len(row["prompt"]), 4) == rows[:2]
+def test_truths_of_verls_rows_become_the_column_answer_of_every_row() -> None:
+    judged = [None, {"ground_truth": "72"}, {"ground_truth": None}]
+    rows = shaped(*({"prompt": "q", "reward_model": value} for value in judged))
+    assert [row["answer"] for row in rows] == [None, "72", None]
+    assert "answer" not in shaped({"prompt": "q", "reward_model": {"style": "model"}})[0]
+    both = {"prompt": "q", "reward_model": {"ground_truth": "72"}, "answer": "a long way to 72"}
+    assert shaped(both) == [both]
+
+
+@pytest.mark.parametrize(("shuffled", "level"), [(True, "INFO"), (False, "WARNING")])
+def test_prompts_that_fill_no_rollout_are_counted(caplog: pytest.LogCaptureFixture, shuffled: bool, level: str) -> None:
+    from ebbtide_recipes.grpo.data import check_count
+    from ebbtide_recipes.grpo.rollouts import EpochSampler
+
+    dataset: Any = range(10)
+    config = GrpoConfig(per_device_train_batch_size=8, num_generations=2, dataset_shuffle=shuffled)
+    sampler = EpochSampler(dataset, mini_repeat_count=2, batch_size=4, shuffle=shuffled, seed=0)
+    assert len(set(sampler)) == 8
+    with caplog.at_level("INFO", logger="ebbtide.grpo"):
+        check_count(dataset, config, 1)
+        check_count(dataset[:8], config, 1)
+    (record,) = (record for record in caplog.records if record.name == "ebbtide.grpo")
+    assert record.levelname == level
+    assert "2 of the 10 prompts are left out of each epoch" in record.message

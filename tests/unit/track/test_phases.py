@@ -1,5 +1,7 @@
 """Phases keep their names: each is timed and its memory told, whatever it is called."""
 
+import pytest
+
 from ebbtide.report import load_run
 from ebbtide.report.story import rewards
 from ebbtide.report.table import phases_table
@@ -62,3 +64,12 @@ def test_reports_show_every_phase_by_its_name(tmp_path):
     assert rewards(run) == "plain: mean reward 0.375 over the first 2 steps, 0.375 over the last 2."
     told = text(run)
     assert "generation" in told and "mean reward 0.375" in told
+
+
+@pytest.mark.parametrize(("device", "head"), [("cpu", "time per step"), ("cuda", "host time per step")])
+def test_times_of_phases_on_a_device_are_named_as_those_of_the_host(tmp_path, device, head):
+    write_events(tmp_path / "run.jsonl", [begin(device=device), *phases(1, 1.0)])
+    write_summary(tmp_path)
+    run = load_run(tmp_path)
+    assert phases_table([run.summary], [run.name]).columns[2] == f"{head} that has it"
+    assert f" {head} that has it" in text(run)

@@ -46,6 +46,35 @@ def test_the_first_step_counts_for_no_time_or_rate(tmp_path):
     assert summary["loss"] == [3.0, 2.0, 1.0]
 
 
+def rollouts(seconds, *, tokens=1000, generates=lambda step: step % 3 == 1):
+    """Events of steps that take these seconds; one in three also generates, in which it takes longer."""
+    made, t = [begin()], 1.0
+    for step, duration in enumerate(seconds, start=1):
+        if generates(step):
+            made += [event(t, "phase", name="generation", edge=edge, step=step) for edge in ("begin", "end")]
+        t += duration
+        made.append(event(t, "step", step=step, loss=1.0, seconds=duration, tokens=tokens))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate"),
+    [
+        ([10, 1, 1, 10, 1, 1, 6, 1, 1, 10, 1], 6000 / 20),  # steps 4 to 9
+        ([10, 1, 1, 10, 1, 1], None),  # the first is warm-up: no whole rollout is there
+        ([10, 1, 1], None),
+    ],
+)
+def test_tokens_per_second_are_those_of_whole_rollouts_with_their_generation(tmp_path, seconds, rate):
+    assert run(tmp_path, rollouts(seconds))["tokens_per_second"] == rate
+
+
+def test_tokens_per_second_are_a_median_where_every_step_generates(tmp_path):
+    assert run(tmp_path, rollouts([9, 4, 5, 10], generates=lambda step: True))["tokens_per_second"] == 200
+    some = [{**e, "tokens": None} if e.get("step") == 5 and "tokens" in e else e for e in rollouts([2] * 11)]
+    assert run(tmp_path, some)["tokens_per_second"] is None
+
+
 def made_plan_after(steps, *, total):
     """Events of steps of 3.5 s each, the warm-up's slower; a plan is made before the first and after ``steps``."""
     events = [begin(), event(0.5, "plan", name="auto", text="by rule"), pass_end(1.0, unique=1, kept=1)]
