@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -90,3 +91,33 @@ def test_fastvideos_callbacks_offload_the_student(monkeypatch: pytest.MonkeyPatc
     made.on_train_end(method)
     (callback,) = made._callbacks.values()
     assert callback.handle.stats().packs > 0 and not callback.handle.enabled
+
+
+def test_ms_swifts_sft_is_bitwise_the_same(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swift = pytest.importorskip("swift.pipelines.train.sft", reason="needs ms-swift: pip install ms-swift")
+    made: list[OffloadCallback] = []
+
+    def recorded() -> OffloadCallback:
+        made.append(OffloadCallback(min_bytes=0))
+        return made[-1]
+
+    plugin("ms-swift", monkeypatch).OffloadCallback = recorded
+    rows = [{"role": "user", "content": "What does it return?"}, {"role": "assistant", "content": "The value."}]
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'messages': rows})}\n" * 12, encoding="utf-8")
+
+    def train(callbacks: list[str]) -> Trained:
+        run = swift.SwiftSft(
+            ["--model", str(tiny_model), "--model_type", "llama", "--template", "chatml", "--tuner_type", "full",
+             "--dataset", str(tmp_path / "rows.jsonl"), "--split_dataset_ratio", "0", "--torch_dtype", "float32",
+             "--output_dir", str(tmp_path / "out"), "--max_steps", str(STEPS), "--save_strategy", "no",
+             "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1", "--logging_steps", "1",
+             "--report_to", "none", "--gradient_checkpointing", "false", *callbacks]
+        )  # fmt: skip
+        losses = [entry["loss"] for entry in run.main()["log_history"] if "loss" in entry]
+        return trained(losses, run.model, made[-1].handle if callbacks else None)
+
+    plain, ours = train([]), train(["--callbacks", "ebbtide"])
+    assert len(plain.losses) == STEPS and differences(plain, ours) == []
+    assert ours.stats is not None and ours.stats.total_copy_out_bytes + ours.stats.total_recomputes > 0
