@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import ebbtide
 from ebbtide.integrations.transformers import OffloadCallback
 from tests.helpers.hosts import STEPS, Trained, batch, differences, seeded, trained
 
@@ -26,11 +28,12 @@ pytestmark = [
 ]
 
 
-def plugin(host: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return the page's code for a host as the module ``offload``."""
+def plugin(host: str, monkeypatch: pytest.MonkeyPatch, **names: object) -> Any:
+    """Return the page's code for a host as the module ``offload``, which has these names before it runs."""
     section = PAGE.read_text(encoding="utf-8").partition(f"\n## {host}\n")[2]
     code = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)[0]
     module = ModuleType("offload")
+    vars(module).update(names)
     monkeypatch.setitem(sys.modules, "offload", module)
     exec(compile(code, f"{host} of {PAGE.name}", "exec"), vars(module))
     return module
@@ -93,9 +96,7 @@ def test_fastvideos_callbacks_offload_the_student(monkeypatch: pytest.MonkeyPatc
     assert callback.handle.stats().packs > 0 and not callback.handle.enabled
 
 
-def test_ms_swifts_sft_is_bitwise_the_same(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ms_swifts_sft_is_bitwise_the_same(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     swift = pytest.importorskip("swift.pipelines.train.sft", reason="needs ms-swift: pip install ms-swift")
     made: list[OffloadCallback] = []
 
@@ -120,4 +121,40 @@ def test_ms_swifts_sft_is_bitwise_the_same(
 
     plain, ours = train([]), train(["--callbacks", "ebbtide"])
     assert len(plain.losses) == STEPS and differences(plain, ours) == []
+    assert ours.stats is not None and ours.stats.total_copy_out_bytes + ours.stats.total_recomputes > 0
+
+
+def test_twinkles_model_is_bitwise_the_same(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pytest.importorskip("twinkle.model", reason="needs twinkle: pip install twinkle-kit")
+    import twinkle
+    from accelerate.state import AcceleratorState
+    from twinkle.utils import Platform
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # of another test's trainer
+
+    monkeypatch.setattr(Platform, "get_local_device", staticmethod(lambda *args, **kwargs: "cpu"))  # it knows no CPU
+    twinkle.initialize(mode="local", seed=1)
+    smallest = SimpleNamespace(
+        enable_activation_offloading=functools.partial(ebbtide.enable_activation_offloading, min_bytes=0)
+    )
+
+    def train(*, offloads: bool) -> Trained:
+        seeded()
+        model = models.TransformersModel(model_id=str(tiny_model), mixed_precision="no")
+        handle = plugin("twinkle", monkeypatch, ebbtide=smallest, model=model).handle if offloads else None
+        model.set_processor("InputProcessor")
+        model.set_loss("CrossEntropyLoss")
+        model.set_optimizer("AdamW", lr=1e-3)
+        losses: list[float] = []
+        for step in range(STEPS):
+            tokens = ((torch.arange(24) * 7 + step) % 250).numpy()
+            losses.append(model.forward_backward(inputs=[{"input_ids": tokens, "labels": tokens}])["loss"])
+            model.step()
+            model.zero_grad()
+        if handle is not None:
+            handle.close()
+        return trained(losses, model.model, handle)
+
+    plain, ours = train(offloads=False), train(offloads=True)
+    assert len(set(plain.losses)) > 1 and differences(plain, ours) == []
     assert ours.stats is not None and ours.stats.total_copy_out_bytes + ours.stats.total_recomputes > 0
