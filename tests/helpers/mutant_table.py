@@ -586,16 +586,16 @@ MUTANTS = (
     ),
     Mutant(
         "second run: generators in attributes are not searched for",
-        "ebbtide/wrap/names.py",
-        "found = State(modules).generators",
-        "found = []",
+        "ebbtide/wrap/rerun.py",
+        "state.generators or generators_of(module)",
+        "generators_of(module)",
         SECOND_RUN,
     ),
     Mutant(
         "second run: generators in closures and globals are not searched for",
         "ebbtide/wrap/names.py",
-        "found += [v for v in values_named_in(function) for v in _inside(v) if draws(type(v))]",
-        "pass",
+        "values = [*owners, *(value for function in functions for value in values_named_in(function))]",
+        "values = owners",
         SECOND_RUN,
     ),
     Mutant(

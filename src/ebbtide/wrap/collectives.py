@@ -82,8 +82,13 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    named = isinstance(value, str) and not any(map(str.isdigit, value))  # one with a digit counts layers, too
-    return value if named or isinstance(value, (bool, Enum)) else type(value)
+    sort = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of a dead object
+    if issubclass(sort, Enum):
+        return sort, value.name  # one may not be hashable
+    if issubclass(sort, str):
+        text = str.__str__(value)
+        return sort if any(map(str.isdigit, text)) else text  # one with a digit counts layers, too
+    return value if sort is bool else sort
 
 
 def _groups() -> list[Any]:

@@ -91,13 +91,13 @@ class StandIn:
                 above = above._behind
             if isinstance(above, StandIn):
                 above._behind, above._own = self._behind, self._own
-                functools.update_wrapper(above, self._behind)
+                functools.update_wrapper(above, self._behind, updated=())  # not the state of a stand-in
             return
         if self._own is None:
             del held[self._name]
         else:
             held[self._name] = self._own
-        if not any(isinstance(value, StandIn) for value in held.values()):
+        if not any(_is_stand_in(value) for value in held.values()):
             for method in _COPIED_BY:
                 held.pop(method, None)
 
@@ -106,11 +106,15 @@ class StandIn:
         """Return the attributes of a module without stand-ins. See [Note: copies]."""
         kept = {name: value for name, value in held.items() if name not in _COPIED_BY}
         for name, value in held.items():
-            if isinstance(value, StandIn):
+            if _is_stand_in(value):
                 del kept[name]
                 if value._own is not None:
                     kept[name] = value._own
         return kept
+
+
+def _is_stand_in(value: Any) -> bool:
+    return issubclass(type(value), StandIn)  # ``isinstance`` raises for a proxy of a dead object
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -131,7 +131,7 @@ class Reruns:
         kind, state = block.kind, self._states.before(module)
         first = block.name not in self._looked
         self._looked.add(block.name)
-        if first and generators_of(module):
+        if first and (state.generators or generators_of(module)):
             self._refuse(
                 kind, "have a generator or an iterator of their own, which a second forward would advance again"
             )

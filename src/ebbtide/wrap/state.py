@@ -21,6 +21,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -161,7 +162,7 @@ class State:
                 if container != then:
                     set.clear(container)
                     set.update(container, then)
-            elif tensors or not any(isinstance(value, torch.Tensor) for value in then):
+            elif tensors or not any(map(_is_tensor, then)):
                 values = [instead.get(id(value), value) for value in then]
                 if [id(value) for value in container] != [id(value) for value in values]:
                     base: Any = deque if isinstance(container, deque) else list
@@ -249,7 +250,7 @@ class _Slots:
         for slot, now in self.copy().items():
             if slot not in then:
                 slot.__delete__(self._value)
-            elif tensors or not isinstance(now, torch.Tensor):
+            elif tensors or not _is_tensor(now):
                 slot.__set__(self._value, then[slot])
         for slot in then.keys() - self.copy().keys():
             slot.__set__(self._value, then[slot])
@@ -284,6 +285,10 @@ def _contents(mappings: list[Any]) -> tuple[list[int], list[int], list[int]]:
     return list(map(len, mappings)), list(map(id, itertools.chain.from_iterable(mappings))), list(map(id, values))
 
 
+def _is_tensor(value: Any) -> bool:
+    return role(type(value)) is Role.TENSOR  # ``isinstance`` raises for a proxy of a dead object
+
+
 def _followed(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if role(type(value)) is not Role.PLAIN]
 
@@ -295,8 +300,8 @@ def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, An
 def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) -> None:
     base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
     if not tensors:
-        then = {k: base.get(container, k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
-        then |= {k: v for k, v in base.items(container) if k not in then and isinstance(v, torch.Tensor)}
+        then = {k: base.get(container, k, v) if _is_tensor(v) else v for k, v in then.items()}
+        then |= {k: v for k, v in base.items(container) if k not in then and _is_tensor(v)}
     keys = base.keys(container)
     if keys != then.keys() or (tensors and [*map(id, keys)] != [*map(id, then)]):
         base.clear(container)  # the order of keys is that of parameters and submodules
@@ -364,4 +369,5 @@ def draws(kind: type) -> bool:
     """Whether instances of a class draw random numbers, or other values, from their own state."""
     numpy = sys.modules.get("numpy")
     own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, io.IOBase)
+    other = (io.IOBase, *weakref.ProxyTypes)  # a proxy has the methods of whatever it may stand for
+    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, other)

@@ -428,6 +428,19 @@ def test_two_handles_leave_nothing_in_whatever_order_they_are_closed() -> None:
         assert [engine() for engine in engines] == [None, None]
 
 
+def test_the_middle_of_three_handles_is_closed_and_the_others_work_on() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    handles = [enable(model, blocks=[str(n)]) for n in range(3)]
+    top = model.forward
+    handles[1].close()
+    assert model.forward is top and top._call.__self__ is handles[2]._attachment  # pyright: ignore
+    model(torch.randn(2, 4)).sum().backward()
+    assert [handle.stats().packs > 0 for handle in handles] == [True, False, True]
+    for handle in handles:
+        handle.close()
+    assert leftovers(model) == []
+
+
 def test_a_handle_closed_inside_its_first_forward_leaves_nothing() -> None:
     class Closes(nn.Module):
         def __init__(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -251,13 +253,20 @@ def make_generator(kind: str) -> Any:
     }[kind]()
 
 
+HELD: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "a function": lambda own: lambda: own,
+    "a partial function": lambda own: functools.partial(lambda generator: generator, generator=own),
+    "a method": lambda own: types.MethodType(lambda generator: generator, own),
+}
+
+
 def draw(generator: Any, x: Tensor) -> Tensor:
     if isinstance(generator, torch.Generator):
         return torch.rand(x.shape, generator=generator)
     return torch.full_like(x, float(generator.random() if hasattr(generator, "random") else generator.rand()))
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "object", "closure", "global"])
+@pytest.mark.parametrize("where", ["attribute", "list", "object", "closure", "global", *HELD])
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy, legacy"])
 def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(kind: str, where: str) -> None:
     class Holder:
@@ -268,6 +277,8 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
         kept: Any = None
 
         def generator(self) -> Any:
+            if where in HELD:
+                return self.kept()
             return self.kept[0] if isinstance(self.kept, list) else getattr(self.kept, "generator", self.kept)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -286,17 +297,26 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
             return blocks(type("DrawsFromClosure", (Draws,), {"generator": lambda block: own}))
         model: Any = blocks(Draws)
         for block in model.blocks:
-            block.kept = {"attribute": own, "list": [own], "object": Holder(own)}[where]
+            held = HELD[where](own) if where in HELD else None
+            block.kept = {"attribute": own, "list": [own], "object": Holder(own)}.get(where, held)
         return model
 
     check_checkpointed(make, squares, count=0)
+
+
+class Dice:
+    def __init__(self) -> None:
+        self.own = random.Random(3)
+
+    def roll(self) -> float:
+        return self.own.random()
 
 
 def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wrong() -> None:
     class Draws(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.draw = random.Random(3).random
+            self.draw = Dice().roll
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(hard(x * self.draw()))
