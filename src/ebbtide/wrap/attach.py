@@ -230,6 +230,7 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
+        state = self._reruns.before(block, scope.module)
         checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
             block, scope.module, seen, args, kwargs, tried=tried
         )
@@ -238,7 +239,7 @@ class Attachment:
         try:
             # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
-            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
+            with hooks as run, self._reruns.watched(run, scope.module, state, args, kwargs):
                 if checkpointed:
                     context = ForwardContext(scope.module, run, state)
                     output = run_checkpointed(

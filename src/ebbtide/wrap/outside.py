@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.wrap.arrays import digest
 from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_in
 from ebbtide.wrap.state import Role, role
 
@@ -29,15 +30,20 @@ class Outside:
 
     Args:
         module: The block.
+        arrays: Those that it reaches and that are too large to be recorded.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, arrays: Sequence[Any] = ()) -> None:
         self._before = [(value, Snapshot(_inside(value))) for value in _named(module)]
+        self._arrays = [(value, digest(value)) for value in arrays]
 
     @property
     def changed(self) -> bool:
         """Whether something has changed since."""
-        return not all(before.same(_inside(value)) for value, before in self._before)
+        return not (
+            all(before.same(_inside(value)) for value, before in self._before)
+            and all(digest(value) == before for value, before in self._arrays)
+        )
 
 
 def _named(module: nn.Module) -> list[Any]:

@@ -40,6 +40,16 @@ def test_switches_that_do_not_hash_tell_blocks_apart() -> None:
     assert seen.known(block("1"), alike) and not seen.known(block("2"), other)
 
 
+def test_a_block_is_known_in_the_mode_it_ran_in_and_only_if_it_ended() -> None:
+    seen, layer = Collectives(), Layer()
+    with pytest.raises(RuntimeError), seen.look(block("0"), layer):
+        raise RuntimeError
+    assert not seen.known(block("0"), layer)
+    with seen.look(block("0"), layer):
+        pass
+    assert seen.known(block("0"), layer) and not seen.known(block("0"), layer.eval())
+
+
 def block(name: str) -> Block:
     return Block(name=name, kind="Layer", index=0, count=3, weights=tuple)
 
