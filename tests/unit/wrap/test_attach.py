@@ -508,6 +508,21 @@ def test_a_pickle_made_under_a_handle_needs_no_ebbtide() -> None:
     assert differences(twin.step(), tiny.step()) == []
 
 
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, by_copy, by_replica, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_has_no_hooks_of_ours_and_all_others(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    others = [part.register_forward_hook(print, always_call=True) for part in model.modules()]
+    held = [dict(vars(part)) for part in model.modules()]
+    with enable(model, blocks=["*"]):
+        parts = [copied(part) for part in model.modules()]
+    for part in (*parts, *(copied(model) if copied is copy.deepcopy else model).modules()):
+        assert len(part._forward_hooks) == len(part._forward_hooks_always_called) == 1
+        assert not part._forward_pre_hooks and "__getstate__" not in vars(part)
+    assert held == [vars(part) for part in model.modules()] and len(others) == 7
+
+
 class Padded(nn.Module):
     """Pads a strided nested tensor, which autograd saves, before its blocks."""
 
