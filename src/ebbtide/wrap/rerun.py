@@ -127,6 +127,8 @@ class Reruns:
     def before(self, block: Block, module: nn.Module) -> State | None:
         """Return the contents of a block's modules before its forward; None if that need not be watched.
 
+        Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
+
         Args:
             block: As the engine knows it.
             module: Its module.
@@ -135,6 +137,8 @@ class Reruns:
         if not self._possible(block) or (looked and block.kind in self._refused):
             return None
         state = self._states.before(module)
+        if not looked:
+            self._inspect(block.kind, module)
         if state.generators:  # a block may get one at any time
             self._refuse(block.kind, _ADVANCES)
         if state.too_much:
@@ -145,7 +149,7 @@ class Reruns:
     def watched(
         self, run: BlockRun, module: nn.Module, state: State | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[None]:
-        """Watch whether a forward of the block changes its buffers or arguments, or can reach a generator.
+        """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
         A forward that raises shows nothing: the next one is watched as if it were the first.
 
@@ -162,8 +166,6 @@ class Reruns:
         block, kind = run.block, run.block.kind
         place = block.name, module.training
         first = place not in self._looked
-        if first:
-            self._inspect(kind, module)
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
         versions = [t._version for t in own]

@@ -327,6 +327,20 @@ def test_a_generator_that_blocks_get_later_ends_their_checkpoints() -> None:
     check(lambda: blocks(Draws), step, policies=("minimal",), steps=4)
 
 
+def test_a_single_block_that_draws_is_never_checkpointed() -> None:
+    """Others of its structure have run before: it would be checkpointed in its own first forward."""
+
+    def make() -> nn.Module:
+        model: Any = blocks()
+        own = make_generator("torch")
+        for number, block in enumerate(model.blocks):
+            block.act = (lambda x: hard(x * draw(own, x))) if number == 2 else hard
+            block.forward = types.MethodType(lambda block, x: x + block.down(block.act(block.up(x))), block)
+        return nn.Sequential(nn.Linear(16, 16), model)  # the input of the first block takes a gradient
+
+    check(lambda: sgd(make()), squares, policies=("minimal",))
+
+
 class Reads(Block):
     """Reads a factor from a file in each forward."""
 
