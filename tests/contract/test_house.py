@@ -30,7 +30,7 @@ FACTORIES = {
 }
 FACTORIES |= {"randperm", "scalar_tensor", "tensor", "zeros", "Generator"}
 """What makes a tensor on the default device, which a user's script may have set to anything."""
-DEVICE_ROOMS = {"store", "engine"}
+DEVICE_ROOMS = {"store", "engine", "wrap", "profiling"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -586,16 +586,16 @@ MUTANTS = (
     ),
     Mutant(
         "second run: generators in attributes are not searched for",
-        "ebbtide/wrap/names.py",
-        "found = State(modules).generators",
-        "found = []",
+        "ebbtide/wrap/rerun.py",
+        "        if state.generators:",
+        "        if False:",
         SECOND_RUN,
     ),
     Mutant(
         "second run: generators in closures and globals are not searched for",
         "ebbtide/wrap/names.py",
-        "found += [v for v in values_named_in(function) for v in _inside(v) if draws(type(v))]",
-        "pass",
+        "values = [*owners, *(value for function in functions for value in values_named_in(function))]",
+        "values = owners",
         SECOND_RUN,
     ),
     Mutant(
@@ -622,8 +622,8 @@ MUTANTS = (
     Mutant(
         "second run: only the first blocks of a kind are looked at from outside",
         "ebbtide/wrap/rerun.py",
-        "Outside(module) if first or self._looks",
-        "Outside(module) if self._looks",
+        "(first or self._looks[kind]",
+        "(self._looks[kind]",
         ("tests/unit/wrap/test_outside.py",),
     ),
     Mutant(

@@ -114,12 +114,14 @@ def host_sample(tensor: torch.Tensor) -> bytes | None:
     return _read(tensor) if tensor.is_contiguous() or Layout.of(tensor).dense else None
 
 
-def has_sample(tensor: torch.Tensor, sample: bytes, stride: tuple[int, ...]) -> bool:
-    """Whether a tensor of the host has a sample that ``host_sample`` returned of one with these strides."""
+def has_sample(
+    tensor: torch.Tensor, sample: bytes, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> bool:
+    """Whether a tensor of the host has a sample that ``host_sample`` returned of one with this layout and type."""
+    if tensor.dtype is not dtype or tensor.shape != size:
+        return False  # its elements would not fit into memory of that layout
     if tensor.stride() == stride and host_sample(tensor) == sample:
         return True
-    if tensor.dim() != len(stride):
-        return False
     laid_out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu")
     return _read(laid_out.copy_(tensor.detach())) == sample
 

@@ -273,12 +273,12 @@ class _PassOn(torch.autograd.Function):
     def forward(ctx: Any, new: list[Any], *arguments: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(arguments[0])
         ctx.like = [(tuple(x.shape), x.dtype) for x in arguments]
-        return tuple(torch.empty_strided(size, stride, dtype=dtype) for size, stride, dtype, _ in new)
+        return tuple(torch.empty_strided(size, stride, dtype=dtype, device="cpu") for size, stride, dtype, _ in new)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         _ = ctx.saved_tensors  # read it, so that the block appears in backward
-        return (None, *(torch.empty(size, dtype=dtype) for size, dtype in ctx.like))
+        return (None, *(torch.empty(size, dtype=dtype, device="cpu") for size, dtype in ctx.like))
 
 
 def _leaf(leaf: Any) -> Any:

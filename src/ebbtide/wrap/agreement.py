@@ -19,13 +19,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ebbtide.base.errors import ConfigError
+from ebbtide.base.errors import ConfigError, note_place
 from ebbtide.engine import Block, Engine
 from ebbtide.wrap.meeting import Meeting, spelled
 from ebbtide.wrap.strategy import ddp_around, found_strategy, is_ddp, is_fsdp1, is_fsdp2, is_partitioned, unit_meshes
 
-ONCE, AGAIN, NEVER = "once", "again", "never"
+ONCE, AGAIN, LATER, NEVER = "once", "again", "later", "never"
 """A rank's vote for a kind of blocks; the later one in this list prevails."""
+_VOTES = ONCE, AGAIN, LATER, NEVER
 SHOWN = 3
 """Most differences in one message."""
 
@@ -124,7 +125,7 @@ class Votes:
         Args:
             kind: The kind; this rank has seen one of its blocks.
             block: One of them.
-            wish: ``AGAIN``, ``ONCE``, or ``NEVER`` if they must not be.
+            wish: ``AGAIN``, ``ONCE``, ``NEVER`` if they must not be, or ``LATER`` to vote once more at the next block.
             seen: Groups with which similar blocks were seen to call collectives.
 
         Raises:
@@ -132,23 +133,32 @@ class Votes:
         """
         groups = self._with_own(block, seen)
         if (kind, groups) not in self._decided:
-            self._decided[kind, groups] = self._ask(f"run {kind} blocks", groups, wish) if groups else None
+            answer = self._ask(f"run {kind} blocks", groups, wish) if groups else None
+            if answer == LATER:
+                return False
+            self._decided[kind, groups] = answer
         return (self._decided[kind, groups] or wish) == AGAIN
 
-    def stop(self, kind: str, block: nn.Module, seen: Sequence[tuple[int, ...]]) -> None:
+    def stop(self, kind: str, block: nn.Module, seen: Sequence[tuple[int, ...]], why: str) -> None:
         """End the checkpointing of a kind that was decided together, since this rank can go on with it no longer.
 
         Args:
             kind: The kind.
             block: One of its blocks.
             seen: As in ``decide``.
+            why: Why it can not.
 
         Raises:
             ConfigError: Another rank goes on: it would wait for this one in backward.
         """
         groups = self._with_own(block, seen)
-        if self._decided.get((kind, groups)) == AGAIN:
+        if self._decided.get((kind, groups)) != AGAIN:
+            return
+        try:
             self._decided[kind, groups] = self._ask(f"stop running {kind} blocks again", groups, NEVER)
+        except ConfigError as error:
+            note_place(error, f"rank {dist.get_rank()} stops, since its {kind} blocks {why}")
+            raise
 
     def _with_own(self, block: nn.Module, seen: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
         own = self._groups if self._groups and has_collectives(block) else ()  # each time: it may be wrapped by now
@@ -159,7 +169,7 @@ class Votes:
         for _ in groups:  # with crossing groups, a vote needs that many rounds to reach everybody
             with contextlib.ExitStack() as stack:
                 meetings = [stack.enter_context(Meeting(ranks, about, wish)) for ranks in groups]
-                wish = max((answer for m in meetings for answer in m.attend().values()), key=(ONCE, AGAIN, NEVER).index)
+                wish = max((answer for m in meetings for answer in m.attend().values()), key=_VOTES.index)
         return wish
 
 

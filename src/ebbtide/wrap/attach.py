@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from ebbtide.base.errors import ConflictError
 from ebbtide.base.units import format_size
 from ebbtide.engine import Block, Engine
+from ebbtide.engine.run import BlockRun
 from ebbtide.engine.slots import readable
 from ebbtide.engine.stats import Tally
 from ebbtide.wrap.agreement import Votes, check_agreement, groups_of, terms_of
@@ -230,6 +231,7 @@ class Attachment:
         seen = self._seen.get(block.kind) or Tally()
         measured = engine.timer is not None and engine.timer.wanted
         tried = engine.timer is not None and engine.timer.tries(block.name)
+        state = self._reruns.before(block, scope.module)
         checkpointed = block.name != ENTIRE_MODEL and self._reruns.decide(
             block, scope.module, seen, args, kwargs, tried=tried
         )
@@ -238,31 +240,38 @@ class Attachment:
         try:
             # A compiled call that falls back to eager code must not open hooks a second time.
             scope.open = True
-            with hooks as run, self._reruns.watched(run, scope.module, args, kwargs) as state:
-                if checkpointed:
-                    context = ForwardContext(scope.module, run, state)
-                    output = run_checkpointed(
-                        forward, args, kwargs, context, run, seen.unique_for(run.tally.input_bytes)
-                    )
-                else:
-                    scope.set_run(run)
-                    try:
-                        output = forward(*args, **kwargs)
-                        scope.others.check(block.name, run)
-                        if scope.others.checkpointed:
-                            name_checkpoints(self._logged, block.name)
-                        run.checkpointable = measured and self._reruns.able(block, scope.module, args, kwargs)
-                    finally:
-                        scope.set_run(None)
-                        scope.others.forget()
-                        self._seen[block.kind] = run.tally
-                    self._plain.saw(run, inputs)
+            with hooks as run:
+                with self._reruns.watched(run, scope.module, state, args, kwargs):
+                    if checkpointed:
+                        context, saved = ForwardContext(scope.module, run, state), run.tally.input_bytes
+                        output = run_checkpointed(forward, args, kwargs, context, run, seen.unique_for(saved))
+                    else:
+                        output = self._followed_call(scope, run, forward, args, kwargs)
+                        self._plain.saw(run, inputs)
+                if measured and not checkpointed:
+                    run.checkpointable = self._reruns.able(block, scope.module, args, kwargs)
             self._plain.mark(run, inputs, output)
             return output
         finally:
             scope.open = False
             hooks.close()  # an interrupt may have left them open
             self._leave_compiled_parts(scope)
+
+    def _followed_call(
+        self, scope: Scope, run: BlockRun, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block's forward under the hooks of its modules."""
+        scope.set_run(run)
+        try:
+            output = forward(*args, **kwargs)
+            scope.others.check(scope.block.name, run)
+            if scope.others.checkpointed:
+                name_checkpoints(self._logged, scope.block.name)
+            return output
+        finally:
+            scope.set_run(None)
+            scope.others.forget()
+            self._seen[scope.block.kind] = run.tally
 
     def _leave_to_checkpoint(self, kept: Kept, block: Block, inputs: list[torch.Tensor]) -> None:
         """Offload the tensors that a checkpoint around a block keeps. See [Note: checkpoints around blocks].

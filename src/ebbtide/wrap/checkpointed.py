@@ -182,7 +182,7 @@ class _Checked:
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore
         self._pack, self._unpack = top
         self._sampled = run.compared is Compared.SAMPLE
-        self._empty = torch.empty(0)
+        self._empty = torch.empty(0, device="cpu")  # whatever the default device
 
     def pack(self, tensor: torch.Tensor) -> _Packed | LightTicket:
         run, held = self._run, self._pack(tensor)
@@ -213,7 +213,8 @@ class _Checked:
         if fingerprint is None:
             return tensor
         sampled = isinstance(fingerprint, bytes)
-        same = has_sample(tensor, fingerprint, packed.stride) if sampled else fingerprint.same(tensor)
+        layout = packed.size, packed.stride, packed.dtype
+        same = has_sample(tensor, fingerprint, *layout) if sampled else fingerprint.same(tensor)
         if same is not True and (same is not False or _was_written(torch._C._current_autograd_node(), tensor)):
             self._run.engine.trust.require(same, functools.partial(_differs, block, packed.size))
         return tensor

@@ -28,9 +28,10 @@ class Collectives:
     """The groups with which blocks were seen to call collectives. See [Note: collectives seen]."""
 
     def __init__(self) -> None:
-        self._structures: dict[str, tuple[Hashable, Hashable]] = {}  # block → classes of its modules, structure
-        self._watched: set[Hashable] = set()  # structures of which a block has run
-        self._seen: dict[Hashable, set[Ranks]] = {}  # classes → groups
+        self._numbers: dict[Hashable, int] = {}  # what tells blocks apart: hashed once for each block
+        self._structures: dict[tuple[str, bool], tuple[int, int]] = {}  # block, mode → classes of modules, structure
+        self._watched: set[int] = set()  # structures of which a block has run
+        self._seen: dict[int, set[Ranks]] = {}  # classes → groups
 
     def known(self, block: Block, module: nn.Module) -> bool:
         """Whether a block like this was observed, with the other ranks if there are any.
@@ -51,18 +52,19 @@ class Collectives:
         """Observe which groups a block's forward uses."""
         before = _counts()
         classes, structure = self._structure(block, module)
+        yield  # a forward that raises has shown nothing
         self._watched.add(structure)
-        try:
-            yield
-        finally:
-            if before:
-                seen = self._seen.setdefault(classes, set())
-                seen.update(_ranks(group) for group, count in _counts().items() if count != before.get(group, count))
+        if before:
+            seen = self._seen.setdefault(classes, set())
+            seen.update(_ranks(group) for group, count in _counts().items() if count != before.get(group, count))
 
-    def _structure(self, block: Block, module: nn.Module) -> tuple[Hashable, Hashable]:
-        if block.name not in self._structures:
-            self._structures[block.name] = tuple(map(type, module.modules())), _structure(module)
-        return self._structures[block.name]
+    def _structure(self, block: Block, module: nn.Module) -> tuple[int, int]:
+        place = block.name, module.training
+        if place not in self._structures:
+            classes = module.training, *map(type, module.modules())
+            first, second = (self._numbers.setdefault(one, len(self._numbers)) for one in (classes, _structure(module)))
+            self._structures[place] = first, second
+        return self._structures[place]
 
 
 def _structure(module: nn.Module) -> Hashable:
@@ -82,8 +84,13 @@ def _structure(module: nn.Module) -> Hashable:
 
 
 def _kind(value: Any) -> Hashable:
-    named = isinstance(value, str) and not any(map(str.isdigit, value))  # one with a digit counts layers, too
-    return value if named or isinstance(value, (bool, Enum)) else type(value)
+    sort = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of a dead object
+    if issubclass(sort, Enum):
+        return sort, value.name  # one may not be hashable
+    if issubclass(sort, str):
+        text = str.__str__(value)
+        return sort if any(map(str.isdigit, text)) else text  # one with a digit counts layers, too
+    return value if sort is bool else sort
 
 
 def _groups() -> list[Any]:

@@ -3,7 +3,8 @@
 [Note: copies]
 A copied or unpickled model has no offloading: a copied replacement would still call the first model with its weights.
 So it pickles as the ``forward`` that it replaces; and ``copy.copy`` and the replicas of ``DataParallel``, which take
-the module's state directly, omit it. Their methods are looked up on the instance before its class.
+the module's state directly, omit it, as well as the hooks of ``ebbtide.wrap.scope``: copies of copies would collect
+them. Their methods are looked up on the instance before its class. Only classes that copy themselves keep such hooks.
 
 [Note: wrappers that forward]
 A wrapper may forward attribute assignments to the inner module: Lightning Fabric's does for each name that the module
@@ -31,6 +32,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -62,9 +64,7 @@ class StandIn:
         self._module, self._name, self._call, self._behind = module, name, call, behind
         self._traced = while_tracing(traced)
         self._own = module.__dict__.get(name)
-        for method, without in _COPIED_BY.items():
-            if method not in module.__dict__:
-                module.__dict__[method] = functools.partial(without, module)
+        copy_without_hooks(module)
         module.__dict__[name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,26 +91,56 @@ class StandIn:
                 above = above._behind
             if isinstance(above, StandIn):
                 above._behind, above._own = self._behind, self._own
-                functools.update_wrapper(above, self._behind)
+                functools.update_wrapper(above, self._behind, updated=())  # not the state of a stand-in
             return
         if self._own is None:
             del held[self._name]
         else:
             held[self._name] = self._own
-        if not any(isinstance(value, StandIn) for value in held.values()):
-            for method in _COPIED_BY:
-                held.pop(method, None)
+        copy_as_usual(self._module)
 
     @staticmethod
     def left_out(held: dict[str, Any]) -> dict[str, Any]:
-        """Return the attributes of a module without stand-ins. See [Note: copies]."""
+        """Return the attributes of a module without stand-ins and our hooks. See [Note: copies]."""
         kept = {name: value for name, value in held.items() if name not in _COPIED_BY}
+        ours = {number for hooks in _hooks_in(held) for number, hook in hooks.items() if _is_ours(hook)}
+        for name in _HOOKS if ours else ():
+            hooks = held.get(name) or {}
+            kept[name] = OrderedDict((number, hook) for number, hook in hooks.items() if number not in ours)
         for name, value in held.items():
-            if isinstance(value, StandIn):
+            if _is_stand_in(value):
                 del kept[name]
                 if value._own is not None:
                     kept[name] = value._own
         return kept
+
+
+def copy_without_hooks(module: nn.Module) -> None:
+    """Let copies of a module have no stand-ins and none of our hooks. See [Note: copies]."""
+    for method, without in _COPIED_BY.items():
+        if method not in module.__dict__:
+            module.__dict__[method] = functools.partial(without, module)
+
+
+def copy_as_usual(module: nn.Module) -> None:
+    """Undo ``copy_without_hooks``, unless something of ours is left on the module."""
+    held = module.__dict__
+    hooks = any(_is_ours(hook) for hooks in _hooks_in(held) for hook in hooks.values())
+    if not hooks and not any(_is_stand_in(value) for value in held.values()):
+        for method in _COPIED_BY:
+            held.pop(method, None)
+
+
+def _hooks_in(held: dict[str, Any]) -> list[dict[int, Any]]:
+    return [held[name] for name in _HOOKS[:2] if held.get(name)]
+
+
+def _is_ours(hook: Any) -> bool:
+    return type(hook) is functools.partial and getattr(hook.func, "__module__", "") == "ebbtide.wrap.scope"
+
+
+def _is_stand_in(value: Any) -> bool:
+    return issubclass(type(value), StandIn)  # ``isinstance`` raises for a proxy of a dead object
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -215,6 +245,9 @@ def _replica_without(module: nn.Module) -> nn.Module:
     replica.__dict__ = StandIn.left_out(replica.__dict__)
     return replica
 
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+"""Attributes of a module: its hooks by number, and which of them always run."""
 
 _COPIED_BY: dict[str, Callable[[nn.Module], Any]] = {
     "__getstate__": _state_without,

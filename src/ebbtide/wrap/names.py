@@ -1,39 +1,58 @@
-"""What a block's functions name: globals, and variables of the functions around them."""
+"""What a block's functions name: globals, variables of the functions around them, and what they are bound to."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import random
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
-from ebbtide.wrap.state import State, draws
+from ebbtide.wrap.forward import StandIn
+from ebbtide.wrap.state import draws
 
-_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_BOUND = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_CALLED = (types.FunctionType, functools.partial, *_BOUND)
+
+_OUTSIDE_FORWARD = frozenset(
+    ("__init__", "__new__", "__repr__", "extra_repr", "reset_parameters")
+    + ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+    + ("get_extra_state", "set_extra_state", "__getstate__", "__setstate__", "__deepcopy__")
+)
+"""Methods of a module that its forward does not call: a layer may get its number from an iterator in ``__init__``."""
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """Return the generators and iterators that a block's forwards can advance and that are not restored.
+    """Return the generators and iterators that a block's functions name in closures and in globals, or are bound to.
 
-    Those in what the modules can reach, in closures and in globals.
+    Those that its modules reach are found with their state: ``State.generators``.
     """
-    modules = list(module.modules())
-    found = State(modules).generators
-    for function in functions_of(modules):
-        found += [v for v in values_named_in(function) for v in _inside(v) if draws(type(v))]
-    return found
+    functions, owners = functions_of(list(module.modules()))
+    values = [*owners, *(value for function in functions for value in values_named_in(function))]
+    restored = _restored_generators()
+    return [v for value in values for v in _inside(value) if draws(type(v)) and id(v) not in restored]
 
 
-def functions_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """Yield the functions of modules' classes, and of what those inherit from, but for torch's own."""
-    for kind in classes_of(modules):
-        for function in vars(kind).values():
-            function = getattr(function, "__wrapped__", function)
-            if isinstance(function, types.FunctionType):
-                yield function
+def functions_of(modules: Iterable[nn.Module]) -> tuple[list[types.FunctionType], list[Any]]:
+    """Return the functions that modules may call, except torch's own, and the objects that these are bound to.
+
+    Functions of their classes, hooks, and functions, methods and partial functions in their attributes.
+    """
+    modules = list(modules)
+    functions = list(_methods_of(modules))
+    owners: list[Any] = []
+    for called in _held_by(modules):
+        while isinstance(called, functools.partial):
+            owners += [*called.args, *called.keywords.values()]
+            called = called.func
+        owner = getattr(called, "__self__", None)
+        owners.append(called if owner is None and not isinstance(called, types.FunctionType) else owner)
+        functions += _unwrapped(getattr(called, "__func__", called))
+    return list(dict.fromkeys(functions)), owners
 
 
 def classes_of(modules: Iterable[nn.Module]) -> list[type]:
@@ -46,19 +65,12 @@ def values_named_in(function: types.FunctionType) -> Iterator[Any]:
     """Yield the globals and the variables of enclosing functions that a function names, or one inside of it."""
     for name in names_in(function.__code__):
         if name in function.__globals__:
-            yield function.__globals__[name]
+            yield from _with_owner(function.__globals__[name])
     for cell in function.__closure__ or ():
         try:
-            yield cell.cell_contents
+            yield from _with_owner(cell.cell_contents)
         except ValueError:  # an unbound name
             continue
-
-
-def functions_held(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yield the hooks of modules, and the functions, methods and partial functions in their attributes."""
-    for part in modules:
-        yield from (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
-        yield from (value for value in vars(part).values() if isinstance(value, _CALLED))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
@@ -67,6 +79,54 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
+
+
+def _methods_of(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
+    """Yield the functions of modules' classes that a forward may call."""
+    for kind in classes_of(modules):
+        for name, value in vars(kind).items():
+            if name in _OUTSIDE_FORWARD:
+                continue
+            sort = type(value)  # ``isinstance`` asks the value, which raises if it is a proxy of a dead object
+            if issubclass(sort, property):
+                value = value.fget
+            elif issubclass(sort, (staticmethod, classmethod)):
+                value = value.__func__
+            elif issubclass(sort, functools.cached_property):
+                value = value.func
+            yield from _unwrapped(value)
+
+
+def _unwrapped(function: Any) -> Iterator[types.FunctionType]:
+    """Yield a function and those that it wraps, except torch's own and ours."""
+    seen: set[int] = set()
+    while issubclass(type(function), types.FunctionType) and id(function) not in seen:
+        seen.add(id(function))
+        if not str(function.__globals__.get("__name__")).startswith(("torch.", "ebbtide.wrap.")):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _held_by(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield the hooks of modules, and what can be called in their attributes: also a forward that we stand in for."""
+    for part in modules:
+        yield from (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        yield from (value for value in StandIn.left_out(vars(part)).values() if issubclass(type(value), _CALLED))
+
+
+def _with_owner(value: Any) -> Iterator[Any]:
+    yield value
+    if issubclass(type(value), _BOUND):
+        yield value.__self__
+
+
+def _restored_generators() -> set[int]:
+    """Return the ids of the generators of Python and numpy whose states a second forward gets."""
+    own = [getattr(random.random, "__self__", None)]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        own.append(getattr(numpy.random.rand, "__self__", None))
+    return set(map(id, own))
 
 
 def _inside(value: Any) -> Iterator[Any]:

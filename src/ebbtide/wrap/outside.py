@@ -10,16 +10,15 @@ changes something twice is never checkpointed.
 
 from __future__ import annotations
 
-import functools
 import operator
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ebbtide.wrap.names import classes_of, functions_held, functions_of, names_in, values_named_in
+from ebbtide.wrap.arrays import digest
+from ebbtide.wrap.names import classes_of, functions_of, names_in, values_named_in
 from ebbtide.wrap.state import Role, role
 
 LOOKS = 4
@@ -31,32 +30,26 @@ class Outside:
 
     Args:
         module: The block.
+        arrays: Those that it reaches and that are too large to be recorded.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, arrays: Sequence[Any] = ()) -> None:
         self._before = [(value, Snapshot(_inside(value))) for value in _named(module)]
+        self._arrays = [(value, digest(value)) for value in arrays]
 
     @property
     def changed(self) -> bool:
         """Whether something has changed since."""
-        return not all(before.same(_inside(value)) for value, before in self._before)
+        return not (
+            all(before.same(_inside(value)) for value, before in self._before)
+            and all(digest(value) == before for value, before in self._arrays)
+        )
 
 
 def _named(module: nn.Module) -> list[Any]:
     """Return what can change among what functions and hooks of a block name; each once."""
     modules = list(module.modules())
-    functions = list(functions_of(modules))
-    owners: list[Any] = []
-    for held in functions_held(modules):
-        while isinstance(held, functools.partial):
-            owners += [*held.args, *held.keywords.values()]
-            held = held.func
-        owners.append(getattr(held, "__self__", None))
-        held = getattr(held, "__func__", held)
-        if isinstance(held, types.FunctionType):
-            functions += [] if held.__module__.startswith("torch.") else [held]
-        else:
-            owners.append(held)
+    functions, owners = functions_of(modules)
     classes = classes_of(modules)
     values = [value for function in functions for value in values_named_in(function)]
     values += [value for kind in classes for value in vars(kind).values()]
@@ -108,7 +101,8 @@ class Snapshot:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._objects = objects
-        self._versions = [x._version if isinstance(x, torch.Tensor) and not x.is_inference() else 0 for x in objects]
+        tensors = (x if role(type(x)) is Role.TENSOR else None for x in objects)
+        self._versions = [0 if x is None or x.is_inference() else x._version for x in tensors]
 
     def same(self, objects: Sequence[Any]) -> bool:
         """Whether these are the same objects, at the same versions."""

@@ -29,7 +29,7 @@ from ebbtide.engine.fingerprint import Compared
 from ebbtide.engine.guard import Watched
 from ebbtide.engine.run import BlockRun
 from ebbtide.engine.stats import Tally
-from ebbtide.wrap.agreement import AGAIN, NEVER, ONCE, Votes, has_collectives
+from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes, has_collectives
 from ebbtide.wrap.blocks import ENTIRE_MODEL
 from ebbtide.wrap.collectives import Collectives
 from ebbtide.wrap.names import generators_of
@@ -42,8 +42,12 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 """Argument types that a block cannot change unnoticed (tensors have versions)."""
 
 
-_MUST_KEEP = {"input_bytes": 1, "must_keep_bytes": 2**62}
-"""A block of which nothing can be recomputed: a plan that does not checkpoint it checkpoints none."""
+_ADVANCES = "have a generator, an iterator or a file of their own, which a second forward would advance again"
+
+_INPUT_BYTES = tuple(2**power for power in (0, 10, 20, 30, 40))
+_MUST_KEEP_BYTES = 2**62
+"""Of blocks of which nothing can be recomputed: a plan that checkpoints none of these sizes checkpoints none. Every
+rank tries the same sizes, whatever its batch: those that vote must be those that may checkpoint."""
 
 
 class Reruns:
@@ -59,7 +63,7 @@ class Reruns:
         self._names = plan if isinstance(plan, NamesBlocks) else None
         self._refused: dict[str, str] = {}  # kind → logged reason why not
         self._states = States()
-        self._looked: set[str] = set()  # blocks that were searched for generators and iterators
+        self._looked: set[tuple[str, bool]] = set()  # blocks and modes of which a forward has been watched
         self._looks: Counter[str] = Counter()  # at what is outside of the blocks of a kind
         self._in_doubt: set[str] = set()  # kinds whose latest such forward changed something, see [Note: outside]
 
@@ -94,13 +98,17 @@ class Reruns:
         allowed = again and self._allowed(block.kind, args, kwargs)
         groups = self._collectives.groups(block, module)
         if (seen.input_bytes or groups) and self._possible(block):
-            wish = AGAIN if allowed else NEVER if again else ONCE
-            again = self._votes.decide(block.kind, module, wish, groups)
-        if again:
-            allowed = allowed or self._allowed(block.kind, args, kwargs)
-            if not allowed:
-                self._votes.stop(block.kind, module, groups)
-            return allowed
+            doubtful = again and block.kind in self._in_doubt and block.kind not in self._refused
+            wish = AGAIN if allowed else LATER if doubtful else NEVER if again else ONCE
+            if self._votes.decide(block.kind, module, wish, groups):
+                # A doubt ends nothing that all have decided: no other rank need have it.
+                allowed = allowed or self._repeatable(block.kind, args, kwargs)
+                if not allowed:
+                    why = self._refused.get(block.kind, "got inference tensors")
+                    self._votes.stop(block.kind, module, groups, why)
+                return allowed
+        elif allowed:
+            return True
         return tried and self.able(block, module, args, kwargs)
 
     def able(self, block: Block, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -112,55 +120,80 @@ class Reruns:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
-        watched = block.name in self._looked and block.name != ENTIRE_MODEL
+        watched = (block.name, module.training) in self._looked and block.name != ENTIRE_MODEL
         alone = not has_collectives(module) and not self._collectives.groups(block, module)
         return watched and alone and self._allowed(block.kind, args, kwargs)
 
+    def before(self, block: Block, module: nn.Module) -> State | None:
+        """Return the contents of a block's modules before its forward; None if that need not be watched.
+
+        Refuses a kind that can reach a generator: also if this very forward would have been checkpointed.
+
+        Args:
+            block: As the engine knows it.
+            module: Its module.
+        """
+        looked = (block.name, module.training) in self._looked
+        if not self._possible(block) or (looked and block.kind in self._refused):
+            return None
+        state = self._states.before(module)
+        if not looked:
+            self._inspect(block.kind, module)
+        if state.generators:  # a block may get one at any time
+            self._refuse(block.kind, _ADVANCES)
+        if state.too_much:
+            self._refuse(block.kind, "can reach too much for all of it to be restored for a second forward")
+        return state
+
     @contextmanager
     def watched(
-        self, run: BlockRun, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Generator[State | None]:
-        """Watch whether a forward of the block changes its buffers or arguments, or can reach a generator.
+        self, run: BlockRun, module: nn.Module, state: State | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[None]:
+        """Watch whether a forward of the block changes its buffers, its arguments, or what is outside of it.
 
-        Yields: The contents of its modules before; None if not watched.
+        A forward that raises shows nothing: the next one is watched as if it were the first.
+
+        Args:
+            run: Its run.
+            module: Its module.
+            state: From ``before``.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
-        block = run.block
-        if not self._possible(block):
-            yield None
+        if state is None:
+            yield
             return
-        kind, state = block.kind, self._states.before(module)
-        first = block.name not in self._looked
-        self._looked.add(block.name)
-        if first and generators_of(module):
-            self._refuse(
-                kind, "have a generator or an iterator of their own, which a second forward would advance again"
-            )
-        if first and (why := _computed_otherwise(module)) is not None:
-            self._refuse(kind, why)
-        if state.too_much:
-            self._refuse(kind, "can reach too much for all of it to be restored for a second forward")
+        block, kind = run.block, run.block.kind
+        place = block.name, module.training
+        first = place not in self._looked
         # Some kernels do not bump the version of a changed tensor: batch norm's of its running statistics.
         own = [t for t in state.tensors if not is_lazy(t) and not t.is_inference()]
         versions = [t._version for t in own]
         before = [Watched(t, None, Compared.FULL) for t in own] if first else []
         leaves, spec = tree_flatten((args, kwargs))
         inputs = Snapshot(leaves)
-        outside = Outside(module) if first or self._looks[kind] < LOOKS or kind in self._in_doubt else None
-        looked = self._collectives.look(block, module) if first else nullcontext()
-        try:
-            with looked:
-                yield state
-        finally:
-            self._states.after(module, state)
-            if [t._version for t in own] != versions or not all(watched.same for watched in before):
-                self._refuse(kind, "change their own tensors in place, which a second forward would change again")
-            if outside is not None:
-                self._see_outside(kind, outside)
-            if run.jagged:
-                self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
-            leaves, now = tree_flatten((args, kwargs))
-            if now != spec or not inputs.same(leaves):
-                self._refuse(kind, "change their inputs, which a second forward would read changed")
+        looks = kind not in self._refused and (first or self._looks[kind] < LOOKS or kind in self._in_doubt)
+        outside = Outside(module, state.large_arrays) if looks else None
+        with self._collectives.look(block, module) if first else nullcontext():
+            yield
+        self._looked.add(place)
+        self._states.after(module, state)
+        if [t._version for t in own] != versions or not all(watched.same for watched in before):
+            self._refuse(kind, "change their own tensors in place, which a second forward would change again")
+        if outside is not None:
+            self._see_outside(kind, outside)
+        if run.jagged:
+            self._refuse(kind, "create jagged tensors, whose sizes a second forward would name differently")
+        leaves, now = tree_flatten((args, kwargs))
+        if now != spec or not inputs.same(leaves):
+            self._refuse(kind, "change their inputs, which a second forward would read changed")
+
+    def _inspect(self, kind: str, module: nn.Module) -> None:
+        """Refuse a kind by what its functions and modules are."""
+        if generators_of(module):
+            self._refuse(kind, _ADVANCES)
+        if (why := _computed_otherwise(module)) is not None:
+            self._refuse(kind, why)
 
     def _see_outside(self, kind: str, outside: Outside) -> None:
         """Refuse a kind whose forwards change what is outside of them, see [Note: outside]."""
@@ -175,21 +208,30 @@ class Reruns:
     def _possible(self, block: Block) -> bool:
         if self._names is not None:
             return self._names.may_checkpoint(block.name)
-        return self._plan.block_action(block.kind, block.index, **_MUST_KEEP) is Action.CHECKPOINT
+        actions = (
+            self._plan.block_action(block.kind, block.index, input_bytes=size, must_keep_bytes=_MUST_KEEP_BYTES)
+            for size in _INPUT_BYTES
+        )
+        return any(action is Action.CHECKPOINT for action in actions)
 
     def _allowed(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a block of this kind may be checkpointed with these arguments."""
+        return self._repeatable(kind, args, kwargs) and kind not in self._in_doubt
+
+    def _repeatable(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing is known that a second forward with these arguments would do otherwise."""
         changeable = next((x for x in tree_leaves((args, kwargs)) if not isinstance(x, _PLAIN)), None)
         if changeable is not None:
             name = type(changeable).__name__
             self._refuse(kind, f"are given a {name}, which a second forward would read changed", "use_cache=False")
         if any(isinstance(x, torch.Tensor) and x.is_inference() for x in tree_leaves((args, kwargs))):
             return False  # autograd does not save them
-        return kind not in self._refused and kind not in self._in_doubt
+        return kind not in self._refused
 
     def _refuse(self, kind: str, why: str, switch: str = "") -> None:
         if kind not in self._refused:
             self._refused[kind] = why
+            self._in_doubt.discard(kind)
             hint = f" (for a key-value cache, set {switch})" if switch else ""
             logger.log(
                 logging.WARNING if self._names is None else logging.DEBUG,
@@ -203,11 +245,11 @@ class Reruns:
 def _computed_otherwise(module: nn.Module) -> str | None:
     """Return why an accelerator would compute other values in a second forward, if it is known to."""
     for part in module.modules():
-        here = next((p.device.type for p in part.parameters(recurse=False)), "cpu")
+        here = next((p.device.type for p in part.parameters()), "cpu")  # a parametrization's are below the layer
         if here == "cpu":
             continue
         if isinstance(part, nn.RNNBase) and part.dropout > 0 and part.num_layers > 1:
             return "hold a recurrent layer with dropout, whose random state the library keeps to itself"
-        if isinstance(part, nn.modules.conv._ConvNd) and torch.backends.cudnn.benchmark:
+        if here == "cuda" and isinstance(part, nn.modules.conv._ConvNd) and torch.backends.cudnn.benchmark:
             return "hold a convolution, for which cudnn.benchmark=True may choose another algorithm in backward"
     return None

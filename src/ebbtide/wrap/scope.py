@@ -19,7 +19,7 @@ from ebbtide.engine.run import BlockRun
 from ebbtide.engine.untraced import leave_untraced
 from ebbtide.wrap import checkpointed
 from ebbtide.wrap.blocks import gathered_for, weights_of
-from ebbtide.wrap.forward import eager_parts, while_tracing
+from ebbtide.wrap.forward import copy_as_usual, copy_without_hooks, eager_parts, while_tracing
 from ebbtide.wrap.others import Inside
 
 
@@ -35,17 +35,17 @@ class Scope:
         self.others = Inside()
         self.compiled: set[str] = set()  # modules whose hooks were compiled into the code around them
         self._traced = while_tracing(self.compiled.add)
-        self._hooks: dict[str, tuple[RemovableHandle, RemovableHandle]] = {}
+        self._hooks: dict[str, tuple[nn.Module, RemovableHandle, RemovableHandle]] = {}
         self._run: BlockRun | None = None
         self._thread = 0
 
     def __reduce__(self) -> tuple[type, tuple[()], dict[str, Any]]:
-        """The hooks of a pickled module do nothing, and need no ebbtide. See [Note: copies]."""
+        """The hooks of a module that pickles itself do nothing, and need no ebbtide. See [Note: copies]."""
         nothing = contextlib.nullcontext().__exit__
         return types.SimpleNamespace, (), {"entered": nothing, "left": nothing}
 
     def __deepcopy__(self, memo: object) -> Scope:
-        """The hooks of a copied module do nothing."""
+        """The hooks of a module that copies itself do nothing."""
         return Scope(dataclasses.replace(self.block, weights=tuple), nn.Identity())
 
     def follow(self) -> None:
@@ -54,7 +54,8 @@ class Scope:
             leaf = not any(True for _ in module.children())
             before = module.register_forward_pre_hook(functools.partial(self.entered, name))
             after = module.register_forward_hook(functools.partial(self.left, name, leaf), always_call=True)
-            self._hooks[name] = before, after
+            self._hooks[name] = module, before, after
+            copy_without_hooks(module)
 
     def leave(self) -> None:
         """Remove the hooks of the block and its modules."""
@@ -65,8 +66,10 @@ class Scope:
     def leave_parts(self, names: set[str]) -> None:
         """Remove the hooks of modules of the block."""
         for name in names & self._hooks.keys():
-            for handle in self._hooks.pop(name):
+            module, *handles = self._hooks.pop(name)
+            for handle in handles:
                 handle.remove()
+            copy_as_usual(module)
 
     def set_run(self, run: BlockRun | None) -> None:
         """Follow a run of the block, in the calling thread only; None: it is over."""

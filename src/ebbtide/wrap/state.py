@@ -3,7 +3,7 @@
 [Note: state] A forward may read anything its modules can reach: parameters swapped by ``functional_call``, the active
 adapter, a tuple set before each call, values of the previous step, a counter. So all mutable containers reachable from
 the modules' attributes are recorded: dictionaries (which hold attributes, parameters, buffers and submodules), lists,
-sets, subclasses of these (``Counter``), numpy arrays, and the attributes and slots of other objects. Contents are
+sets, subclasses of these (``Counter``), arrays, and the attributes and slots of other objects. Contents are
 compared by identity; only references and arrays are copied.
 
 A block reaches some hundred containers, and searching for them costs a millisecond, but usually none has changed since
@@ -21,6 +21,7 @@ import operator
 import random
 import sys
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
@@ -30,14 +31,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES, HeldArray, is_array, is_writeable, size_of
+
 MOST = 4000
 """Most containers recorded for one block, besides those of each of its modules; a reference to its trainer may reach
 the whole program."""
 OF_A_MODULE = 32
 """Containers of a module itself: its attributes, parameters, buffers, and dictionaries of hooks."""
 
-MOST_ARRAY_BYTES = 1024**2
-"""Larger numpy arrays are not recorded: each forward of the block would copy them."""
+MOST_ELEMENTS = 100_000
+"""Most elements of these containers, besides ``ELEMENTS_OF_A_MODULE`` of each module: each forward compares them."""
+ELEMENTS_OF_A_MODULE = 256
 
 _SIZED = (dict, OrderedDict, set, list)
 """Classes whose instances' length is certainly the number of what they hold."""
@@ -55,7 +59,8 @@ class State:
 
     Attributes:
         tensors: All that were found.
-        generators: Likewise.
+        generators: Likewise; and files that are attributes of the modules, which have a position.
+        large_arrays: Arrays that are too large to be recorded.
         too_much: The modules can reach more than is recorded: what they change may not be found.
         complete: It has everything that the modules can reach, and no arrays: ``same`` tells whether anything changed.
 
@@ -64,21 +69,23 @@ class State:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
+        attributes = [vars(module) for module in modules]
         self._held: list[tuple[Any, Any]] = []  # each container and its contents
         self._objects: list[Any] = []
         self._attributes: list[Any] = []  # the dictionary of each object's attributes
         self._known: _Known | None = None
         self.tensors: list[torch.Tensor] = []
-        self.generators: list[Any] = []
-        self.too_much = self._collect(deque(vars(m) for m in modules))
-        arrays = any(isinstance(container, _Array) for container, _ in self._held)
+        self.generators: list[Any] = [value for own in attributes for value in own.values() if _is_file(value)]
+        self.large_arrays: list[Any] = []
+        self.too_much = self._collect(deque(attributes)) or sum(map(size_of, self.large_arrays)) > MOST_DIGESTED_BYTES
+        arrays = any(isinstance(container, HeldArray) for container, _ in self._held)
         self.complete = not self.too_much and not arrays
 
     def _collect(self, pending: deque[Any]) -> bool:
         """Record what can be reached, the nearest first; return whether that is too much."""
         seen: set[int] = set()
         alive: list[Any] = []  # an id is valid only while its object is alive
-        most = MOST + OF_A_MODULE * len(pending)
+        most, left = MOST + OF_A_MODULE * len(pending), MOST_ELEMENTS + ELEMENTS_OF_A_MODULE * len(pending)
         while pending and len(self._held) < most:
             value = pending.popleft()
             if id(value) in seen:
@@ -86,7 +93,12 @@ class State:
             seen.add(id(value))
             alive.append(value)
             kind = type(value)
-            match role(kind):
+            what = role(kind)
+            if what in (Role.DICT, Role.CONTAINER, Role.TUPLE):
+                left -= len(value)
+                if left < 0:
+                    return True
+            match what:
                 case Role.TENSOR:
                     self.tensors.append(value)
                 case Role.GENERATOR:
@@ -102,14 +114,16 @@ class State:
                     if _has_attributes(kind):
                         pending.append(self._attributes_of(value))
                 case Role.ARRAY:
-                    if value.flags.writeable and value.nbytes <= MOST_ARRAY_BYTES:
-                        self._hold(_Array(value))
+                    if is_writeable(value) and size_of(value) <= MOST_ARRAY_BYTES:
+                        self._hold(HeldArray(value))
+                    elif is_writeable(value):
+                        self.large_arrays.append(value)
                 case Role.OBJECT:
                     if _has_attributes(kind):
                         pending.append(self._attributes_of(value))
                     if slots := _slots_of(kind):
                         pending += _followed(self._hold(_Slots(value, slots)).values())
-                case Role.PLAIN:  # a class may return a dictionary of another type
+                case Role.PLAIN | Role.FILE:  # a class may return a dictionary of another type
                     continue
         return bool(pending)
 
@@ -149,8 +163,8 @@ class State:
         if not instead and self.complete and self.same():
             return
         for container, then in self._held:
-            if isinstance(container, _Array):
-                container.put_back(then)
+            if isinstance(container, HeldArray):
+                container.restore(then)
             elif isinstance(container, _Slots):
                 container.put_back(_exchanged(then, instead), tensors)
             elif not then and not len(container):
@@ -161,7 +175,7 @@ class State:
                 if container != then:
                     set.clear(container)
                     set.update(container, then)
-            elif tensors or not any(isinstance(value, torch.Tensor) for value in then):
+            elif tensors or not any(map(_is_tensor, then)):
                 values = [instead.get(id(value), value) for value in then]
                 if [id(value) for value in container] != [id(value) for value in values]:
                     base: Any = deque if isinstance(container, deque) else list
@@ -218,20 +232,6 @@ class _Known:
         )
 
 
-class _Array:
-    """A numpy array, as a container of its bytes."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    def copy(self) -> Any:
-        return self._array.copy()
-
-    def put_back(self, then: Any) -> None:
-        if self._array.tobytes() != then.tobytes():
-            self._array[...] = then
-
-
 class _Slots:
     """The slots of an object, as a container."""
 
@@ -249,7 +249,7 @@ class _Slots:
         for slot, now in self.copy().items():
             if slot not in then:
                 slot.__delete__(self._value)
-            elif tensors or not isinstance(now, torch.Tensor):
+            elif tensors or not _is_tensor(now):
                 slot.__set__(self._value, then[slot])
         for slot in then.keys() - self.copy().keys():
             slot.__set__(self._value, then[slot])
@@ -284,6 +284,16 @@ def _contents(mappings: list[Any]) -> tuple[list[int], list[int], list[int]]:
     return list(map(len, mappings)), list(map(id, itertools.chain.from_iterable(mappings))), list(map(id, values))
 
 
+def _is_file(value: Any) -> bool:
+    """Whether a value is an open file. Standard streams are not: what is written to them is for people."""
+    standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    return role(type(value)) is Role.FILE and not any(value is stream for stream in standard)
+
+
+def _is_tensor(value: Any) -> bool:
+    return role(type(value)) is Role.TENSOR  # ``isinstance`` raises for a proxy of a dead object
+
+
 def _followed(values: Iterable[Any]) -> list[Any]:
     return [value for value in values if role(type(value)) is not Role.PLAIN]
 
@@ -295,8 +305,8 @@ def _exchanged(then: dict[Any, Any], instead: Mapping[int, Any]) -> dict[Any, An
 def _put_dict(container: dict[Any, Any], then: dict[Any, Any], tensors: bool) -> None:
     base: Any = OrderedDict if isinstance(container, OrderedDict) else dict
     if not tensors:
-        then = {k: base.get(container, k, v) if isinstance(v, torch.Tensor) else v for k, v in then.items()}
-        then |= {k: v for k, v in base.items(container) if k not in then and isinstance(v, torch.Tensor)}
+        then = {k: base.get(container, k, v) if _is_tensor(v) else v for k, v in then.items()}
+        then |= {k: v for k, v in base.items(container) if k not in then and _is_tensor(v)}
     keys = base.keys(container)
     if keys != then.keys() or (tensors and [*map(id, keys)] != [*map(id, then)]):
         base.clear(container)  # the order of keys is that of parameters and submodules
@@ -312,6 +322,7 @@ class Role(Enum):
 
     PLAIN = "plain"  # skipped: it holds nothing that a forward could change
     TENSOR = "tensor"
+    FILE = "file"  # a block that holds one reads or writes it; those of other objects are theirs
     GENERATOR = "generator"  # draws random numbers, or others, from its own state
     TUPLE = "tuple"
     DICT = "dict"
@@ -330,6 +341,8 @@ def role(kind: type) -> Role:
         return Role.PLAIN
     if issubclass(kind, torch.Tensor):
         return Role.TENSOR
+    if issubclass(kind, io.IOBase):
+        return Role.FILE
     if draws(kind):
         return Role.GENERATOR
     if issubclass(kind, tuple):
@@ -342,8 +355,7 @@ def role(kind: type) -> Role:
         return Role.DICT
     if issubclass(kind, (list, set, deque)):
         return Role.CONTAINER
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and issubclass(kind, numpy.ndarray):
+    if is_array(kind):
         return Role.ARRAY
     return Role.OBJECT if _has_attributes(kind) or _slots_of(kind) else Role.PLAIN
 
@@ -364,4 +376,5 @@ def draws(kind: type) -> bool:
     """Whether instances of a class draw random numbers, or other values, from their own state."""
     numpy = sys.modules.get("numpy")
     own = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, io.IOBase)
+    other = (io.IOBase, *weakref.ProxyTypes)  # a proxy has the methods of whatever it may stand for
+    return issubclass(kind, (torch.Generator, random.Random, Iterator, *own)) and not issubclass(kind, other)

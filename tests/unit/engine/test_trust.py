@@ -70,11 +70,15 @@ def test_a_sample_of_host_memory_is_of_values_in_any_layout() -> None:
     square = torch.randn(40, 40)
     sample = host_sample(square.t())
     assert sample is not None
-    assert has_sample(square.t(), sample, square.t().stride())
-    assert has_sample(square.t().contiguous(), sample, square.t().stride())
-    assert not has_sample(square, sample, square.t().stride()), "the same memory, other values"
-    assert not has_sample(square.t() + 1, sample, square.t().stride())
-    assert not has_sample(square.t()[None], sample, square.t().stride())
+    layout = square.t().shape, square.t().stride(), square.dtype
+    assert has_sample(square.t(), sample, *layout)
+    assert has_sample(square.t().contiguous(), sample, *layout)
+    assert not has_sample(square, sample, *layout), "the same memory, other values"
+    assert not has_sample(square.t() + 1, sample, *layout)
+    assert not has_sample(square.t()[None], sample, *layout)
+    assert not has_sample(square.t().view(torch.int32), sample, *layout), "the same bytes, another type"
+    longer = torch.randn(4000, 4000)
+    assert not has_sample(longer, sample, *layout), "more elements than memory of that layout has"
     assert host_sample(square[:, ::2]) is None and host_sample(square[0].expand(3, 40)) is None
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from ebbtide.wrap.agreement import AGAIN, NEVER, Votes
+import ebbtide
+from ebbtide.base.errors import ConfigError
+from ebbtide.wrap.agreement import AGAIN, LATER, NEVER, ONCE, Votes
+from ebbtide.wrap.collectives import Collectives
 
 
 def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,12 +26,59 @@ def test_a_rank_that_cannot_go_on_ends_what_all_decided_with_the_others(monkeypa
 
     monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
     votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
-    votes.stop("Layer", block, ranks)
+    votes.stop("Layer", block, ranks, "draw")
     assert asked == [], "nothing was decided"
     assert votes.decide("Layer", block, AGAIN, ranks)
     for _ in range(2):
-        votes.stop("Layer", block, ranks)
+        votes.stop("Layer", block, ranks, "draw")
         assert not votes.decide("Layer", block, AGAIN, ranks)
     assert [wish for _, _, wish in asked] == [AGAIN, NEVER], "the others are met once, and the answer stands"
-    votes.stop("Layer", block, ())
+    votes.stop("Layer", block, (), "draw")
     assert votes.decide("Layer", block, AGAIN), "alone a rank may begin again"
+
+
+def test_a_vote_for_later_is_held_once_more_and_others_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [LATER, AGAIN]
+    monkeypatch.setattr(Votes, "_ask", staticmethod(lambda about, groups, wish: answers.pop(0)))
+    votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
+    assert [votes.decide("Layer", block, wish, ranks) for wish in (AGAIN, ONCE, NEVER)] == [False, True, True]
+
+
+def test_a_rank_that_stops_alone_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+        if wish == NEVER:
+            raise ConfigError("rank 1 did not stop", expected="the same calls", hint="check its log")
+        return wish
+
+    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    votes, block, ranks = Votes(()), nn.Linear(2, 2), [(0, 1)]
+    assert votes.decide("Layer", block, AGAIN, ranks)
+    with pytest.raises(ConfigError, match="rank 0 stops, since its Layer blocks draw"):
+        votes.stop("Layer", block, ranks, "draw")
+
+
+@pytest.mark.parametrize(("at_the_vote", "wishes"), [(False, [AGAIN]), (True, [LATER, AGAIN])])
+def test_a_doubt_of_one_rank_ends_nothing_that_all_decided(
+    at_the_vote: bool, wishes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ranks that have no doubt, and never come."""
+    asked: list[str] = []
+
+    def ask(about: str, groups: Sequence[Sequence[int]], wish: str) -> str:
+        asked.append(wish)
+        return wish
+
+    monkeypatch.setattr(Votes, "_ask", staticmethod(ask))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with ebbtide.enable_activation_offloading(model, min_bytes=0, enable_ckpt=True, blocks=["*"]) as handle:
+        model(torch.randn(2, 4)).sum().backward()
+        monkeypatch.setattr(Collectives, "groups", lambda *_: [(0, 1)])
+        reruns: Any = handle._attachment._reruns
+        block, seen = handle._attachment._blocks[0][1], SimpleNamespace(input_bytes=1, must_keep=2**40)
+        decisions: list[bool] = []
+        for doubt in (at_the_vote, not at_the_vote):
+            reruns._in_doubt = {block.kind} if doubt else set()
+            decisions.append(reruns.decide(block, model[0], seen, (), {}))
+        assert decisions == [not at_the_vote, True]
+    assert asked == wishes

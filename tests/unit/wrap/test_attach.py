@@ -428,6 +428,19 @@ def test_two_handles_leave_nothing_in_whatever_order_they_are_closed() -> None:
         assert [engine() for engine in engines] == [None, None]
 
 
+def test_the_middle_of_three_handles_is_closed_and_the_others_work_on() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    handles = [enable(model, blocks=[str(n)]) for n in range(3)]
+    top = model.forward
+    handles[1].close()
+    assert model.forward is top and top._call.__self__ is handles[2]._attachment  # pyright: ignore
+    model(torch.randn(2, 4)).sum().backward()
+    assert [handle.stats().packs > 0 for handle in handles] == [True, False, True]
+    for handle in handles:
+        handle.close()
+    assert leftovers(model) == []
+
+
 def test_a_handle_closed_inside_its_first_forward_leaves_nothing() -> None:
     class Closes(nn.Module):
         def __init__(self) -> None:
@@ -493,6 +506,21 @@ def test_a_pickle_made_under_a_handle_needs_no_ebbtide() -> None:
     assert b"ebbtide." not in written.replace(b"ebbtide.tests", b"")
     twin = Tiny(name="twin", model=pickle.loads(written), inputs=tiny.inputs, blocks=tiny.blocks)
     assert differences(twin.step(), tiny.step()) == []
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, by_copy, by_replica, lambda model: pickle.loads(pickle.dumps(model))]
+)
+def test_a_copy_has_no_hooks_of_ours_and_all_others(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    others = [part.register_forward_hook(print, always_call=True) for part in model.modules()]
+    held = [dict(vars(part)) for part in model.modules()]
+    with enable(model, blocks=["*"]):
+        parts = [copied(part) for part in model.modules()]
+    for part in (*parts, *(copied(model) if copied is copy.deepcopy else model).modules()):
+        assert len(part._forward_hooks) == len(part._forward_hooks_always_called) == 1
+        assert not part._forward_pre_hooks and "__getstate__" not in vars(part)
+    assert held == [vars(part) for part in model.modules()] and len(others) == 7
 
 
 class Padded(nn.Module):

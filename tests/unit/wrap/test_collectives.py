@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -16,6 +18,36 @@ class Layer(nn.Module):
     def __init__(self, *, gated: bool = False, number: int = 0) -> None:
         super().__init__()
         self.linear, self.gated, self.number = nn.Linear(2, 2), gated, number
+
+
+@dataclass
+class Spec:
+    width: int
+
+
+class Kind(Spec, Enum):
+    """Its members do not hash."""
+
+    A = 1
+    B = 2
+
+
+def test_switches_that_do_not_hash_tell_blocks_apart() -> None:
+    seen, (first, alike, other) = Collectives(), (Layer() for _ in range(3))
+    first.kind, alike.kind, other.kind = Kind.A, Kind.A, Kind.B  # pyright: ignore[reportAttributeAccessIssue]
+    with seen.look(block("0"), first):
+        pass
+    assert seen.known(block("1"), alike) and not seen.known(block("2"), other)
+
+
+def test_a_block_is_known_in_the_mode_it_ran_in_and_only_if_it_ended() -> None:
+    seen, layer = Collectives(), Layer()
+    with pytest.raises(RuntimeError), seen.look(block("0"), layer):
+        raise RuntimeError
+    assert not seen.known(block("0"), layer)
+    with seen.look(block("0"), layer):
+        pass
+    assert seen.known(block("0"), layer) and not seen.known(block("0"), layer.eval())
 
 
 def block(name: str) -> Block:

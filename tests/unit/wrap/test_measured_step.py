@@ -105,3 +105,15 @@ def test_recomputes_are_priced_as_they_are_executed_without_the_copies_of_operan
     monkeypatch.setattr(DiskSlot, "take", copy_in)
     step, _ = measured(clock)
     assert {unit.recompute_seconds for unit in recomputed(step)} == {3.0}
+
+
+def test_a_block_can_be_checkpointed_that_was_first_watched_in_the_measured_step() -> None:
+    clock, steps = Clock(), list[TimedStep]()
+    net = Net(clock)
+    with ebbtide.enable_activation_offloading(net, min_bytes=0, policy="minimal") as handle:
+        timer = StepTimer(clock, lambda step: bool(steps.append(step)), waited=dict[str, float], memory=False)
+        handle._engine.timer = timer
+        timer.want()
+        net(torch.randn(8, 4)).backward()
+        net(torch.randn(8, 4))
+    assert [block.checkpointable for block in steps[0].blocks] == [True] * 3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import types
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -24,6 +26,7 @@ WIDTH = 8
 STATS: dict[str, Any] = {}
 LOSSES: list[Tensor] = []
 CACHE: dict[int, Tensor] = {}
+ADD = LOSSES.append
 
 
 class Block(nn.Module):
@@ -143,7 +146,28 @@ class _Counter:
         next(self.count)
 
 
+def _by_a_held_builtin(block: Any, x: Tensor) -> None:
+    block.held_builtin(x.detach().sum())
+
+
+def _adds(function: Callable[..., None]) -> Callable[..., None]:
+    losses = LOSSES
+
+    @functools.wraps(function)
+    def wrapper(*arguments: Any) -> None:
+        losses.append(arguments[1].detach().sum())
+        function(*arguments)
+
+    return wrapper
+
+
+@_adds
+def _by_a_decorator(block: Any, x: Tensor) -> None:
+    pass
+
+
 NOTES = (_in_a_class, _a_number_of_a_class, _a_number_of_the_file, _in_a_list_that_is_built, _by_a_held_function)
+NOTES += (_by_a_held_builtin, _by_a_decorator)
 
 
 @pytest.mark.parametrize("note", [*NOTES, _by_an_iterator_inside])
@@ -156,13 +180,56 @@ def test_whatever_a_block_can_count_on_it_is_not_checkpointed(note: Callable[[An
 
         def __init__(self) -> None:
             super().__init__()
-            self.held_function = owner.hook
+            self.held_function, self.held_builtin = owner.hook, ADD
             self.inside = {"counter": _Counter()} if note is _by_an_iterator_inside else {}
 
     Notes.note = note  # pyright: ignore[reportAttributeAccessIssue]
     plain, _ = run(Notes, steps=5)
     ours, said = run(Notes, steps=5, enable_ckpt=True)
     assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
+def test_a_forward_that_was_replaced_on_a_block_is_looked_at() -> None:
+    def forward(block: Any, x: Tensor) -> Tensor:
+        LOSSES.append(x.square().mean())
+        return Block.forward(block, x)
+
+    class Patched(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.forward = types.MethodType(forward, self)
+
+    plain, _ = run(Patched)
+    ours, said = run(Patched, enable_ckpt=True)
+    assert all(map(same_bits, ours, plain)) and said == "checkpointed: 0"
+
+
+@pytest.mark.parametrize("policy", ["auto", "minimal"])
+def test_an_attribute_may_be_a_function_of_no_module_or_a_proxy_of_nothing(policy: str) -> None:
+    names: dict[str, Any] = {}
+    exec("def act(x): return x", names)
+    assert names["act"].__module__ is None
+
+    class Holds(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            owner = Owner()  # dies here
+            self.act, self.trainer = names["act"], weakref.proxy(owner)
+
+    ours, said = run(Holds, policy=policy)
+    assert all(map(same_bits, ours, run(Holds)[0])) and (policy == "auto" or said == "checkpointed: 3")
+
+
+class Numbered(Block):
+    count = itertools.count()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = next(Numbered.count)
+
+
+def test_an_iterator_that_only_numbers_blocks_does_not_forbid_a_second_forward() -> None:
+    assert run(Numbered, enable_ckpt=True)[1] == "checkpointed: 3"
 
 
 class Late(Block):

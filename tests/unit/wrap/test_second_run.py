@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import collections
+import functools
+import io
 import itertools
 import random
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils.parametrizations import weight_norm
 
 import ebbtide
+from ebbtide.base.actions import Action, Candidate
 from ebbtide.base.errors import ModifiedInPlaceError, RestoreError
+from ebbtide.wrap.rerun import _computed_otherwise
+from ebbtide.wrap.state import States
 from tests.helpers.twice import Stack, check, check_refused, difference, only_biases, sgd, step_of, train, two_losses
 
 GENERATOR = torch.Generator()
@@ -251,13 +259,20 @@ def make_generator(kind: str) -> Any:
     }[kind]()
 
 
+HELD: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "a function": lambda own: lambda: own,
+    "a partial function": lambda own: functools.partial(lambda generator: generator, generator=own),
+    "a method": lambda own: types.MethodType(lambda generator: generator, own),
+}
+
+
 def draw(generator: Any, x: Tensor) -> Tensor:
     if isinstance(generator, torch.Generator):
         return torch.rand(x.shape, generator=generator)
     return torch.full_like(x, float(generator.random() if hasattr(generator, "random") else generator.rand()))
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "object", "closure", "global"])
+@pytest.mark.parametrize("where", ["attribute", "list", "object", "closure", "global", *HELD])
 @pytest.mark.parametrize("kind", ["torch", "python", "numpy", "numpy, legacy"])
 def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(kind: str, where: str) -> None:
     class Holder:
@@ -268,6 +283,8 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
         kept: Any = None
 
         def generator(self) -> Any:
+            if where in HELD:
+                return self.kept()
             return self.kept[0] if isinstance(self.kept, list) else getattr(self.kept, "generator", self.kept)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -286,17 +303,178 @@ def test_a_generator_that_can_be_reached_is_found_and_the_block_not_run_again(ki
             return blocks(type("DrawsFromClosure", (Draws,), {"generator": lambda block: own}))
         model: Any = blocks(Draws)
         for block in model.blocks:
-            block.kept = {"attribute": own, "list": [own], "object": Holder(own)}[where]
+            held = HELD[where](own) if where in HELD else None
+            block.kept = {"attribute": own, "list": [own], "object": Holder(own)}.get(where, held)
         return model
 
     check_checkpointed(make, squares, count=0)
+
+
+def test_a_generator_that_blocks_get_later_ends_their_checkpoints() -> None:
+    class Draws(Block):
+        own: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if self.own is None else hard(x * draw(self.own, x)))
+
+    def step(model: Any, number: int) -> Tensor:
+        if number == 2:
+            own = make_generator("torch")
+            for block in model.blocks:
+                block.own = own
+        return squares(model, number)
+
+    check(lambda: blocks(Draws), step, policies=("minimal",), steps=4)
+
+
+def test_a_single_block_that_draws_is_never_checkpointed() -> None:
+    """Others of its structure have run before: it would be checkpointed in its own first forward."""
+
+    def make() -> nn.Module:
+        model: Any = blocks()
+        own = make_generator("torch")
+        for number, block in enumerate(model.blocks):
+            block.act = (lambda x: hard(x * draw(own, x))) if number == 2 else hard
+            block.forward = types.MethodType(lambda block, x: x + block.down(block.act(block.up(x))), block)
+        return nn.Sequential(nn.Linear(16, 16), model)  # the input of the first block takes a gradient
+
+    check(lambda: sgd(make()), squares, policies=("minimal",))
+
+
+class Reads(Block):
+    """Reads a factor from a file in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file = io.BytesIO(np.linspace(1, 2, 99, dtype="f4").tobytes())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(np.frombuffer(self.file.read(4), dtype="f4")[0]))
+
+
+class Decays(Block):
+    """Changes an array that is too large to be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = np.ones(200_000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale *= 0.9
+        return super().forward(x * float(self.scale[0]))
+
+
+class Looks(Decays):
+    """Only reads it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Block.forward(self, x * float(self.scale[0]))
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Reads, 0), (Decays, 0), (Looks, 3)])
+def test_a_file_or_a_large_array_that_changes_forbids_a_second_forward(kind: type[Block], count: int) -> None:
+    check_checkpointed(lambda: blocks(kind), squares, count)
+
+
+class Norms(Block):
+    """Batch norm, whose kernel moves no version of its statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("var", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == 1:
+            raise RuntimeError("one row")
+        return super().forward(F.batch_norm(x, self.mean, self.var, training=self.training))  # pyright: ignore
+
+
+def _evaluate(model: Any) -> None:
+    model.eval()
+    model(rows())
+    model.train()
+
+
+def _fail(model: Any) -> None:
+    for block in model.blocks:
+        with pytest.raises(RuntimeError, match="one row"):
+            block(rows()[:1])
+
+
+@pytest.mark.parametrize("before", [_evaluate, _fail])
+def test_a_block_is_watched_in_the_first_forward_of_a_mode_that_does_not_fail(before: Callable[[Any], None]) -> None:
+    def step(model: Any, number: int) -> Tensor:
+        if number == 0:
+            before(model)
+        return squares(model, number)
+
+    check(lambda: blocks(Norms), step, policies=("minimal",))
+
+
+class Above:
+    """A plan that checkpoints blocks with large inputs."""
+
+    name, recomputes = "above", False
+
+    def choose(self, candidate: Candidate) -> Action:
+        return Action.OFFLOAD
+
+    def block_action(self, kind: str, index: int, *, input_bytes: int, must_keep_bytes: int) -> Action:
+        return Action.CHECKPOINT if input_bytes > 100 else Action.KEEP
+
+    def explain(self) -> str:
+        return ""
+
+
+def test_a_plan_may_have_a_threshold_of_its_own() -> None:
+    assert train(blocks, squares, 3, policy=Above())[1].checkpointed_blocks == 3
+
+
+class Holds(Block):
+    """Holds an iterator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+
+def test_a_refused_kind_is_watched_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[int] = []
+    monkeypatch.setattr(States, "before", lambda *given: searched.append(1) or before(*given))
+    train(lambda: blocks(Holds), squares, 4, policy="minimal")
+    assert len(searched) == 3, "each block once"
+
+
+before = States.before
+
+
+@pytest.mark.parametrize(
+    ("device", "normed", "refused"), [("cuda", True, True), ("xpu", False, False), ("cpu", True, False)]
+)
+def test_only_convolutions_on_cuda_are_refused_for_cudnns_benchmark(
+    device: str, normed: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Conv1d(2, 2, 3, bias=False)
+    block = nn.Sequential(weight_norm(layer) if normed else layer)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    monkeypatch.setattr(torch.Tensor, "device", torch.device(device))
+    assert (_computed_otherwise(block) is not None) is refused
+
+
+class Dice:
+    def __init__(self) -> None:
+        self.own = random.Random(3)
+
+    def roll(self) -> float:
+        return self.own.random()
 
 
 def test_a_generator_that_cannot_be_reached_is_an_error_before_a_gradient_is_wrong() -> None:
     class Draws(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.draw = random.Random(3).random
+            self.draw = Dice().roll
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(hard(x * self.draw()))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import gc
+import io
+import sys
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -13,7 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.wrap.state import State, States
+from ebbtide.wrap.arrays import MOST_ARRAY_BYTES, MOST_DIGESTED_BYTES
+from ebbtide.wrap.state import MOST_ELEMENTS, State, States
 
 
 class _Noted:
@@ -124,6 +128,45 @@ def test_a_block_with_an_array_is_searched_each_time() -> None:
     block.array[0] = 2
     later.put_back()
     assert block.array[0] == 1
+
+
+@pytest.mark.parametrize("kind", [bytearray, lambda values: array.array("B", values)])
+def test_arrays_of_the_standard_library_are_restored(kind: Callable[[list[int]], Any]) -> None:
+    block = _block()
+    block.array = kind([1, 2])
+    before = State(block.modules())
+    block.array[0] = 7
+    block.array.append(3)
+    before.put_back()
+    assert block.array == kind([1, 2])
+
+
+def test_a_large_array_is_not_copied_and_very_large_ones_are_too_much() -> None:
+    block = _block()
+    block.arrays = [np.zeros(MOST_ARRAY_BYTES + 1, "u1")]
+    state = State(block.modules())
+    assert state.large_arrays == block.arrays and state.complete
+    block.arrays = [np.zeros(MOST_DIGESTED_BYTES + 1, "u1")]
+    assert State(block.modules()).too_much
+    block.arrays[0].flags.writeable = False
+    assert not State(block.modules()).too_much
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict.fromkeys])
+def test_a_long_list_is_too_much_and_not_copied(kind: Callable[[range], Any]) -> None:
+    block = _block()
+    block.numbers = kind(range(10 * MOST_ELEMENTS))
+    state = State(block.modules())
+    assert state.too_much and not any(held is block.numbers for held, _ in state._held)
+
+
+def test_a_file_counts_only_as_an_attribute_of_a_module() -> None:
+    block = _block()
+    block.out = sys.stdout
+    block.noted.value = io.BytesIO()
+    assert State(block.modules()).generators == []
+    block[1].file = io.BytesIO()
+    assert State(block.modules()).generators == [block[1].file]
 
 
 def test_a_state_is_dropped_where_the_forward_changes_something() -> None:
