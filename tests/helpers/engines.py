@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -132,23 +131,12 @@ class Observed:
         grads: Gradients by leaf.
         error: Class of what was raised, and where (``"forward"``, ``"backward"``).
         message: What it said.
-        leaves: Its leaves, if it failed in a backward.
     """
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
     error: tuple[type[BaseException], str] | None = None
     message: str = ""
-    leaves: tuple[weakref.ref[Tensor], ...] = ()
-
-    @property
-    def leaks(self) -> bool:
-        """Whether its graph outlives it.
-
-        An input that an operator saves and that is changed in place later is saved by a graph that it is the end of.
-        Backward breaks that circle of C++; one that fails before, because of the change, leaves it for good.
-        """
-        return any(leaf() is not None for leaf in self.leaves)
 
 
 Backward = Callable[[Sequence[Tensor], Sequence[Tensor], Leaves], "Mapping[str, Tensor | None]"]
@@ -208,8 +196,7 @@ def observe(
     except RuntimeError as error:
         drain()
         place = next((n for n in getattr(error, "__notes__", []) if n.startswith("backward ")), "backward")
-        left = tuple(map(weakref.ref, fresh.values()))
-        return Observed(outputs=kept, grads={}, error=(type(error), place), message=str(error), leaves=left)
+        return Observed(outputs=kept, grads={}, error=(type(error), place), message=str(error))
 
 
 def compare(one: Observed, other: Observed) -> list[str]:

@@ -6,17 +6,37 @@ its place. It is obviously right; whatever ebbtide does must give the same bits.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 
+@dataclass(frozen=True, eq=False)
+class _Copy:
+    """A saved tensor: all of its storage, and its place in it."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class Oracle(saved_tensors_hooks):
-    """``with Oracle() as oracle: loss = ...``; counts what it copied."""
+    """``with Oracle() as oracle: loss = ...``; counts what it copied.
+
+    Attributes:
+        alive: The copies that a graph still has. Some are never freed: an input that an operator saves and that is
+            changed in place later is saved by a graph that it is the end of. A backward that frees the graph breaks
+            that circle of C++; one that retains it, or fails because of the change, leaves it for good.
+    """
+
+    alive: ClassVar[weakref.WeakSet[_Copy]] = weakref.WeakSet()
 
     def __init__(self) -> None:
         self.packed = self.unpacked = self.packed_bytes = 0
@@ -28,15 +48,17 @@ class Oracle(saved_tensors_hooks):
         if not plain or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         self.packed_bytes += tensor.untyped_storage().nbytes()
-        copy = tensor.detach().untyped_storage().clone()
-        return copy, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride()
+        storage = tensor.detach().untyped_storage().clone()
+        copy = _Copy(storage, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        self.alive.add(copy)
+        return copy
 
     def _unpack(self, packed: Any) -> Tensor:
         self.unpacked += 1
         if isinstance(packed, Tensor):
             return packed
-        storage, dtype, *view = packed
-        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, *view)
+        empty = torch.empty(0, dtype=packed.dtype, device=packed.storage.device)
+        return empty.set_(packed.storage, packed.offset, packed.size, packed.stride)
 
 
 @dataclass(frozen=True, kw_only=True)
