@@ -88,7 +88,7 @@ class RecipeConfig:
         warmup_ratio: Share of the steps in which the learning rate rises; 0.05 is 5 %.
         weight_decay: Weight decay of AdamW.
         max_grad_norm: Gradient clipping norm; 0 is off.
-        nan_loss: If the loss is not finite: stop the run, or skip the step.
+        nan_loss: If the loss or its gradients are not finite: stop the run, or skip the step.
         torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU and with --bf16 or --fp16, else bfloat16.
         bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
         fp16: The same in float16, with loss scaling; needs an accelerator.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
@@ -90,6 +91,15 @@ class RecordedTrainer(Trainer):
         self.recorder.micro_loss(loss)
         # The trainer adds up what it logs: one NaN of a step that is skipped would stay in all later sums.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) if self.recorder.skips else loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the recorder the norm that decides whether the optimizer may step; of shards, that of all of them."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.recorder is not None:
+            self.recorder.gradient_norm(norm)
+        return norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the recorder's figures for trackers."""
@@ -312,8 +322,6 @@ def name_present_blocks(model: PreTrainedModel) -> None:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of tensors on this process; of sharded tensors, those of its shards."""
-    from torch.distributed.tensor import DTensor
-
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
