@@ -207,6 +207,18 @@ def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: P
     assert f'evaluation after step 4 {{"eval_loss": {found[1][-1]["loss"]}' in log
 
 
+def test_an_evaluation_that_fails_at_the_end_does_not_lose_the_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: SftTrainer, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SftTrainer, "evaluate", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tiny_model, tmp_path, max_steps=1, split_dataset_ratio=0.1, save=True)
+    assert weights(tmp_path)
+
+
 def test_another_data_set_is_evaluated_on(tiny_model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"text": "It returns the value of the argument. " * 20}) + "\n")

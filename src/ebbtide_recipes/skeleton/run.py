@@ -246,6 +246,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
             if found is not None:
                 LOGGER.info("resuming from %s", found)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
+            if config.save:
+                save(trainer, folder)  # before the evaluation: if that fails, the trained model is not lost
             if config.evaluates and config.eval_steps is None:
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:
@@ -257,8 +259,6 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     finally:
         if offload is not None:
             offload.close()
-    if config.save:
-        save(trainer, folder)
     recipe.finish(config, trainer, folder)
     steps = trainer.state.global_step
     LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)
