@@ -169,7 +169,8 @@ def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_pat
     assert told == ["It returns the value of the argument. " * 3 + " <|end|>", "It does. <|end|>"]
     assert batch["attention_mask"].sum(1).tolist()[0] > batch["attention_mask"].sum(1).tolist()[1]
     whole = MediaCollator(processor=processor, max_length=256, completion_only=False)(list(table))
-    assert torch.equal(whole["labels"] != -100, whole["attention_mask"] == 1)
+    places = whole["input_ids"] == processor.audio_token_id
+    assert places.any() and torch.equal(whole["labels"] != -100, (whole["attention_mask"] == 1) & ~places)
     length = int(batch["attention_mask"][0].sum()) - 3
     cut = MediaCollator(processor=processor, max_length=length, completion_only=True)([table[0]])
     assert torch.equal(cut["input_ids"][0], batch["input_ids"][0][:length])

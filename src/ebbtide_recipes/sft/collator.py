@@ -3,7 +3,7 @@
 [Note: prompts and completions apart]
 The processor gets the prompt with its files; a completion is tokenised alone and appended, as TRL does with images, so
 that the learned tokens never depend on how a tokenizer joins the two. A row of messages is a prompt without completion,
-all of which is learned.
+all of which is learned but the placeholders of its files: no model says them.
 """
 
 from __future__ import annotations
@@ -107,11 +107,16 @@ class MediaCollator:
         """Return one row of a column, followed by its completion."""
         if name == "labels":
             head = batch["input_ids"][index, :length]
-            return torch.cat([torch.full_like(head, -100) if self.completion_only else head, tail])
+            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | self.completion_only
+            return torch.cat([head.masked_fill(hidden, -100), tail])
         head = batch[name][index, :length]
         if name == "input_ids":
             return torch.cat([head, tail])
         return torch.cat([head, torch.full_like(tail, int(name == "attention_mask"), dtype=head.dtype)])
+
+    def _places(self) -> set[int]:
+        """Return the tokens in whose places a model puts its features of files."""
+        return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
 
     def _answer(self, text: str) -> list[int]:
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -170,7 +175,7 @@ class MediaCollator:
                 expected=f"at most {self.max_length}, the max_length",
                 hint="use a larger --max_length, or --truncation right, which cuts text at the end",
             )
-        places = {getattr(self.processor, name, None) for name in _PLACES} - {None}
+        places = self._places()
         cut = ids[self.max_length :].tolist()
         if cut and (not places or places & set(cut)):
             raise DataError(
