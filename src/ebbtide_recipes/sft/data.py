@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import media
+from ebbtide_recipes.sft.roles import check_learned
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
@@ -143,6 +144,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
+        check_learned(made, where)
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else made)

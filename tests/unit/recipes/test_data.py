@@ -154,6 +154,50 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
 
 
+def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> None:
+    first, second = ({"name": name, "arguments": {"on": True}} for name in ("light", "sound"))
+    shared = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(first)}]
+    shared += [{"from": "observation", "value": "ok"}, {"from": "gpt", "value": "a"}]
+    swift = [USER, {"role": "assistant", "content": "Both."}]
+    swift += [{"role": "tool_call", "content": json.dumps(call)} for call in (first, second)]
+    swift += [{"role": "tool_response", "content": "ok"}] * 2 + [{"role": "model", "content": "a"}]
+    read = load(write(tmp_path / "rows.jsonl", [{"messages": shared}, {"messages": swift}]))
+    calls = [{"type": "function", "function": call} for call in (first, second)]
+    answer = {"role": "tool", "content": "ok"}
+    assert read[0]["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        answer,
+        ASSISTANT,
+    ]
+    assert read[1]["messages"] == [
+        USER, {"role": "assistant", "content": "Both.", "tool_calls": calls}, answer, answer, ASSISTANT
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "asistant", "content": "a"}, "has a message of the role 'asistant'.*\nhint: .*assistant"),
+        ({"role": "tool_call", "content": "light"}, "has the call of a tool 'light'"),
+        ({"role": "assistant", "content": "a", "loss": False}, "has a message with 'loss': False"),
+        ({"role": "assistant", "content": "a", "weight": 0}, "has a message with 'weight': 0"),
+    ],
+)
+def test_messages_that_would_be_dropped_or_learned_in_spite_of_the_file_are_refused(
+    tmp_path: Path, message: dict, said: str
+) -> None:
+    name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": [USER, message, ASSISTANT]}])
+    with pytest.raises(DataError, match=f"(?s)row 2 of .* {said}"):
+        load(name)
+
+
+def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
+    marked = [{"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}]}]
+    reading = data.Reading(chat=True, seed=0, answers_alone=True)
+    assert len(data.load([write(tmp_path / "rows.jsonl", marked)], reading)) == 1
+
+
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "\\ud83d"}\n')
     with pytest.raises(DataError, match="surrogates not allowed.*\nhint: .*cut inside of a character"):
