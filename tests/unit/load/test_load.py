@@ -112,6 +112,25 @@ def test_a_buffer_that_is_there_is_kept(path: Path) -> None:
     assert ebbtide.load_sharded(model, path).rotary.inv_freq.eq(5).all()
 
 
+def test_a_buffer_that_has_values_and_is_missing_is_reported(
+    values: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(ignored: list[str] | None = None) -> Model:
+        made = meta()
+        made.norm.running_var, made.norm.num_batches_tracked = torch.full((4,), 2.0), torch.tensor(0)
+        if ignored is not None:  # as a model of transformers
+            made.base_model_prefix, made.config, made._keys_to_ignore_on_load_missing = "model", None, ignored
+        return made
+
+    del values["norm.running_var"], values["norm.num_batches_tracked"]
+    with pytest.raises(DataError, match=r"1 missing: norm\.running_var"):
+        ebbtide.load_sharded(model(), values)
+    with caplog.at_level(logging.WARNING, "ebbtide.load"):
+        loaded = ebbtide.load_sharded(model(), values, missing="initialise")
+    assert loaded.norm.running_var.eq(2).all() and "kept as they are: norm.running_var" in caplog.text
+    assert ebbtide.load_sharded(model(["running_var"]), values).norm.running_var.eq(2).all()
+
+
 def test_a_loaded_model_gives_its_values_and_its_optimizer_follows() -> None:
     model = Model(tied=True, rotary="silent")
     model.head.weight.requires_grad_(False)
