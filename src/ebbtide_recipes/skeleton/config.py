@@ -48,7 +48,7 @@ class RecipeConfig:
         model: Model to train: a local path or a hub name.
         use_hf: Look names up on Hugging Face; false: on ModelScope (needs its package).
         dataset: Data sets to train on; NAME#1000 uses the first thousand rows. Several may be given.
-        eval_dataset: Data set for evaluation; values as for --dataset.
+        eval_dataset: Data set for evaluation; values as for --dataset, such as NAME::test for a hub's test split.
         split_dataset_ratio: Share of the rows held out for evaluation; 0.01 is 1 %.
         train_type: Train all weights (full) or adapters.
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
