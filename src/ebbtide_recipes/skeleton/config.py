@@ -77,6 +77,7 @@ class RecipeConfig:
         memory_efficient_init: Read only each process's part of the weights, straight into place.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
         nnodes: Nodes that the run is meant for; an error if NNODES or torchrun names another number.
+        ddp_timeout: Seconds that a process waits for the others, such as for one that tokenizes long data sets.
         deepspeed: Accepted with FSDP, without effect (a warning is logged); an error otherwise.
         per_device_train_batch_size: Sequences in a micro-batch.
         per_device_eval_batch_size: Sequences in a batch of the evaluation.
@@ -148,6 +149,7 @@ class RecipeConfig:
     memory_efficient_init: bool = False
     nproc_per_node: int | None = None
     nnodes: int | None = None
+    ddp_timeout: int = 1800
     deepspeed: str | None = None
     per_device_train_batch_size: int = 1
     per_device_eval_batch_size: int = 1

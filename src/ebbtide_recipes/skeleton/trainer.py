@@ -230,6 +230,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         **_hybrid(config),
         "bf16": config.bf16,
         "fp16": config.fp16,
+        "ddp_timeout": config.ddp_timeout,
         "use_cpu": not accelerated,
         "dataloader_pin_memory": accelerated,
         "dataloader_num_workers": config.dataloader_num_workers,
