@@ -90,9 +90,10 @@ class RecipeConfig:
         weight_decay: Weight decay of AdamW.
         max_grad_norm: Gradient clipping norm; 0 is off.
         nan_loss: If the loss or its gradients are not finite: stop the run, or skip the step.
-        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU and with --bf16 or --fp16, else bfloat16.
-        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
-        fp16: The same in float16, with loss scaling; needs an accelerator.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, with --fp16, and with --bf16 for weights
+            that are trained; else bfloat16.
+        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision); adapters are float32.
+        fp16: Compute in float16 where it is safe, with loss scaling; needs an accelerator.
         lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters.
         lora_dropout: Dropout before the adapters.
