@@ -228,7 +228,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     warn_of_lost_steps(config)
     if config.save_steps is not None or checkpoints.resumes(config):
         checkpoints.check_shared(folder)
-    found = checkpoints.find(config, world_size=trainer.args.world_size)
+    found = checkpoints.find(config, world_size=trainer.args.world_size, rows=len(trainer.train_dataset))
     offload = _offloading(config)
     try:
         with StepBar(shown=launch.is_main()) as bar, project_named(config.project_name):

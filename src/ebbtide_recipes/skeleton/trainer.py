@@ -135,7 +135,8 @@ class RecordedTrainer(Trainer):
             raise checkpoints.not_saved(error, folder, output) from error
         self.accelerator.wait_for_everyone()
         if main:
-            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
+            size, rows = self.args.world_size, len(self.train_dataset)
+            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
 
