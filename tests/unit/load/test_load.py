@@ -394,6 +394,28 @@ def test_saving_and_loading_gives_the_same_and_replaces_what_was_there(path: Pat
     assert "head.weight" not in saved and torch.equal(saved["embed.weight"], model.embed.weight)
 
 
+def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
+    model = meta()
+    model.norm.table = torch.ones(3, device="meta")
+    with pytest.raises(ConfigError, match=r"'norm\.table' is on meta.*\nhint: .*init_empty_weights"):
+        ebbtide.load_sharded(model, path)
+    with torch.device("meta"):
+        normed = nn.utils.spectral_norm(nn.Linear(4, 10))  # computes its weight from another in each forward
+    values = {key: value.clone() for key, value in nn.utils.spectral_norm(nn.Linear(4, 10)).state_dict().items()}
+    assert ebbtide.load_sharded(normed, values)(torch.ones(2, 4)).isfinite().all()
+
+
+def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        ebbtide.save_sharded(nn.parallel.DistributedDataParallel(model), tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+    (file,) = tmp_path.glob("*.safetensors")
+    assert load_file(file).keys() == {"weight", "bias"}
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'embed.weight' is on meta"):
         ebbtide.save_sharded(meta(), tmp_path)
