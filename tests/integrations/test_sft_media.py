@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.integrations.families import (
     Films,
     make_films,
     make_llava,
+    make_pictures,
     make_qwen_audio,
     make_qwen_vl,
     make_sounds,
@@ -127,6 +129,35 @@ def test_videos_that_no_batch_can_be_made_of_are_refused_before_the_weights_are_
         train(seeing(Films()), tmp_path / "out", dataset=(str(rows),), **changes)
 
 
+def test_rows_with_images_that_are_too_long_are_refused_before_the_weights_are_loaded(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoProcessor
+
+    from ebbtide_recipes.language import models
+    from ebbtide_recipes.sft import data
+
+    model, rows = make_llava(tmp_path / "llava", text_model), make_pictures(tmp_path / "pictures")
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    lines[4]["messages"][0]["content"] = "word " * 30 + "<image>"
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with monkeypatch.context() as patched:
+        patched.setattr(models, "load", lambda *args: pytest.fail("the weights were loaded"))
+        for names in ({"dataset": (str(rows),)}, {"dataset": (f"{rows}#4",), "eval_dataset": (str(rows),)}):
+            with pytest.raises(DataError, match="row 5 of .* has .* tokens with its files"):
+                train(model, tmp_path / "out", max_length=64, packing=False, **names)
+    processor = AutoProcessor.from_pretrained(model)
+    table = data.load([f"{rows}#4"], data.Reading(chat=True, seed=0, takes=("image",)))
+    collator = MediaCollator(processor=processor, max_length=64, completion_only=False)
+    asked: list[Any] = []
+    monkeypatch.setattr(  # a processor that says too much is not believed
+        type(processor), "_get_num_multimodal_tokens",
+        lambda self, image_sizes: asked.append(image_sizes) or SimpleNamespace(num_image_tokens=[100]),
+    )  # fmt: skip
+    collator.check(table)
+    assert asked == [[(30, 40)]] * 3
+
+
 @pytest.mark.parametrize("row", [{"audios": ["0.wav"]}, {"audios": ["bad.wav"]}, {"audios": ["0.mp4"]}])
 def test_files_that_cannot_be_read_are_named(hearing: Path, tmp_path: Path, row: dict) -> None:
     make_films(tmp_path, 1)
@@ -169,7 +200,8 @@ def test_only_answers_are_learned_and_what_is_cut_is_text(hearing: Path, tmp_pat
     assert told == ["It returns the value of the argument. " * 3 + " <|end|>", "It does. <|end|>"]
     assert batch["attention_mask"].sum(1).tolist()[0] > batch["attention_mask"].sum(1).tolist()[1]
     whole = MediaCollator(processor=processor, max_length=256, completion_only=False)(list(table))
-    assert torch.equal(whole["labels"] != -100, whole["attention_mask"] == 1)
+    places = whole["input_ids"] == processor.audio_token_id
+    assert places.any() and torch.equal(whole["labels"] != -100, (whole["attention_mask"] == 1) & ~places)
     length = int(batch["attention_mask"][0].sum()) - 3
     cut = MediaCollator(processor=processor, max_length=length, completion_only=True)([table[0]])
     assert torch.equal(cut["input_ids"][0], batch["input_ids"][0][:length])

@@ -18,6 +18,7 @@ from ebbtide.base.errors import DataError, DiskFullError, TrainingError
 from ebbtide_recipes.sft.config import SftConfig
 from ebbtide_recipes.sft.recipe import main
 from ebbtide_recipes.sft.trainer import SftTrainer
+from ebbtide_recipes.skeleton import checkpoints
 
 
 def train(model: Path, folder: Path, /, **changes: object) -> dict[int, float]:
@@ -149,6 +150,38 @@ def test_a_step_whose_loss_is_no_number_is_skipped_when_asked(
     assert "the loss of step 2 is nan: the step is skipped" in (tmp_path / "two" / "training.log").read_text()
 
 
+class Spoiled(torch.autograd.Function):
+    """Passes a value on, and a gradient that is not finite back."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf")
+
+
+@pytest.mark.parametrize("clipping", [1.0, 0.0])
+def test_gradients_that_are_not_finite_count_as_such_a_loss(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clipping: float
+) -> None:
+    real = SftTrainer.compute_loss
+
+    def spoiled(self: SftTrainer, *args: Any, **kwargs: Any) -> Any:
+        loss = real(self, *args, **kwargs)
+        return Spoiled.apply(loss) if self.state.global_step == 1 else loss
+
+    monkeypatch.setattr(SftTrainer, "compute_loss", spoiled)
+    saving = {"save_steps": 1, "save_total_limit": 1, "max_grad_norm": clipping}
+    with pytest.raises(TrainingError, match="norm of its gradients is (nan|inf); expected a finite number\nhint: "):
+        train(tiny_model, tmp_path / "stops", max_steps=2, **saving)
+    assert [one.step for one in checkpoints.complete(tmp_path / "stops")] == [1]
+    train(tiny_model, tmp_path / "skips", max_steps=2, nan_loss="skip", **saving)
+    first, second = (tmp_path / name / f"checkpoint-{step}" for name, step in (("stops", 1), ("skips", 2)))
+    assert weights(first) == weights(second)
+
+
 def test_the_steps_after_a_skipped_one_log_their_own_loss(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +205,18 @@ def test_rows_that_were_kept_back_are_evaluated_on(tiny_model: Path, tmp_path: P
     assert values[0] == values[1]
     log = (tmp_path / "ours" / "training.log").read_text()
     assert f'evaluation after step 4 {{"eval_loss": {found[1][-1]["loss"]}' in log
+
+
+def test_an_evaluation_that_fails_at_the_end_does_not_lose_the_model(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: SftTrainer, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(SftTrainer, "evaluate", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(tiny_model, tmp_path, max_steps=1, split_dataset_ratio=0.1, save=True)
+    assert weights(tmp_path)
 
 
 def test_another_data_set_is_evaluated_on(tiny_model: Path, tmp_path: Path) -> None:

@@ -66,6 +66,23 @@ def test_rows_without_a_token_to_learn_from_are_counted(
     assert "2 of 4 rows of" in log and "are left out: no token to learn from is within their first 64 tokens" in log
 
 
+def test_answers_to_evaluate_on_that_are_all_cut_off_are_an_error(tiny_model: Path, tmp_path: Path) -> None:
+    data = {name: tmp_path / f"{name}.jsonl" for name in ("short", "long")}
+    for name, path in data.items():
+        path.write_text(json.dumps({"prompt": "word " * (200 if name == "long" else 2), "completion": "yes"}) + "\n")
+    changes = {"dataset": (str(data["short"]),), "eval_dataset": (str(data["long"]),), "packing": False}
+    with pytest.raises(DataError, match=r"1 rows of .*long.jsonl to evaluate on leave no token to learn from"):
+        train(tiny_model, tmp_path / "run", **changes, max_steps=1)
+
+
+def test_packed_sequences_without_a_token_to_learn_from_are_left_out(tiny_model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text((json.dumps({"prompt": "word " * 200, "completion": "yes"}) + "\n") * 3)
+    run = train(tiny_model, tmp_path / "run", dataset=(str(data),), max_length=32, max_steps=1)
+    assert losses(run)[0] > 0
+    assert "packed sequences of" in (tmp_path / "run" / "training.log").read_text()
+
+
 def with_template(model: Path, folder: Path, template: str) -> Path:
     """Copy a model with another chat template, before its own."""
     shutil.copytree(model, folder)

@@ -14,6 +14,7 @@ import torch
 
 from ebbtide.base.errors import ConfigError, DataError, nearest
 from ebbtide.load.header import CheckpointEntry, read_header, unreadable
+from ebbtide.load.names import UNSAVED
 
 INDEX_SUFFIX = ".index.json"
 _STEMS = ("model", "diffusion_pytorch_model", "pytorch_model", "adapter_model")
@@ -46,7 +47,8 @@ class Checkpoint:
     def digest(self) -> str:
         """Return a digest that is equal for ranks that see the same checkpoint, at any path.
 
-        Of the values in files it has a sample: two steps of one run differ in that, too.
+        Of the values it has a sample, from files or from memory: two steps of one run differ in that, too. Buffers that
+        are not saved are left out: machines may compute them with other roundings.
 
         Raises:
             DataError: A file cannot be read.
@@ -55,13 +57,25 @@ class Checkpoint:
             (name, list(e.shape), str(e.dtype), Path(e.file).name, e.offset_bytes) for name, e in self.entries.items()
         ]
         found = hashlib.sha256(json.dumps(sorted(rows)).encode())
-        names = sorted(name for name, entry in self.entries.items() if entry.file)
+        names = sorted(name for name in self.entries if not name.startswith(UNSAVED))
         for name in names[:: -(-len(names) // _SAMPLES) or 1]:
-            found.update(_middle(self.entries[name]))
+            value = self.values.get(name)
+            found.update(_middle_of_file(self.entries[name]) if value is None else _middle_of_value(value))
         return found.hexdigest()
 
 
-def _middle(entry: CheckpointEntry) -> bytes:
+def _middle_of_value(value: torch.Tensor) -> bytes:
+    """Return some bytes of the middle row of a tensor in memory."""
+    row = value.detach()
+    while row.dim() > 1 and row.numel():
+        row = row[row.shape[0] // 2]
+    row = row.flatten()
+    count = min(row.numel(), _SAMPLE_BYTES // row.dtype.itemsize)
+    some = row.narrow(0, (row.numel() - count) // 2, count).cpu().contiguous()
+    return bytes(some.view(torch.uint8).tolist())
+
+
+def _middle_of_file(entry: CheckpointEntry) -> bytes:
     """Return some bytes from the middle of a tensor in a file."""
     begin = max(0, (entry.nbytes - _SAMPLE_BYTES) // 2)
     try:

@@ -40,6 +40,7 @@ DTYPES: dict[str, torch.dtype] = {
     "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -51,11 +52,19 @@ class CheckpointEntry:
     dtype: torch.dtype
     file: str = ""
     offset_bytes: int = 0
+    state: tuple[int, ...] = ()
+    """Of the file when its header was read, as ``state_of`` returns it; empty: not known."""
 
     @property
     def nbytes(self) -> int:
         """Its bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def state_of(fd: int) -> tuple[int, ...]:
+    """Return what changes if an open file is written, replaced or cut."""
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def read_header(path: Path) -> dict[str, CheckpointEntry]:
@@ -69,7 +78,8 @@ def read_header(path: Path) -> dict[str, CheckpointEntry]:
     """
     try:
         with path.open("rb") as file:
-            total_bytes = os.fstat(file.fileno()).st_size
+            state = state_of(file.fileno())
+            total_bytes = state[2]
             first = file.read(8)
             length_bytes = int.from_bytes(first, "little")
             if len(first) < 8:
@@ -80,7 +90,7 @@ def read_header(path: Path) -> dict[str, CheckpointEntry]:
             text = file.read(length_bytes)
     except OSError as error:
         raise unreadable(path, error) from error
-    return _entries(path, _parsed(path, text), 8 + length_bytes, total_bytes)
+    return _entries(path, _parsed(path, text), 8 + length_bytes, state)
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
@@ -111,14 +121,17 @@ def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes: int) -> dict[str, CheckpointEntry]:
+def _entries(
+    path: Path, header: Mapping[str, Any], data_bytes: int, state: tuple[int, ...]
+) -> dict[str, CheckpointEntry]:
     """Check every entry, and that the tensors tile the file's data."""
+    total_bytes = state[2]
     entries: dict[str, CheckpointEntry] = {}
     spans: list[tuple[int, int, str]] = []
     for name, described in header.items():
         if name == METADATA:
             continue
-        entry, begin, end = _entry(path, name, described, data_bytes)
+        entry, begin, end = _entry(path, name, described, data_bytes, state)
         entries[name] = entry
         spans.append((begin, end, name))
     at, before = 0, ""
@@ -137,7 +150,9 @@ def _entries(path: Path, header: Mapping[str, Any], data_bytes: int, total_bytes
     return entries
 
 
-def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[CheckpointEntry, int, int]:
+def _entry(
+    path: Path, name: str, described: object, data_bytes: int, state: tuple[int, ...]
+) -> tuple[CheckpointEntry, int, int]:
     fields: dict[str, Any] = cast("dict[str, Any]", described) if isinstance(described, dict) else {}
     shape, offsets, kind = fields.get("shape"), fields.get("data_offsets"), fields.get("dtype")
     if not (_sizes(shape) and _sizes(offsets) and len(cast("list[int]", offsets)) == 2 and isinstance(kind, str)):
@@ -150,6 +165,7 @@ def _entry(path: Path, name: str, described: object, data_bytes: int) -> tuple[C
         dtype=DTYPES[kind],
         file=str(path),
         offset_bytes=data_bytes + begin,
+        state=state,
     )
     if end - begin != entry.nbytes:
         raise _bad(path, f"gives {name!r} {end - begin} bytes", f"{entry.nbytes}, for {kind} of shape {entry.shape}")

@@ -129,7 +129,9 @@ class Initialiser:
             for call in calls:
                 with torch.random.fork_rng(cards, device_type="cuda" if device.type == "cpu" else device.type):
                     digest = hashlib.sha256(f"{self._seed} {call.name}".encode()).digest()
-                    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                    # torch.manual_seed seeds accelerators too; without one here, nothing would restore their state.
+                    seed = torch.manual_seed if cards else torch.default_generator.manual_seed
+                    seed(int.from_bytes(digest[:7], "little"))
                     call.act()
             for name in members:
                 yield name, real[first[name]].detach()

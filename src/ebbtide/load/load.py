@@ -227,7 +227,8 @@ class Loading:
                 unexpected=self.options.unexpected,
                 keys=self.checkpoint.entries,
             )
-            catalog = {"made by the model": self.plan.missing, "not used": self.plan.unexpected}
+            plan = self.plan
+            catalog = {"made by the model": plan.missing, "kept as they are": plan.kept, "not used": plan.unexpected}
             for what, names in catalog.items():
                 if names and self.ranks.me == 0:
                     shown = few(names, count=8)

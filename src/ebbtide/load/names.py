@@ -43,6 +43,8 @@ class NameMap:
     bases: dict[str, str] = field(default_factory=dict[str, str])
     twins: dict[str, list[SourceLayout]] = field(default_factory=dict[str, list[SourceLayout]])
     missing: list[str] = field(default_factory=list[str])
+    kept: list[str] = field(default_factory=list[str])
+    """Persistent buffers that the checkpoint lacks and that have values in the model."""
     unexpected: list[str] = field(default_factory=list[str])
     misshaped: list[str] = field(default_factory=list[str])
     uncast: list[str] = field(default_factory=list[str])
@@ -130,6 +132,7 @@ def make_plan(model: nn.Module, entries: Mapping[str, CheckpointEntry], four: Fo
         if isinstance(source := found.get(base := base_name(name)), SourceLayout):
             found[base] = four.oriented(name, source)
     _assign(plan, wanted | {name: tensor for name, (tensor, _) in computed.items()}, by_base, found)
+    plan.kept = _reported(model, host, plan.kept)
     return plan
 
 
@@ -156,8 +159,11 @@ def _assign(
         first, tensor = names[0], wanted[names[0]]
         bases = dict.fromkeys(base_of[n] for n in names if base_of[n] in found)
         if not bases:
-            if tensor.is_meta:  # what has values keeps them
+            # What has values keeps them; of buffers that is reported, as load_state_dict does.
+            if tensor.is_meta:
                 plan.missing.append(first)
+            elif not isinstance(tensor, nn.Parameter):
+                plan.kept.append(first)
             continue
         base, *others = bases
         source = found[base]
@@ -193,7 +199,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
         DataError: There is a mismatch.
     """
     problems = [
-        ("missing", plan.missing if missing == "error" else []),
+        ("missing", [*plan.missing, *plan.kept] if missing == "error" else []),
         ("unexpected", plan.unexpected if unexpected == "error" else []),
         ("of another shape", plan.misshaped),
         ("of a dtype that cannot be converted", plan.uncast),
@@ -203,7 +209,7 @@ def check_plan(plan: NameMap, name: str, *, missing: str, unexpected: str, keys:
         return
     hints: list[str] = []
     if problems[0][1]:
-        close = nearest(plan.missing[0], keys)
+        close = nearest(problems[0][1][0], keys)
         hints.append(close or "missing='initialise' initializes missing weights with the model's own code")
     if problems[1][1]:
         hints.append("unexpected='ignore' skips the rest of the checkpoint")
@@ -226,6 +232,15 @@ def _host_model(model: nn.Module) -> Any | None:
     """Return the transformers model in ``model``, if it is one or adapts one."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
     return base if hasattr(base, "base_model_prefix") and hasattr(base, "config") else None
+
+
+def _reported(model: nn.Module, host: Any | None, kept: Sequence[str]) -> list[str]:
+    """Leave out buffers that no checkpoint needs to have: by the model's library, of adapters, of older torches."""
+    # load_state_dict takes checkpoints without this counter of batch norms.
+    patterns = [r"(^|\.)num_batches_tracked$", *(getattr(host, "_keys_to_ignore_on_load_missing", None) or ())]
+    owners = owners_of(model) if kept else {}
+    base = [name for name in kept if not type(owners[name][0]).__module__.startswith("peft.")]
+    return [name for name in base if not any(re.search(p, base_name(name)) for p in patterns)]
 
 
 def _not_ignored(host: Any | None, unexpected: Sequence[str], wanted: Mapping[str, torch.Tensor]) -> list[str]:

@@ -29,7 +29,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import torch
 
 from ebbtide.base.errors import DataError
-from ebbtide.load.header import CheckpointEntry
+from ebbtide.load.header import CheckpointEntry, state_of
 from ebbtide.load.layout import Box, Piece
 from ebbtide.store.buffers import Buffer, view_memory
 from ebbtide.store.pages import give_pages
@@ -56,15 +56,21 @@ class CheckpointFile:
         path: The file.
         direct: Read with direct I/O what the page cache lacks.
         ahead: The kernel may read ahead: this machine needs the bytes between the slices, too.
+        state: As ``state_of`` returned it when the header was read; empty: not known.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: It cannot be opened, or has changed since its header was read.
     """
 
-    def __init__(self, path: str, *, direct: bool = False, ahead: bool = True) -> None:
-        self.path = path
+    def __init__(self, path: str, *, direct: bool = False, ahead: bool = True, state: tuple[int, ...] = ()) -> None:
+        self.path, self._state = path, state
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.direct = False
+        try:
+            self.check()
+        except OSError:
+            self.close()
+            raise
         o_direct: int = getattr(os, "O_DIRECT", 0)
         if o_direct and direct and cached_share(self.fd) < CACHED_SHARE:
             with contextlib.suppress(OSError):
@@ -73,6 +79,11 @@ class CheckpointFile:
                 self.fd, self.direct = fd, True
         if not self.direct and not ahead:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def check(self) -> None:
+        """Raise ``OSError`` if the file is not as it was when its header was read: offsets and values may differ."""
+        if self._state and state_of(self.fd) != self._state:
+            raise OSError(errno.ESTALE, "it was written or replaced after its header was read")
 
     def read(self, address: int, offset_bytes: int, nbytes: int) -> int:
         """Read a span into memory at an address; return how far from there the span begins.
@@ -162,7 +173,7 @@ class SliceReader:
             done: Told the bytes of every read that has ended.
 
         Raises:
-            DataError: A file cannot be read.
+            DataError: A file cannot be read, or changed since its header was read.
         """
         waiting: set[Future[tuple[int, int]]] = set()
         try:
@@ -172,6 +183,11 @@ class SliceReader:
                 waiting.add(self._pool.submit(self._read_batch, batch))
             while waiting:
                 waiting = self._settle(waiting, done)
+            for file in self._files.values():
+                try:
+                    file.check()
+                except OSError as error:
+                    raise _unread(f"{file.path!r} cannot be used", error) from error
         except BaseException:
             self._stopped = True  # targets die with the caller's frame: nobody may write into them any more
             wait(waiting)
@@ -210,7 +226,7 @@ class SliceReader:
             return 0, 0
         entry = self._entries[piece.key]
         try:
-            file = self._file(entry.file, self._shared(piece.key))
+            file = self._file(entry, self._shared(piece.key))
             strides = _strides(entry.shape)
             span, place = _span(piece.box, strides) * entry.dtype.itemsize, place_of(piece.box, entry)
             if piece.into.device.type == "cpu" and piece.into.is_contiguous():
@@ -221,22 +237,20 @@ class SliceReader:
             staging = self._staging(span)
             at = file.read(staging.data_ptr(), place, span)
         except OSError as error:
-            raise DataError(
-                f"{entry.file!r} cannot be read at {piece.key!r} ({error.strerror or error})",
-                expected="a file that does not change while it is loaded",
-                hint="check the system log, and that nobody writes the checkpoint",
-            ) from error
+            raise _unread(f"{entry.file!r} cannot be read at {piece.key!r}", error) from error
         data = staging[at : at + span]
         if data.data_ptr() % entry.dtype.itemsize:  # a file may put tensors at odd places
             data = data.clone()
         piece.into.copy_(data.view(entry.dtype).as_strided(piece.box.size, strides))
         return piece.box.numel * entry.dtype.itemsize, span
 
-    def _file(self, path: str, shared: bool) -> CheckpointFile:
+    def _file(self, entry: CheckpointEntry, shared: bool) -> CheckpointFile:
+        path = entry.file
         with self._lock:
             if (path, shared) not in self._files:
                 direct = self._direct and not shared
-                self._files[path, shared] = CheckpointFile(path, direct=direct, ahead=self._ahead)
+                file = CheckpointFile(path, direct=direct, ahead=self._ahead, state=entry.state)
+                self._files[path, shared] = file
             return self._files[path, shared]
 
     def _staging(self, span_bytes: int) -> torch.Tensor:
@@ -259,6 +273,14 @@ class SliceReader:
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _unread(found: str, error: OSError) -> DataError:
+    return DataError(
+        f"{found} ({error.strerror or error})",
+        expected="a file that does not change while it is loaded",
+        hint="check the system log, and that nobody writes the checkpoint",
+    )
 
 
 def spans_of(piece: Piece, entry: CheckpointEntry, *, exact: bool = False) -> Iterator[Piece]:

@@ -53,6 +53,8 @@ class Saving:
     def __init__(
         self, model: nn.Module, folder: str | os.PathLike[str], *, meet: Meet | None, max_file_bytes: int, name: str
     ) -> None:
+        while isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module  # a checkpoint of it has the model's own names
         self._model, self._folder, self._name = model, Path(folder).expanduser(), name
         self._max_file_bytes = max_file_bytes
         self.ranks = Ranks(meet)

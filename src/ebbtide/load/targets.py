@@ -309,7 +309,11 @@ def empty_module(device: torch.device | str) -> Callable[[nn.Module], None]:
 
 
 def attach(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Put loaded memory into the model."""
+    """Put loaded memory into the model.
+
+    Raises:
+        ConfigError: The model has tensors on meta that are neither parameters nor buffers.
+    """
     for target in targets:
         if target.old is None:
             continue  # a flat parameter's memory was written in place
@@ -322,6 +326,24 @@ def attach(model: nn.Module, targets: Sequence[Target]) -> None:
     with torch.no_grad():
         for param in fsdp2_params(model):
             param.reset_sharded_param()
+    _check_attributes(model)
+
+
+def _check_attributes(model: nn.Module) -> None:
+    """Raise if a tensor on meta is a plain attribute: nothing can give it values, and a forward would fail."""
+    for prefix, module in model.named_modules():
+        kept = [*module._parameters, *module._buffers]
+        for name, value in vars(module).items():
+            # Weight norm, spectral norm and pruning compute such an attribute of weight_g, weight_orig, ...
+            computed = any(other.startswith(f"{name}_") for other in kept)
+            if isinstance(value, torch.Tensor) and value.is_meta and not computed:
+                raise ConfigError(
+                    f"{plain_name(f'{prefix}.{name}' if prefix else name)!r} is on meta, and neither a parameter nor a "
+                    "buffer",
+                    expected="tensors that a checkpoint or an initializer gives their values",
+                    hint="build the model under accelerate.init_empty_weights(), which keeps such tensors off meta, or "
+                    "register it as a buffer",
+                )
 
 
 def _like(old: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

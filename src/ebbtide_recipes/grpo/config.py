@@ -59,8 +59,8 @@ class GrpoConfig(LanguageConfig):
     log-probabilities, evaluation) save nothing and are not affected.
 
     Attributes:
-        dataset: Prompts: builtin:arithmetic, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
-            the first thousand rows. Several may be given.
+        dataset: Prompts: builtin:arithmetic, a .jsonl, .json or .parquet file, or a hub name, also as
+            NAME:SUBSET:SPLIT, such as openai/gsm8k:main; NAME#1000 takes the first thousand rows. Several may be given.
         reward_funcs: Reward functions: accuracy, closeness, format, or path.py:function. Several may be given.
         reward_weights: Weights of the reward functions; one number for all.
         num_generations: Completions of a prompt, compared with one another.

@@ -31,7 +31,7 @@ def load(names: Sequence[str], config: GrpoConfig, source: ModelSource, rewards:
     """Read data sets and concatenate their prompts.
 
     Args:
-        names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
+        names: Built-in names, files or hub names, as ``rows.parsed`` takes them.
         config: Has the longest allowed prompt.
         source: Has the tokenizer.
         rewards: Reward functions; each knows the columns it needs.

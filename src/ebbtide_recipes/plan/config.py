@@ -59,8 +59,9 @@ class PlanConfig:
         height: For video: pixels.
         width: For video: pixels.
         text_length: For video: tokens of a caption.
-        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU or with --bf16, else bfloat16.
-        bf16: Compute in bfloat16 where it is safe, on float32 weights (mixed precision).
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU and for full training with --bf16, else
+            bfloat16.
+        bf16: Compute in bfloat16 where it is safe (mixed precision); trained weights are float32.
         attn_impl: Attention implementation.
         memory_budget: Largest peak, such as 40GiB; default: nine tenths of the device's memory.
         max_slowdown: Largest slowdown of a step of ebbtide-auto; 0.05 is 5 %.

@@ -182,4 +182,5 @@ def _check_machine(config: PlanConfig, machine: Machine) -> None:
 def _dtype(config: PlanConfig, machine: Machine) -> str:
     if config.torch_dtype != "auto":
         return config.torch_dtype
-    return "float32" if is_cpu(machine) or config.bf16 else "bfloat16"
+    mixed = config.bf16 and config.train_type == "full"
+    return "float32" if is_cpu(machine) or mixed else "bfloat16"

@@ -3,11 +3,18 @@
 [Note: prompts and completions apart]
 The processor gets the prompt with its files; a completion is tokenised alone and appended, as TRL does with images, so
 that the learned tokens never depend on how a tokenizer joins the two. A row of messages is a prompt without completion,
-all of which is learned.
+all of which is learned but the placeholders of its files: no model says them.
+
+[Note: lengths without pixels]
+How many tokens an image becomes is known only to the processor, and most processors compute it from the image's size,
+which is in the first bytes of its file. So rows that are too long are found before training, and not when they are
+drawn. The processor's count is a hint: what it calls too long is processed before it is refused. Videos, sounds, and
+images of other processors are checked when they are drawn.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,8 +34,15 @@ if TYPE_CHECKING:
 
     from ebbtide_recipes.sft.config import SftConfig
 
+LOGGER = logging.getLogger("ebbtide.sft")
+
 _BY_TOKEN = {"attention_mask": 0, "token_type_ids": 0, "mm_token_type_ids": 0}
 """What the processor says of each token in addition to its number, and its value for a completion's; 0 is text."""
+
+_MISJUDGED = 3
+"""Rows that fit against the processor's count, after which the count is not used any more."""
+_TURNED = range(5, 9)
+"""EXIF's orientations of images whose width is their height."""
 
 _PLACES = ("image_token_id", "video_token_id", "audio_token_id")
 
@@ -88,7 +102,7 @@ class MediaCollator:
         prompts = [text.get("text", text.get("prompt", "")) for text in texts]
         batch = self._processed(rows, prompts)
         lengths = batch["attention_mask"].sum(1).tolist()
-        answers = [self._answer(text["completion"]) if "completion" in text else None for text in texts]
+        answers = [self._tokens(text["completion"]) if "completion" in text else None for text in texts]
         for row, ids, length, answer in zip(rows, batch["input_ids"], lengths, answers, strict=True):
             self._check_length(row, ids[:length], len(answer or ()))
         pads = {**_BY_TOKEN, "input_ids": self.processor.tokenizer.pad_token_id}
@@ -103,17 +117,66 @@ class MediaCollator:
         }
         return {**batch, **padded}
 
+    def check(self, dataset: Dataset) -> None:
+        """Find rows that no batch can be made of, before training. See [Note: lengths without pixels].
+
+        Raises:
+            DataError: There is one.
+        """
+        if "images" not in dataset.column_names or not hasattr(self.processor, "_get_num_multimodal_tokens"):
+            return
+        from datasets import Image, List
+
+        unread = dataset.cast_column("images", List(Image(decode=False)))
+        misjudged = 0
+        for number, row in enumerate(unread):
+            try:
+                if row.get("videos") or row.get("audios") or self._seems_to_fit(row):
+                    continue
+            except (TypeError, ValueError, AttributeError, KeyError) as error:  # a private function of each processor
+                if isinstance(error, DataError):
+                    raise
+                LOGGER.debug("lengths of rows with images are checked when they are drawn: %s", _first_line(error))
+                return
+            self([dataset[number]])  # raises, unless the processor makes fewer tokens than it says
+            misjudged += 1
+            if misjudged == _MISJUDGED:
+                return
+
+    def _seems_to_fit(self, row: Row) -> bool:
+        """Whether a row with images is short enough, by the sizes of the images."""
+        processor: Any = self.processor
+        text = apply_chat_template(_bare(row), processor)
+        sizes = [_size_of(image) for image in row["images"]]
+        counts = iter(processor._get_num_multimodal_tokens(image_sizes=sizes).num_image_tokens if sizes else ())
+        ids: list[int] = []
+        for token in self._tokens(text.get("text", text.get("prompt", ""))):
+            ids += [token] * (next(counts, 1) if token == getattr(processor, "image_token_id", None) else 1)
+        try:
+            self._check_length(
+                row, torch.tensor(ids), len(self._tokens(text["completion"])) if "completion" in text else 0
+            )
+        except DataError:
+            return False
+        return True
+
     def _column(self, name: str, batch: Any, index: int, length: int, tail: torch.Tensor) -> torch.Tensor:
         """Return one row of a column, followed by its completion."""
         if name == "labels":
             head = batch["input_ids"][index, :length]
-            return torch.cat([torch.full_like(head, -100) if self.completion_only else head, tail])
+            hidden = torch.isin(head, head.new_tensor(sorted(self._places()))) | self.completion_only
+            return torch.cat([head.masked_fill(hidden, -100), tail])
         head = batch[name][index, :length]
         if name == "input_ids":
             return torch.cat([head, tail])
         return torch.cat([head, torch.full_like(tail, int(name == "attention_mask"), dtype=head.dtype)])
 
-    def _answer(self, text: str) -> list[int]:
+    def _places(self) -> set[int]:
+        """Return the tokens in whose places a model puts its features of files."""
+        return {int(token) for name in _PLACES if (token := getattr(self.processor, name, None)) is not None}
+
+    def _tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text without files."""
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _processed(self, rows: Sequence[Row], texts: list[str]) -> Any:
@@ -170,7 +233,7 @@ class MediaCollator:
                 expected=f"at most {self.max_length}, the max_length",
                 hint="use a larger --max_length, or --truncation right, which cuts text at the end",
             )
-        places = {getattr(self.processor, name, None) for name in _PLACES} - {None}
+        places = self._places()
         cut = ids[self.max_length :].tolist()
         if cut and (not places or places & set(cut)):
             raise DataError(
@@ -184,6 +247,22 @@ class MediaCollator:
                 expected=f"answers that begin within the first {self.max_length} tokens",
                 hint="use a larger --max_length, or smaller and shorter files",
             )
+
+
+def _size_of(image: Row) -> tuple[int, int]:
+    """Return an image's height and width, from the head of its file."""
+    from PIL import ExifTags, Image, UnidentifiedImageError
+
+    try:
+        with Image.open(image["path"]) as file:
+            turned = file.getexif().get(ExifTags.Base.Orientation) in _TURNED
+            return file.size if turned else file.size[::-1]
+    except (OSError, UnidentifiedImageError) as error:
+        raise DataError(
+            f"{image['path']} cannot be read as an image: {_first_line(error)}",
+            expected="a file with an image",
+            hint="check whether it is complete",
+        ) from error
 
 
 def taken_by(processor: Any) -> tuple[str, ...]:

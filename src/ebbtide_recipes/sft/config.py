@@ -30,8 +30,8 @@ class SftConfig(LanguageConfig):
     checkpointing, both together are ebbtide with the policy Minimal, neither is ordinary training.
 
     Attributes:
-        dataset: Data set: builtin:pydoc, a .jsonl, .json or .parquet file, or a hub name; NAME#1000 takes
-            the first thousand rows. Several may be given.
+        dataset: Data set: builtin:pydoc, a .jsonl, .json or .parquet file, or a hub name, also as
+            NAME:SUBSET:SPLIT, such as openai/gsm8k:main; NAME#1000 takes the first thousand rows. Several may be given.
         max_length: Tokens in a sequence; longer rows are cut.
         truncation: Cut longer rows at their end (right), or raise an error.
         packing: Concatenate rows and cut them into sequences of exactly max_length tokens.

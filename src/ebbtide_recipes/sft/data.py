@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.language.tables import as_dataset
 from ebbtide_recipes.sft import media
+from ebbtide_recipes.sft.roles import check_learned
 from ebbtide_recipes.sft.shapes import (
     EXAMPLE,
     answer_apart,
@@ -23,7 +24,7 @@ from ebbtide_recipes.sft.shapes import (
     with_system,
     with_tools,
 )
-from ebbtide_recipes.skeleton.rows import Reader, Row, split_name
+from ebbtide_recipes.skeleton.rows import Reader, Row, parsed
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,7 +70,7 @@ def load(names: Sequence[str], reading: Reading) -> Dataset:
     """Read data sets and concatenate them.
 
     Args:
-        names: Built-in names, files or hub names, each with an optional ``#N`` for its first N rows.
+        names: Built-in names, files or hub names, as ``rows.parsed`` takes them.
         reading: How they are read.
 
     Returns:
@@ -93,6 +94,9 @@ def load_both(names: Sequence[str], evaluation: Sequence[str], reading: Reading)
     Raises:
         EbbtideError: As ``load``.
     """
+    for part in (names, evaluation):
+        for name in sorted({name for name in part if part.count(name) > 1}):
+            LOGGER.warning("data set %r is named %d times: its rows are used once", name, part.count(name))
     read = {
         name: READER.read(name, seed=reading.seed, use_hf=reading.use_hf)
         for name in dict.fromkeys((*names, *evaluation))
@@ -134,7 +138,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
     unread = sorted({str(column) for row in rows for column in row} - {*read, *carried})
     if unread:
         LOGGER.warning("data set %r: nothing is learned from the columns %s", name, ", ".join(unread))
-    folder = Path(split_name(name)[0]).expanduser().parent
+    folder = Path(parsed(name).place).expanduser().parent
     part: list[Row] = []
     for number, row in enumerate(rows, start=1):
         where = f"row {number} of data set {name!r}"
@@ -143,6 +147,7 @@ def _shaped(rows: Sequence[Row], name: str, kinds: Sequence[str], reading: Readi
             made = with_system(made, reading.system)
         if reading.answers_alone:
             made = answer_apart(made, where)
+        check_learned(made, where)
         if tools:
             made = with_tools(made, row.get("tools"), where)
         part.append(media.attach(row, made, kinds, folder, where) if kinds else made)

@@ -84,6 +84,8 @@ def _prepared(config: SftConfig) -> SftTrainer:
     batches = None
     if media.WHERE in dataset.column_names:
         batches = collator.made(config, source.processor, dataset)
+        for part in (dataset, *(() if evaluation is None else (evaluation,))):
+            batches.check(part)
     weights: Found | None = None
     if config.memory_efficient_init:
         model, weights = models.load_empty(config, source)

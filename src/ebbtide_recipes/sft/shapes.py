@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.sft.roles import with_known_roles
 from ebbtide_recipes.skeleton.rows import Row
 
 PAIRS = (("question", "answer"), ("query", "response"), ("instruction", "output"))
@@ -25,7 +26,6 @@ ACCEPTED = (
 )
 KNOWN = ("messages", "conversations", "prompt", "completion", *(name for pair in PAIRS for name in pair), "text")
 EXAMPLE = '{"prompt": "What is ebb?", "completion": "The tide going out."}'
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant"}
 
 Shape = Callable[[Row], Row]
 
@@ -151,8 +151,10 @@ def shaped_row(shape: Shape, row: Row, name: str, number: int) -> Row:
                 expected="text, or a list of messages",
                 hint="fix the row, or remove it from the file",
             )
-        for message in value if isinstance(value, list) else []:
-            _check_message(message, where, column)
+        if isinstance(value, list):
+            for message in value:
+                _check_message(message, where, column)
+            result[column] = with_known_roles(value, where)
     return result
 
 
@@ -298,14 +300,13 @@ def _turns(history: object) -> list[tuple[object, object]]:
 
 
 def _chat(row: Row) -> Row:
-    """A chat, with the keys and role names of either convention."""
+    """A chat, with the keys of either convention."""
     messages = row["messages"] if "messages" in row else row["conversations"]
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise TypeError(f"{messages!r:.60} is no list of messages")
     return {
         "messages": [
-            _message(ROLES.get(m["from"], m["from"]), m["value"]) if "from" in m and "role" not in m else _present(m)
-            for m in messages
+            _message(m["from"], m["value"]) if "from" in m and "role" not in m else _present(m) for m in messages
         ]
     }
 

@@ -106,6 +106,7 @@ def build(
         for part, names in ((trainer.train_dataset, config.dataset), (trainer.eval_dataset, config.eval_dataset)):
             if part is not None:
                 _check_lengths(part, names or config.dataset, config.max_length)
+    named = ", ".join(config.dataset)
     if config.packing:
         # Packing cuts whole batches of rows and leaves a short rest of each.
         packed = len(trainer.train_dataset)
@@ -115,20 +116,49 @@ def build(
                 "packing: %d of %d sequences are shorter than %d tokens and left out",
                 *(short, packed, config.max_length),
             )
-    else:
-        for part, rows, names in (
-            (trainer.train_dataset, dataset, config.dataset),
-            (trainer.eval_dataset, evaluation, config.eval_dataset or config.dataset),
-        ):
-            _warn_of_rows_left_out(part, rows, names, config.max_length)
-    if len(trainer.train_dataset) == 0:
-        what = f"fill no sequence of {config.max_length} tokens" if config.packing else "leave no token to learn from"
-        raise DataError(
-            f"the {len(dataset)} rows of {', '.join(config.dataset)} {what}",
-            expected=f"completions within the first {config.max_length} tokens" if not config.packing else "more text",
-            hint="use a smaller --max_length or more rows" if config.packing else "use a larger --max_length",
-        )
+        if len(trainer.train_dataset) == 0:
+            raise DataError(
+                f"the {len(dataset)} rows of {named} fill no sequence of {config.max_length} tokens",
+                expected="more text",
+                hint="use a smaller --max_length or more rows",
+            )
+    trainer.train_dataset = _learned(config, trainer.train_dataset, dataset, named)
+    if evaluation is not None:
+        named = ", ".join(config.eval_dataset or config.dataset)
+        trainer.eval_dataset = _learned(config, trainer.eval_dataset, evaluation, f"{named} to evaluate on")
     return trainer
+
+
+def _learned(config: SftConfig, part: Any, rows: Dataset, named: str) -> Dataset:
+    """Leave out sequences without a token to learn from, and warn of them: their steps would only decay the weights.
+
+    Args:
+        config: The recipe's config.
+        part: What TRL made of the rows: it has removed some of these, but not of packed ones.
+        rows: The rows.
+        named: Their data sets, in words.
+
+    Raises:
+        DataError: No sequence is left.
+    """
+    made = len(part) if config.packing else len(rows)
+    if "labels" in part.column_names:  # the collator makes those of rows with files
+        # Nothing predicts the first token.
+        part = part.filter(lambda labels: any(label != -100 for label in labels[1:]), input_columns="labels")
+    if len(part) == 0:
+        raise DataError(
+            f"the {len(rows)} rows of {named} leave no token to learn from",
+            expected=f"completions within the first {config.max_length} tokens",
+            hint="use a larger --max_length",
+        )
+    if len(part) < made:
+        LOGGER.warning(
+            "%d of %d %s of %s are left out: no token to learn from is within their first %d tokens; "
+            "hint: a larger --max_length%s",
+            *(made - len(part), made, "packed sequences" if config.packing else "rows", named, config.max_length),
+            "" if config.packing else ", or --truncation error to refuse longer rows",
+        )
+    return part
 
 
 def _refused(parts: Iterable[Dataset | None], processor: Any) -> str:
@@ -143,16 +173,6 @@ def _refused(parts: Iterable[Dataset | None], processor: Any) -> str:
             except TemplateError:
                 return f"row {number}"
     return "a row"
-
-
-def _warn_of_rows_left_out(part: Dataset | None, rows: Dataset | None, names: Sequence[str], most: int) -> None:
-    """Warn of rows that TRL removed: with no completion within the first tokens."""
-    if part is not None and rows is not None and 0 < len(part) < len(rows):
-        LOGGER.warning(
-            "%d of %d rows of %s are left out: no token to learn from is within their first %d tokens; "
-            "hint: a larger --max_length, or --truncation error to refuse longer rows",
-            *(len(rows) - len(part), len(rows), ", ".join(names), most),
-        )
 
 
 def _check_lengths(rows: Dataset, names: Sequence[str], most: int) -> None:

@@ -2,9 +2,9 @@
 
 [Note: a checkpoint's seal]
 A checkpoint has many files, written by several processes, any of which may be killed. When all files are written, the
-main process writes ``ebbtide.json``: their names and sizes, the step, and the number of processes. A folder without
-this seal, or different from it, is never resumed from. An older checkpoint is removed only after a newer one has its
-seal, and loses its own seal first.
+main process writes ``ebbtide.json``: their names and sizes, the step, the number of processes, and what the order of
+rows depends on. A folder without this seal, or different from it, is never resumed from. An older checkpoint is removed
+only after a newer one has its seal, and loses its own seal first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ LOGGER = logging.getLogger("ebbtide.recipes")
 SEAL = "ebbtide.json"
 LATEST = ("latest", "last", "true")
 """What ``--resume_from_checkpoint`` may say in place of a folder."""
+
+_ORDER = ("seed", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length", "packing")
+"""Flags that the order of rows depends on, or which rows are there."""
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 ASIDE = "set-aside-"
@@ -49,6 +52,7 @@ class Sealed:
         sharding: ``"none"``, ``"fsdp1"`` or ``"fsdp2"``: the layout of weights in its files.
         train_type: The training type.
         adapters: The kind of adapters, as PEFT names it; ``None``: none, or unknown.
+        order: What the order of rows depends on, by name; empty: unknown.
     """
 
     folder: Path
@@ -57,6 +61,7 @@ class Sealed:
     sharding: str
     train_type: str
     adapters: str | None = None
+    order: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def sharding_of(config: RecipeConfig) -> str:
@@ -64,14 +69,21 @@ def sharding_of(config: RecipeConfig) -> str:
     return "none" if config.fsdp_strategy == "none" else f"fsdp{config.fsdp_version}"
 
 
-def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int) -> None:
+def seal(folder: Path, config: RecipeConfig, *, step: int, world_size: int, rows: int | None = None) -> None:
     """Write the seal of a checkpoint whose files are all written. See [Note: a checkpoint's seal]."""
     files = {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*")) if path.is_file()}
     facts = {"step": step, "world_size": world_size, "sharding": sharding_of(config), "train_type": config.train_type}
     facts["adapters"] = config.adapter_kind
     draft = folder / f"{SEAL}.part"
-    draft.write_text(json.dumps({"schema": 1, **facts, "files": files}, indent=1) + "\n")
+    order = _order(config, world_size, rows)
+    draft.write_text(json.dumps({"schema": 1, **facts, "order": order, "files": files}, indent=1) + "\n")
     draft.replace(folder / SEAL)
+
+
+def _order(config: RecipeConfig, processes: int, rows: int | None) -> dict[str, Any]:
+    """Return what the order of rows depends on, by name; what the recipe has."""
+    found = {name: getattr(config, name) for name in _ORDER if hasattr(config, name)}
+    return {"processes": processes, **found, **({} if rows is None else {"rows": rows})}
 
 
 def read_seal(folder: Path) -> tuple[Sealed | None, str]:
@@ -86,6 +98,7 @@ def read_seal(folder: Path) -> tuple[Sealed | None, str]:
             sharding=str(seal["sharding"]),
             train_type=str(seal["train_type"]),
             adapters=seal.get("adapters"),
+            order={"processes": int(seal["world_size"]), **seal.get("order", {})},
         )
     except FileNotFoundError:
         return None, f"has no {SEAL}, which is written last"
@@ -127,12 +140,13 @@ def set_aside_later(config: RecipeConfig) -> None:
             LOGGER.warning("the run is resumed at step %d: %s is set aside as %s", _step(begin), path, aside.name)
 
 
-def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
+def find(config: RecipeConfig, *, world_size: int | None = None, rows: int | None = None) -> Path | None:
     """Return the checkpoint to resume from; ``None``: begin at the first step.
 
     Args:
         config: Names the checkpoint and the training type.
         world_size: Number of processes; ``None``: not known yet.
+        rows: Number of rows to train on; ``None``: not known.
 
     Raises:
         DataError: There is no such checkpoint, or it is incomplete.
@@ -150,12 +164,20 @@ def find(config: RecipeConfig, *, world_size: int | None = None) -> Path | None:
     else:
         sealed = _named(Path(name).expanduser())
     _check_kind(sealed, config)
-    if world_size is not None and world_size != sealed.world_size:
-        LOGGER.warning(
-            "%s was written by %d processes and is resumed by %d: the order of rows changes from here on",
-            *(sealed.folder, sealed.world_size, world_size),
-        )
+    if world_size is not None:
+        _warn_of_order(sealed, _order(config, world_size, rows))
     return sealed.folder
+
+
+def _warn_of_order(sealed: Sealed, ours: Mapping[str, Any]) -> None:
+    """Warn of a resumed run whose rows do not follow those before."""
+    changed = [name for name, value in ours.items() if sealed.order.get(name, value) != value]
+    if changed:
+        before, now = (", ".join(f"{name} {order[name]}" for name in changed) for order in (sealed.order, ours))
+        LOGGER.warning(
+            "%s was written with %s and is resumed with %s: the order of rows changes from here on",
+            *(sealed.folder, before, now),
+        )
 
 
 def prune(folder: Path, keep: int | None) -> None:

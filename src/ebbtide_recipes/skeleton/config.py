@@ -48,7 +48,7 @@ class RecipeConfig:
         model: Model to train: a local path or a hub name.
         use_hf: Look names up on Hugging Face; false: on ModelScope (needs its package).
         dataset: Data sets to train on; NAME#1000 uses the first thousand rows. Several may be given.
-        eval_dataset: Data set for evaluation; values as for --dataset.
+        eval_dataset: Data set for evaluation; values as for --dataset, such as NAME::test for a hub's test split.
         split_dataset_ratio: Share of the rows held out for evaluation; 0.01 is 1 %.
         train_type: Train all weights (full) or adapters.
         activation_cpu_offload: Let ebbtide keep, offload or recompute each saved tensor.
@@ -77,6 +77,7 @@ class RecipeConfig:
         memory_efficient_init: Read only each process's part of the weights, straight into place.
         nproc_per_node: Processes to start on this node; default: NPROC_PER_NODE, or one per visible device.
         nnodes: Nodes that the run is meant for; an error if NNODES or torchrun names another number.
+        ddp_timeout: Seconds that a process waits for the others, such as for one that tokenizes long data sets.
         deepspeed: Accepted with FSDP, without effect (a warning is logged); an error otherwise.
         per_device_train_batch_size: Sequences in a micro-batch.
         per_device_eval_batch_size: Sequences in a batch of the evaluation.
@@ -88,10 +89,11 @@ class RecipeConfig:
         warmup_ratio: Share of the steps in which the learning rate rises; 0.05 is 5 %.
         weight_decay: Weight decay of AdamW.
         max_grad_norm: Gradient clipping norm; 0 is off.
-        nan_loss: If the loss is not finite: stop the run, or skip the step.
-        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU and with --bf16 or --fp16, else bfloat16.
-        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision).
-        fp16: The same in float16, with loss scaling; needs an accelerator.
+        nan_loss: If the loss or its gradients are not finite: stop the run, or skip the step.
+        torch_dtype: Type of weights and arithmetic; auto is float32 on a CPU, with --fp16, and with --bf16 for weights
+            that are trained; else bfloat16.
+        bf16: Compute in bfloat16 where it is safe, on weights of --torch_dtype (mixed precision); adapters are float32.
+        fp16: Compute in float16 where it is safe, with loss scaling; needs an accelerator.
         lora_rank: Rank of the adapters.
         lora_alpha: Scale of the adapters.
         lora_dropout: Dropout before the adapters.
@@ -148,6 +150,7 @@ class RecipeConfig:
     memory_efficient_init: bool = False
     nproc_per_node: int | None = None
     nnodes: int | None = None
+    ddp_timeout: int = 1800
     deepspeed: str | None = None
     per_device_train_batch_size: int = 1
     per_device_eval_batch_size: int = 1

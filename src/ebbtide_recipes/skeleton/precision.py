@@ -14,13 +14,21 @@ _LEAST_RATE = 1e-4
 """AdamW's step is about the learning rate, and a weight of 0.02 in bfloat16 has neighbours 1.2e-4 away."""
 
 
-def dtype_name(config: RecipeConfig) -> str:
-    """Return the type of loaded weights: ``auto`` is float32 on a CPU and in mixed precision, else bfloat16."""
+def dtype_name(config: RecipeConfig, *, frozen: bool | None = None) -> str:
+    """Return the type of loaded weights: ``auto`` is float32 on a CPU and in mixed precision, else bfloat16.
+
+    In mixed precision with ``--bf16`` only trained weights need float32, and PEFT keeps adapters in it.
+
+    Args:
+        config: The recipe's config.
+        frozen: Whether the weights are not trained; default: whether only adapters are.
+    """
     import torch
 
     if config.torch_dtype != "auto":
         return config.torch_dtype
-    mixed = config.bf16 or config.fp16
+    frozen = config.trains_adapters if frozen is None else frozen
+    mixed = config.fp16 or (config.bf16 and not frozen)
     return "bfloat16" if torch.accelerator.is_available() and not mixed else "float32"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -23,9 +24,30 @@ OTHER_SUFFIXES = (".csv", ".tsv", ".txt", ".gz", ".zip", ".zst", ".arrow", ".yam
 """Of files that are not read: names that end so are no hub names, and are refused at once."""
 
 
+_HUBS = {"hf": "true", "ms": "false"}
+"""What ms-swift writes before a name, and the value of ``--use_hf`` that means the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """What the name of a data set says.
+
+    Attributes:
+        place: A built-in data set, a file, or the name on a hub.
+        subset: The configuration of a data set on a hub; ``None``: its only one, or the default.
+        split: The part of a data set on a hub.
+        limit: Number of first rows; ``None``: all of them.
+    """
+
+    place: str
+    subset: str | None = None
+    split: str = "train"
+    limit: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """Reads data sets by name: built-in ones, files, and those of a hub; each with an optional ``#N``.
+    """Reads data sets by name: built-in ones, files, and those of a hub, as ``parsed`` takes it.
 
     Attributes:
         builtin: Built-in data sets: their names, and functions that take a seed and return rows.
@@ -40,10 +62,10 @@ class Reader:
 
         Raises:
             DataError: There is no such built-in data set or file, or the file is empty or of an unknown kind.
-            ConfigError: The part after ``#`` is not a number of rows.
+            ConfigError: The name is incomplete, or the part after ``#`` is not a number of rows.
         """
         for name in names:
-            place, _ = split_name(name)
+            place = parsed(name).place
             if place.startswith("builtin:"):
                 if place not in self.builtin:
                     raise DataError(
@@ -64,47 +86,100 @@ class Reader:
 
         Raises:
             DataError: The data set cannot be found or read, or is empty.
-            ConfigError: The part after ``#`` is not a number of rows.
+            ConfigError: The name is incomplete, or the part after ``#`` is not a number of rows.
         """
         self.check([name])
-        place, limit = split_name(name)
+        named = parsed(name)
+        place, limit = named.place, named.limit
         path = Path(place).expanduser()
         if place.startswith("builtin:"):
             rows = self.builtin[place](seed)[:limit]
         elif _is_file(path, place):
             rows = _read_file(path, limit, self.example)
         else:
-            rows = self._read_hub(place if use_hf else hubs.modelscope_data(place), limit)
+            rows = self._read_hub(named, use_hf=use_hf)
         if limit is not None and len(rows) < limit:
             LOGGER.warning("data set %r has %d rows, fewer than %d: all are used", place, len(rows), limit)
         if not rows:
             raise DataError(f"data set {name!r} is empty", expected="at least one row", hint="leave it out")
         return rows
 
-    def _read_hub(self, name: str, limit: int | None) -> list[Row]:
-        """Read the training split of a data set by its hub name."""
+    def _read_hub(self, named: Named, *, use_hf: bool) -> list[Row]:
+        """Read a split of a data set of a hub."""
         import datasets
 
+        place = named.place if use_hf else hubs.modelscope_data(named.place)
         try:
             with hubs.cached_without_network():
-                dataset = datasets.load_dataset(name, split="train")
+                dataset = datasets.load_dataset(place, named.subset, split=named.split)
         except (OSError, ValueError, RuntimeError) as error:
+            first, *others = str(error).splitlines() or [repr(error)]
             raise DataError(
-                f"data set {name!r} is no local file and could not be loaded by that name: {error}",
+                f"data set {named.place!r} is no local file and could not be loaded by that name: {first}",
                 expected=self._places,
-                hint=self._near(name)
+                hint=_listed(named, first, *others)
+                or self._near(named.place)
                 or f"without a network use a local file, or a data set fetched before; {ON_MODELSCOPE}",
             ) from error
-        return list(islice(dataset, limit))
+        return list(islice(dataset, named.limit))
 
     @property
     def _places(self) -> str:
-        return f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub name with a train split"
+        return f"{', '.join(self.builtin)}, a {', '.join(SUFFIXES)} file, or a hub's NAME, also as NAME:SUBSET:SPLIT"
 
     def _near(self, name: str) -> str:
         """Name the built-in data sets and local files with names like this one."""
         local = sorted(other.name for other in Path().iterdir() if other.suffix in SUFFIXES)
         return nearest(name, (*self.builtin, *local), count=1)
+
+
+def parsed(name: str) -> Named:
+    """Return what ``NAME:SUBSET:SPLIT#N`` says; all but the name may be left out, the subset also by ``NAME::SPLIT``.
+
+    Built-in data sets and files have neither subset nor split.
+
+    Raises:
+        ConfigError: A part is empty, a file has a subset, or the part after ``#`` is no number of rows.
+    """
+    place, limit = split_name(name)
+    path = Path(place).expanduser()
+    written, colon, rest = place.partition(":")
+    local = place.startswith("builtin:") or rest.startswith("//") or path.exists()
+    if not colon or local or path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES):
+        return Named(place=place, limit=limit)
+    subset, _, split = rest.partition(":")
+    if written.lower() in _HUBS and not subset:
+        raise ConfigError(
+            f"data set {name!r} begins with a hub",
+            expected="the data set's name",
+            hint=f"--use_hf {_HUBS[written.lower()]} --dataset {split}",
+        )
+    if not written.strip() or rest.endswith(":") or not rest:
+        raise ConfigError(
+            f"data set {name!r} has an empty part",
+            expected="NAME, NAME:SUBSET, NAME:SUBSET:SPLIT or NAME::SPLIT",
+            hint="such as openai/gsm8k:main:test",
+        )
+    if _is_file(Path(written).expanduser(), written):
+        raise ConfigError(
+            f"data set {name!r} names a part {rest!r} of a file",
+            expected="a file alone: subsets and splits are those of data sets on a hub",
+            hint=f"{written}#1000 is its first thousand rows",
+        )
+    return Named(place=written, subset=subset or None, split=split or "train", limit=limit)
+
+
+def _listed(named: Named, *lines: str) -> str:
+    """Return a hint with a name that exists, if an error of ``datasets`` lists the subsets or the splits."""
+    text = " ".join(lines)
+    found = re.findall(r"'([^']+)'", (re.findall(r"\[([^\[\]]*)\]", text) or [""])[0])
+    if not found:
+        return ""
+    first = lines[0].lower()
+    if "split" not in first and "config" not in first:
+        return ""
+    begin = f"{named.place}:{named.subset or ''}:" if "split" in first else f"{named.place}:"
+    return f"such as {', '.join(begin + part for part in found[:8])}"
 
 
 def split_name(name: str, *, of: str = "rows") -> tuple[str, int | None]:

@@ -13,6 +13,7 @@ COUNTS: Mapping[str, str] = {
     "gradient_accumulation_steps": "1 makes each micro-batch a step",
     "nproc_per_node": "leave it out for one process a visible device",
     "nnodes": "leave it out for NNODES, or one",
+    "ddp_timeout": "1800 is the default; a process that prepares data for long needs more",
     "lora_rank": "8 is the default",
     "lora_alpha": "32 is the default",
     "save_steps": "leave it out to write no checkpoints",

@@ -228,7 +228,7 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     warn_of_lost_steps(config)
     if config.save_steps is not None or checkpoints.resumes(config):
         checkpoints.check_shared(folder)
-    found = checkpoints.find(config, world_size=trainer.args.world_size)
+    found = checkpoints.find(config, world_size=trainer.args.world_size, rows=len(trainer.train_dataset))
     offload = _offloading(config)
     try:
         with StepBar(shown=launch.is_main()) as bar, project_named(config.project_name):
@@ -246,6 +246,8 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
             if found is not None:
                 LOGGER.info("resuming from %s", found)
             trainer.train(resume_from_checkpoint=None if found is None else str(found))
+            if config.save:
+                save(trainer, folder)  # before the evaluation: if that fails, the trained model is not lost
             if config.evaluates and config.eval_steps is None:
                 trainer.evaluate()
         if offload is not None and offload.handle is not None:
@@ -257,8 +259,6 @@ def _train(recipe: Recipe[ConfigT], config: ConfigT, trainer: RecordedTrainer, f
     finally:
         if offload is not None:
             offload.close()
-    if config.save:
-        save(trainer, folder)
     recipe.finish(config, trainer, folder)
     steps = trainer.state.global_step
     LOGGER.info("%d steps done; the record is in %s: `ebbtide report %s` makes report.html", steps, folder, folder)

@@ -53,7 +53,8 @@ class StepRecorder(TrainerCallback):
     ) -> None:
         self._offload, self._bar, self._mean, self._processes = offload, bar, mean, processes
         self.skips = nan_loss == "skip"
-        """Whether a step whose loss is not finite is skipped; else it stops the run."""
+        """Whether a step whose loss or gradients are not finite is skipped; else it stops the run."""
+        self._gradient_norm: torch.Tensor | float | None = None
         self._loss = 0.0
         self._losses: list[torch.Tensor] = []
         self._accuracies: list[float] = []
@@ -84,6 +85,10 @@ class StepRecorder(TrainerCallback):
         """Add one micro-batch's share of the step's loss."""
         self._losses.append(loss.detach())
 
+    def gradient_norm(self, norm: torch.Tensor | float | None) -> None:
+        """Take the norm of the step's gradients over all processes, as it was before clipping; ``None``: unknown."""
+        self._gradient_norm = norm
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -99,16 +104,24 @@ class StepRecorder(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Mark the optimizer's start; check the loss; record the learning rate before the schedule changes it.
+        """Mark the optimizer's start; check loss and gradients; record the learning rate before it changes.
 
         Raises:
-            TrainingError: The loss is not finite, and the run must stop.
+            TrainingError: The loss or the gradients are not finite, and the run must stop.
         """
         # Summed as tensors: with one micro-batch this is the tensor that backward started from.
         loss = torch.stack(self._losses).sum()
-        self._loss = float((self._mean(loss) if self._processes > 1 else loss).item())
+        # Of float16's gradients that overflow, loss scaling takes care: it skips the step and lowers the scale.
+        norm = 0.0 if args.fp16 or self._gradient_norm is None else self._gradient_norm
+        both = torch.stack([loss, torch.as_tensor(norm, dtype=loss.dtype, device=loss.device)])
+        self._loss, norm = (float(value) for value in (self._mean(both) if self._processes > 1 else both).tolist())
         if not math.isfinite(self._loss):
-            self._not_finite(state.global_step + 1, kwargs["optimizer"])
+            self._not_finite(f"the loss of step {state.global_step + 1} is {self._loss}", kwargs["optimizer"])
+        elif not math.isfinite(norm):
+            what = (
+                f"the loss of step {state.global_step + 1} is {self._loss:g}, but the norm of its gradients is {norm}"
+            )
+            self._not_finite(what, kwargs["optimizer"])
         self._learning_rate = float(kwargs["optimizer"].param_groups[0]["lr"])
         BUS.emit("phase", name="optimizer", edge="begin", step=state.global_step + 1)
 
@@ -164,16 +177,16 @@ class StepRecorder(TrainerCallback):
         mean = self._mean(torch.tensor(float(self._tokens), device=self._losses[0].device))
         return round(float(mean.item()) * self._processes)
 
-    def _not_finite(self, step: int, optimizer: torch.optim.Optimizer) -> None:
-        """Stop, or skip the update; equal in all processes, because the loss is their mean."""
+    def _not_finite(self, found: str, optimizer: torch.optim.Optimizer) -> None:
+        """Stop, or skip the update; equal in all processes, because loss and norm are their means."""
         if not self.skips:
             raise TrainingError(
-                f"the loss of step {step} is {self._loss}",
+                found,
                 expected="a finite number",
                 hint="a lower --learning_rate, more warmup or --torch_dtype float32 may help; "
                 "--nan_loss skip skips such steps",
             )
-        LOGGER.warning("the loss of step %d is %s: the step is skipped, the weights stay", step, self._loss)
+        LOGGER.warning("%s: the step is skipped, the weights stay", found)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # parameters without gradients are neither updated nor decayed

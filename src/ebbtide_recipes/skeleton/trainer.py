@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ebbtide.base.errors import ConfigError, nearest
@@ -91,6 +92,15 @@ class RecordedTrainer(Trainer):
         # The trainer adds up what it logs: one NaN of a step that is skipped would stay in all later sums.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) if self.recorder.skips else loss
 
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Give the recorder the norm that decides whether the optimizer may step; of shards, that of all of them."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.recorder is not None:
+            self.recorder.gradient_norm(norm)
+        return norm
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the recorder's figures for trackers."""
         if self.recorder is not None and "loss" in logs:
@@ -125,7 +135,8 @@ class RecordedTrainer(Trainer):
             raise checkpoints.not_saved(error, folder, output) from error
         self.accelerator.wait_for_everyone()
         if main:
-            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=self.args.world_size)
+            size, rows = self.args.world_size, len(self.train_dataset)
+            checkpoints.seal(folder, self.config, step=self.state.global_step, world_size=size, rows=rows)
             checkpoints.prune(output, self.config.save_total_limit)
             LOGGER.info("saved %s", folder)
 
@@ -220,6 +231,7 @@ def shared_arguments(config: RecipeConfig) -> dict[str, Any]:
         **_hybrid(config),
         "bf16": config.bf16,
         "fp16": config.fp16,
+        "ddp_timeout": config.ddp_timeout,
         "use_cpu": not accelerated,
         "dataloader_pin_memory": accelerated,
         "dataloader_num_workers": config.dataloader_num_workers,
@@ -312,8 +324,6 @@ def name_present_blocks(model: PreTrainedModel) -> None:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of tensors on this process; of sharded tensors, those of its shards."""
-    from torch.distributed.tensor import DTensor
-
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 

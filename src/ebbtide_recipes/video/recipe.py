@@ -114,11 +114,21 @@ def _check_flags(config: VideoConfig, source: Source) -> None:
 
 
 def _dtype(config: VideoConfig) -> torch.dtype:
+    """Return the type of the trained transformer's weights."""
     import torch
 
     from ebbtide_recipes.skeleton.precision import dtype_name
 
     return getattr(torch, dtype_name(config))
+
+
+def _frozen_dtype(config: VideoConfig) -> torch.dtype:
+    """Return the type of weights that are never trained: of the VAE, the text encoders and a teacher."""
+    import torch
+
+    from ebbtide_recipes.skeleton.precision import dtype_name
+
+    return getattr(torch, dtype_name(config, frozen=True))
 
 
 def _rate(config: VideoConfig, source: Source, dataset: Latents) -> float:
@@ -174,7 +184,8 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             latents.clear(folder, source, making, clips)
         state.wait_for_everyone()
         latents.make(
-            clips, folder, source, making, captions=config.sample_prompts or (), device=device, dtype=_dtype(config),
+            clips, folder, source, making, captions=config.sample_prompts or (),
+            device=device, dtype=_frozen_dtype(config),
             share=(state.process_index, state.num_processes),
         )  # fmt: skip
         state.wait_for_everyone()
@@ -182,7 +193,7 @@ def _latents(config: VideoConfig, source: Source, device: torch.device) -> Laten
             latents.finish(clips, folder, source, making)
             LOGGER.info("latents of %d clips are in %s", len(clips), folder)
     elif config.sample_prompts and state.is_main_process:
-        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_dtype(config))
+        latents.add_captions(folder, source, config.sample_prompts, device=device, dtype=_frozen_dtype(config))
     state.wait_for_everyone()
     return latents.Latents(folder)
 
@@ -248,7 +259,9 @@ def _other(config: VideoConfig, name: str, source: Source, what: str) -> Any:
             expected=f"{source.family.name} with {source.channels} channels, as the student; trained by flow matching",
             hint=f"--{what} with another pipeline of the student's family",
         )
-    return other.transformer(_dtype(config))
+    # FSDP gathers a block's parameters in one piece, of one type.
+    frozen = what == "teacher" and config.fsdp_strategy == "none"
+    return other.transformer(_frozen_dtype(config) if frozen else _dtype(config))
 
 
 def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
@@ -269,4 +282,6 @@ def _showing(config: VideoConfig, source: Source, dataset: Latents) -> Showing:
         rate=_rate(config, source, dataset),
         seed=config.seed,
     )
-    return Showing(source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_dtype(config))
+    return Showing(
+        source=source, prompts=prompts, sampling=sampling, every=config.sample_steps, dtype=_frozen_dtype(config)
+    )

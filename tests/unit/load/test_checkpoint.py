@@ -52,6 +52,20 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_and_another_dtype_is_not(tmp_pa
     assert open_checkpoint(tmp_path / "two").digest() != one  # the same but for its values
 
 
+def test_other_values_in_memory_or_in_a_pickle_are_another_checkpoint(tmp_path: Path) -> None:
+    values = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.tensor(True), "c": torch.ones(0, 3)}
+    others = values | {"b": torch.tensor(False)}
+    digests = [checkpoint_of(each, "values").digest() for each in (values, dict(values), others)]
+    assert digests[0] == digests[1] != digests[2]
+    for number, each in enumerate((values, values, others)):
+        (tmp_path / str(number)).mkdir()
+        torch.save(each, tmp_path / str(number) / "pytorch_model.bin")
+        digests[number] = open_checkpoint(tmp_path / str(number), allow_pickle=True).digest()
+    assert digests[0] == digests[1] != digests[2]
+    one, other = ({"a": torch.ones(2), "(buffer) b": torch.full((2,), value)} for value in (1.0, 2.0))
+    assert checkpoint_of(one, "model").digest() == checkpoint_of(other, "model").digest()
+
+
 def test_a_file_with_all_is_preferred_to_the_index_of_an_earlier_save(tmp_path: Path) -> None:
     write(tmp_path)
     save_file({"c": torch.ones(2)}, tmp_path / "model.safetensors")

@@ -46,6 +46,11 @@ def test_entries_lie_where_the_library_finds_them(tmp_path: Path) -> None:
             assert raw == bytes(expected.contiguous().flatten().view(torch.uint8).tolist())
 
 
+def test_scales_of_8_bit_formats_are_known(tmp_path: Path) -> None:
+    save_file({"scale": torch.ones(3).to(torch.float8_e8m0fnu)}, tmp_path / "x.safetensors")
+    assert read_header(tmp_path / "x.safetensors")["scale"].dtype == torch.float8_e8m0fnu
+
+
 LIES: dict[str, tuple[Any, bytes, int | None, str]] = {
     "a length beyond the file": ({}, b"", 1 << 30, "claims a header of 1.0 GiB"),
     "a length beyond reason": ({}, b"", 1 << 62, "claims a header of"),

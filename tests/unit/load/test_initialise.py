@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,3 +49,12 @@ def test_only_calls_that_write_a_wanted_tensor_are_made() -> None:
         ("0.reset_parameters", ["0.bias", "0.weight"]),
         ("1.reset_parameters", ["1.bias", "1.num_batches_tracked", "1.running_mean", "1.running_var", "1.weight"]),
     ]
+
+
+def test_values_on_the_cpu_leave_the_random_numbers_of_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Linear(3, 4)
+    state = torch.get_rng_state()
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("accelerators were seeded, too"))
+    made = dict(Initialiser(model, None, seed=1).values(["weight"], torch.device("cpu")))
+    assert made["weight"].std() > 0 and torch.equal(torch.get_rng_state(), state)

@@ -112,6 +112,25 @@ def test_a_buffer_that_is_there_is_kept(path: Path) -> None:
     assert ebbtide.load_sharded(model, path).rotary.inv_freq.eq(5).all()
 
 
+def test_a_buffer_that_has_values_and_is_missing_is_reported(
+    values: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    def model(ignored: list[str] | None = None) -> Model:
+        made = meta()
+        made.norm.running_var, made.norm.num_batches_tracked = torch.full((4,), 2.0), torch.tensor(0)
+        if ignored is not None:  # as a model of transformers
+            made.base_model_prefix, made.config, made._keys_to_ignore_on_load_missing = "model", None, ignored
+        return made
+
+    del values["norm.running_var"], values["norm.num_batches_tracked"]
+    with pytest.raises(DataError, match=r"1 missing: norm\.running_var"):
+        ebbtide.load_sharded(model(), values)
+    with caplog.at_level(logging.WARNING, "ebbtide.load"):
+        loaded = ebbtide.load_sharded(model(), values, missing="initialise")
+    assert loaded.norm.running_var.eq(2).all() and "kept as they are: norm.running_var" in caplog.text
+    assert ebbtide.load_sharded(model(["running_var"]), values).norm.running_var.eq(2).all()
+
+
 def test_a_loaded_model_gives_its_values_and_its_optimizer_follows() -> None:
     model = Model(tied=True, rotary="silent")
     model.head.weight.requires_grad_(False)
@@ -373,6 +392,28 @@ def test_saving_and_loading_gives_the_same_and_replaces_what_was_there(path: Pat
     assert [f.name for f in out.iterdir()] == ["model.safetensors"]
     saved = load_file(out / "model.safetensors")
     assert "head.weight" not in saved and torch.equal(saved["embed.weight"], model.embed.weight)
+
+
+def test_a_tensor_on_meta_that_is_no_buffer_is_named(path: Path) -> None:
+    model = meta()
+    model.norm.table = torch.ones(3, device="meta")
+    with pytest.raises(ConfigError, match=r"'norm\.table' is on meta.*\nhint: .*init_empty_weights"):
+        ebbtide.load_sharded(model, path)
+    with torch.device("meta"):
+        normed = nn.utils.spectral_norm(nn.Linear(4, 10))  # computes its weight from another in each forward
+    values = {key: value.clone() for key, value in nn.utils.spectral_norm(nn.Linear(4, 10)).state_dict().items()}
+    assert ebbtide.load_sharded(normed, values)(torch.ones(2, 4)).isfinite().all()
+
+
+def test_a_model_under_ddp_is_saved_under_its_own_names(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 2)
+        ebbtide.save_sharded(nn.parallel.DistributedDataParallel(model), tmp_path)
+    finally:
+        torch.distributed.destroy_process_group()
+    (file,) = tmp_path.glob("*.safetensors")
+    assert load_file(file).keys() == {"weight", "bias"}
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_the_page_cache_takes_what_fits_into_half_of_the_free_memory(
     monkeypatch.setattr(
         reader_module,
         "CheckpointFile",
-        lambda path, *, direct, ahead: (found.append((direct, ahead)), real(path, direct=direct, ahead=ahead))[1],
+        lambda path, **options: (found.append((options["direct"], options["ahead"])), real(path, **options))[1],
     )
     pieces = [Piece(key=key, box=Box.full((1000,)), into=torch.empty(1000)) for key in ("x", "y")]
     for free, ahead in ((16_000, True), (15_999, True), (15_999, False)):
@@ -221,11 +221,40 @@ def test_a_file_that_shrinks_meanwhile_is_an_error_and_no_thread_is_left(
 ) -> None:
     read_directly(monkeypatch, direct)
     entries = written(tmp_path / "x.safetensors", x=torch.ones(100_000), y=torch.ones(100_000))
-    os.truncate(tmp_path / "x.safetensors", 601_000)
+    real = os.preadv
+
+    def shrinking(fd: int, buffers: list[memoryview], offset: int) -> int:
+        os.truncate(tmp_path / "x.safetensors", 601_000)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", shrinking)
     into = torch.zeros(100_000)
     with pytest.raises(DataError, match=r"cannot be read at 'y' \(the file ends"), SliceReader(entries) as r:
         r.read([Piece(key=k, box=Box.full((100_000,)), into=into) for k in ("y", "x")])
     assert not [t for t in threading.enumerate() if t.name.startswith("ebbtide-load")]
+
+
+@pytest.mark.parametrize("moment", ["before it is opened", "while it is read"])
+def test_a_file_that_is_replaced_meanwhile_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    path = tmp_path / "x.safetensors"
+    entries = written(path, x=torch.ones(1000))
+    into, real = torch.zeros(1000), os.preadv
+
+    def replacing(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        path.write_bytes(path.read_bytes()[:-4000] + bytes(4000))
+        return count
+
+    if moment == "while it is read":
+        monkeypatch.setattr(os, "preadv", replacing)
+    else:
+        save_file({"x": torch.zeros(1000)}, tmp_path / "other")
+        (tmp_path / "other").replace(path)
+    found = r"\(it was written or replaced after.*expected a file that does not change"
+    with pytest.raises(DataError, match=found), SliceReader(entries) as reader:
+        reader.read([Piece(key="x", box=Box.full((1000,)), into=into)])
 
 
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

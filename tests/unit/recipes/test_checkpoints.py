@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,7 +96,28 @@ def test_other_processes_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFi
         assert checkpoints.find(config, world_size=2) is not None
         assert caplog.text == ""
         assert checkpoints.find(config, world_size=1) is not None
-    assert "was written by 2 processes and is resumed by 1" in caplog.text
+    assert "was written with processes 2 and is resumed with processes 1" in caplog.text
+
+
+def test_other_rows_seeds_and_batches_are_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = make(tmp_path, 4, sealed=False)
+    checkpoints.seal(folder, SftConfig(), step=4, world_size=2, rows=40)
+    config = {"output_dir": str(tmp_path), "resume_from_checkpoint": "latest"}
+    changed = SftConfig(**config, seed=7, per_device_train_batch_size=2)
+    with caplog.at_level(logging.WARNING, logger="ebbtide.recipes"):
+        checkpoints.find(SftConfig(**config), world_size=2, rows=40)
+        assert caplog.text == ""
+        checkpoints.find(changed, world_size=2, rows=39)
+        before, now = (
+            "seed 42, per_device_train_batch_size 1, rows 40",
+            "seed 7, per_device_train_batch_size 2, rows 39",
+        )
+        assert f"was written with {before} and is resumed with {now}: the order of rows" in caplog.text
+        caplog.clear()
+        seal = json.loads((folder / checkpoints.SEAL).read_text())
+        (folder / checkpoints.SEAL).write_text(json.dumps({k: v for k, v in seal.items() if k != "order"}))
+        assert checkpoints.find(changed, world_size=2, rows=39) == folder  # an older seal says nothing of these
+    assert caplog.text == ""
 
 
 def test_pruning_keeps_the_newest_and_what_is_being_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from ebbtide.base.errors import ConfigError, DataError
 from ebbtide_recipes.sft import data
 from ebbtide_recipes.skeleton import rows as rows_module
-from ebbtide_recipes.skeleton.rows import SUFFIXES
+from ebbtide_recipes.skeleton.rows import SUFFIXES, Named, parsed
 
 USER = {"role": "user", "content": "q"}
 ASSISTANT = {"role": "assistant", "content": "a"}
@@ -152,6 +152,50 @@ def test_calls_of_tools_are_what_the_file_has(tmp_path: Path) -> None:
     assert [json.loads(row["tools"]) for row in made] == [TOOLS, TOOLS, []]
     with pytest.raises(DataError, match="row 1 .* has the tools 'light'.*\nhint: "):
         load(write(tmp_path / "wrong.jsonl", [{"messages": [USER, ASSISTANT], "tools": "light"}]))
+
+
+def test_turns_of_tools_have_the_roles_that_templates_know(tmp_path: Path) -> None:
+    first, second = ({"name": name, "arguments": {"on": True}} for name in ("light", "sound"))
+    shared = [{"from": "human", "value": "q"}, {"from": "function_call", "value": json.dumps(first)}]
+    shared += [{"from": "observation", "value": "ok"}, {"from": "gpt", "value": "a"}]
+    swift = [USER, {"role": "assistant", "content": "Both."}]
+    swift += [{"role": "tool_call", "content": json.dumps(call)} for call in (first, second)]
+    swift += [{"role": "tool_response", "content": "ok"}] * 2 + [{"role": "model", "content": "a"}]
+    read = load(write(tmp_path / "rows.jsonl", [{"messages": shared}, {"messages": swift}]))
+    calls = [{"type": "function", "function": call} for call in (first, second)]
+    answer = {"role": "tool", "content": "ok"}
+    assert read[0]["messages"] == [
+        USER,
+        {"role": "assistant", "content": "", "tool_calls": calls[:1]},
+        answer,
+        ASSISTANT,
+    ]
+    assert read[1]["messages"] == [
+        USER, {"role": "assistant", "content": "Both.", "tool_calls": calls}, answer, answer, ASSISTANT
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"role": "asistant", "content": "a"}, "has a message of the role 'asistant'.*\nhint: .*assistant"),
+        ({"role": "tool_call", "content": "light"}, "has the call of a tool 'light'"),
+        ({"role": "assistant", "content": "a", "loss": False}, "has a message with 'loss': False"),
+        ({"role": "assistant", "content": "a", "weight": 0}, "has a message with 'weight': 0"),
+    ],
+)
+def test_messages_that_would_be_dropped_or_learned_in_spite_of_the_file_are_refused(
+    tmp_path: Path, message: dict, said: str
+) -> None:
+    name = write(tmp_path / "rows.jsonl", [{"messages": [USER, ASSISTANT]}, {"messages": [USER, message, ASSISTANT]}])
+    with pytest.raises(DataError, match=f"(?s)row 2 of .* {said}"):
+        load(name)
+
+
+def test_a_message_that_is_not_learned_may_be_marked(tmp_path: Path) -> None:
+    marked = [{"messages": [{**USER, "loss": False}, {**ASSISTANT, "loss": True}]}]
+    reading = data.Reading(chat=True, seed=0, answers_alone=True)
+    assert len(data.load([write(tmp_path / "rows.jsonl", marked)], reading)) == 1
 
 
 def test_text_that_is_cut_inside_of_a_character_is_an_error(tmp_path: Path) -> None:
@@ -315,7 +359,7 @@ def test_other_names_are_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
 
     asked: list[tuple] = []
 
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
         asked.append((name, split))
         return datasets.Dataset.from_list([{"text": str(number)} for number in range(9)])
 
@@ -324,10 +368,75 @@ def test_other_names_are_hub_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [("owner/name", "train")]
 
 
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("owner/name", Named(place="owner/name")),
+        ("owner/name:main#9", Named(place="owner/name", subset="main", limit=9)),
+        ("owner/name:main:test", Named(place="owner/name", subset="main", split="test")),
+        ("owner/name::train[:10%]#2", Named(place="owner/name", split="train[:10%]", limit=2)),
+        ("builtin:pydoc#3", Named(place="builtin:pydoc", limit=3)),
+        ("a:b.jsonl", Named(place="a:b.jsonl")),
+        ("rows.jsonl#5", Named(place="rows.jsonl", limit=5)),
+    ],
+)
+def test_a_name_has_a_subset_a_split_and_a_number_of_rows(name: str, named: Named) -> None:
+    assert parsed(name) == named
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("owner/name:", "has an empty part.*hint: such as openai/gsm8k:main:test"),
+        ("owner/name:main:", "has an empty part"),
+        (":main", "has an empty part"),
+        ("rows.jsonl:main", "names a part 'main' of a file.*hint: rows.jsonl#1000"),
+        ("MS::owner/name", "begins with a hub.*hint: --use_hf false --dataset owner/name"),
+    ],
+)
+def test_names_with_a_part_that_nothing_has_are_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){said}"):
+        data.READER.check([name])
+
+
+def test_subsets_and_splits_of_a_hub_are_read_and_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    parts = [("main", "train"), ("main", "test"), ("other", "train")]
+    lines = ["---", "configs:"]
+    for subset in ("main", "other"):
+        lines += [f"- config_name: {subset}", "  data_files:"]
+        for split in [split for name, split in parts if name == subset]:
+            write(tmp_path / f"{subset}-{split}.jsonl", [{"text": f"{subset} {split}"}])
+            lines += [f"  - split: {split}", f"    path: {subset}-{split}.jsonl"]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    real = datasets.load_dataset
+
+    def load_dataset(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
+        return real(str(tmp_path), subset, split=split, cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for subset, split in parts:
+        assert load(f"owner/name:{subset}:{split}") == [{"text": f"{subset} {split}"}]
+    for name, hint in {
+        "owner/name": "owner/name:main",
+        "owner/name:mian": "owner/name:main",
+        "owner/name:main:validation": "owner/name:main:train, owner/name:main:test",
+    }.items():
+        with pytest.raises(DataError, match=f"\nhint: .*{hint}"):
+            load(name)
+
+
+def test_a_data_set_that_is_named_twice_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = write(tmp_path / "a.jsonl", [{"text": "t"}])
+    assert len(load(name, name)) == 1
+    assert caplog.messages == [f"data set {name!r} is named 2 times: its rows are used once"]
+
+
 def test_a_hub_name_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -360,7 +469,7 @@ def test_without_a_network_only_the_cache_is_asked(
 
     found: list[tuple[bool, bool]] = []
 
-    def load_dataset(name: str, *, split: str) -> datasets.Dataset:
+    def load_dataset(name: str, subset: str | None, *, split: str) -> datasets.Dataset:
         found.append((constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE))
         raise ConnectionError("no network")
 

@@ -262,3 +262,22 @@ def test_mixed_precision_keeps_weights_in_float32(
     config: dict[str, Any] = {"model": "m", "dataset": ("d",), "output_dir": "o", "bf16": mixed}
     assert dtype_name(SftConfig(**config)) == dtype
     assert dtype_name(SftConfig(**config, torch_dtype="bfloat16")) == "bfloat16"
+    frozen = "bfloat16" if accelerator else "float32"
+    assert dtype_name(SftConfig(**config), frozen=True) == frozen
+    for train_type in ("lora", "qlora"):
+        assert dtype_name(SftConfig(**config, train_type=train_type)) == frozen
+        if accelerator and not mixed:
+            assert dtype_name(SftConfig(**config, train_type=train_type, fp16=True)) == "float32"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_on_weights_in_bfloat16_are_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    config = SftConfig(train_type="lora", bf16=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.accelerator.is_available", lambda: True)
+        model = outline().to_empty(device="cpu").to(getattr(torch, dtype_name(config)))
+    made = adapters.put_on(model, adapters.chosen(config, outline()), config)
+    dtypes = {trained: {p.dtype for p in made.parameters() if p.requires_grad is trained} for trained in (True, False)}
+    assert dtypes == {True: {torch.float32}, False: {torch.bfloat16}}

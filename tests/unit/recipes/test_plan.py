@@ -483,6 +483,7 @@ def test_mixed_precision_has_float32_weights_and_bfloat16_products(qwen: str, re
     assert mixed.outline.dtype == "float32"
     assert mixed.profile.saved_bytes < single.profile.saved_bytes
     assert "--torch_dtype float32 --bf16 true" in page.command(mixed, mixed.options[0])
+    assert found(qwen, bf16=True, train_type="lora").outline.dtype == "bfloat16"
 
 
 def test_weights_in_4_bits_take_less_memory_and_more_time(qwen: str) -> None:

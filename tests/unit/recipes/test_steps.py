@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ebbtide
+from ebbtide.base.errors import ConfigError
 from ebbtide_recipes.skeleton.steps import StepRecorder
 from ebbtide_recipes.skeleton.trainer import RecordedTrainer
 from ebbtide_recipes.video.buckets import Bucket, BucketSampler
@@ -69,3 +70,12 @@ def test_every_prompt_is_sampled(prompts: int | None, samples: int, count: int) 
 def test_a_warmup_that_the_schedule_has_not_is_said() -> None:
     assert "warmup_ratio" in VideoConfig(lr_scheduler_type="constant", warmup_ratio=0.1).without_effect()
     assert "warmup_ratio" not in VideoConfig(lr_scheduler_type="cosine", warmup_ratio=0.1).without_effect()
+
+
+def test_processes_wait_for_one_another_as_long_as_the_flag_says() -> None:
+    from ebbtide_recipes.sft.config import SftConfig
+    from ebbtide_recipes.sft.trainer import arguments
+
+    assert arguments(SftConfig(ddp_timeout=7200)).ddp_timeout_delta.total_seconds() == 7200
+    with pytest.raises(ConfigError, match="ddp_timeout is 0; expected 1 or more"):
+        SftConfig(ddp_timeout=0)

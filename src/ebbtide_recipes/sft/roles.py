@@ -1,0 +1,107 @@
+"""The roles of a chat's messages under the names that chat templates know.
+
+[Note: roles]
+Most templates silently drop a message whose role they do not know, and with it what should be learned. Other programs'
+names are mapped: ShareGPT's, and ms-swift's ``tool_call`` and ``tool_response``. A call of a tool becomes part of an
+assistant's message, as OpenAI writes it, and calls in a row become one message.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ebbtide.base.errors import DataError, nearest
+from ebbtide_recipes.skeleton.rows import Row
+
+KNOWN = ("system", "developer", "user", "assistant", "tool")
+ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "function_response": "tool",
+    "ipython": "tool",
+}
+CALLS = ("tool_call", "function_call")
+"""Roles of messages that are calls of tools, as JSON."""
+_NOT_LEARNED = ("loss", "weight")
+"""Fields by which other programs leave a message out of the loss."""
+
+
+def with_known_roles(messages: list[Row], where: str) -> list[Row]:
+    """Return messages with the roles that templates know. See [Note: roles].
+
+    Args:
+        messages: Each with a ``role``.
+        where: The row and its data set, for errors.
+
+    Raises:
+        DataError: A role is not known, or a call of a tool cannot be read.
+    """
+    made: list[Row] = []
+    for message in messages:
+        role = str(message["role"])
+        if role in CALLS:
+            calls = _calls(message.get("content"), where)
+            last = made[-1] if made and made[-1]["role"] == "assistant" else None
+            if last is None:
+                made.append({"role": "assistant", "content": "", "tool_calls": calls})
+            else:
+                made[-1] = {**last, "tool_calls": [*(last.get("tool_calls") or ()), *calls]}
+            continue
+        known = ALIASES.get(role, role)
+        if known not in KNOWN:
+            raise DataError(
+                f"{where} has a message of the role {role!r}",
+                expected=f"one of {', '.join((*KNOWN, *ALIASES, *CALLS))}",
+                hint=nearest(role, (*KNOWN, *ALIASES, *CALLS), count=1) or "most chat templates drop other roles",
+            )
+        made.append(message if known == role else {**message, "role": known})
+    return made
+
+
+def check_learned(row: Row, where: str) -> None:
+    """Refuse messages that are marked not to be learned, where all messages are.
+
+    Args:
+        row: A normalized row; the messages of its ``prompt`` are not learned.
+        where: The row and its data set, for errors.
+
+    Raises:
+        DataError: There is one.
+    """
+    for column in ("messages", "completion"):
+        messages = row.get(column)
+        for message in messages if isinstance(messages, list) else []:
+            name = next((n for n in _NOT_LEARNED if message.get(n) not in (None, 1)), None)
+            if name is not None:
+                raise DataError(
+                    f"{where} has a message with {name!r}: {message[name]!r}",
+                    expected="messages that are all learned: this field has no effect here",
+                    hint="--completion_only_loss true learns only a chat's last answer; or take the field out",
+                )
+
+
+def _calls(content: Any, where: str) -> list[Row]:
+    """Return the calls of a message in OpenAI's form: of one JSON object with name and arguments, or a list of such."""
+    try:
+        found = json.loads(content) if isinstance(content, str) else content
+    except ValueError:
+        found = None
+    listed = found if isinstance(found, list) else [found]
+    for call in listed:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise DataError(
+                f"{where} has the call of a tool {content!r:.80}",
+                expected="JSON with its name and arguments",
+                hint='such as {"name": "light", "arguments": {"on": true}}',
+            )
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments") or {}}}
+        for call in listed
+    ]
