@@ -71,7 +71,8 @@ def _middle_of_value(value: torch.Tensor) -> bytes:
         row = row[row.shape[0] // 2]
     row = row.flatten()
     count = min(row.numel(), _SAMPLE_BYTES // row.dtype.itemsize)
-    some = row.narrow(0, (row.numel() - count) // 2, count).cpu().contiguous()
+    # One element alone may have any stride, and is contiguous all the same.
+    some = row.narrow(0, (row.numel() - count) // 2, count).cpu().clone(memory_format=torch.contiguous_format)
     return bytes(some.view(torch.uint8).tolist())
 
 

@@ -53,7 +53,12 @@ def test_a_copy_elsewhere_is_the_same_checkpoint_and_another_dtype_is_not(tmp_pa
 
 
 def test_other_values_in_memory_or_in_a_pickle_are_another_checkpoint(tmp_path: Path) -> None:
-    values = {"a": torch.arange(6.0).view(2, 3).t(), "b": torch.tensor(True), "c": torch.ones(0, 3)}
+    values = {
+        "a": torch.arange(6.0).view(2, 3).t(),
+        "b": torch.tensor(True),
+        "c": torch.ones(0, 3),
+        "d": torch.ones(9)[::5][:1],
+    }
     others = values | {"b": torch.tensor(False)}
     digests = [checkpoint_of(each, "values").digest() for each in (values, dict(values), others)]
     assert digests[0] == digests[1] != digests[2]
